@@ -39,7 +39,7 @@ from compression_plan import COMMON, CONTENDERS, DENSE, FOUND, Study, Training
 
 from hpcdist.bench import results
 from hpcdist.bench.collectives_report import check_plot
-from hpcdist.cli.run import importable
+from hpcdist.cli.words import importable
 from hpcdist.comm import mpirun
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.provenance import provenance

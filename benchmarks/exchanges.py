@@ -27,30 +27,30 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build as parameter_server
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.zero.exchange import ZeroExchange
 
 WARM_UP: Final = 3
 SAME: Final = 1e-4  # norm of the difference of weights over their norm
 CATEGORIES: Final = ("parameters", "gradients", "optimizer")
 
 
-def zero(seat: Seat, stage: int, **config: Any) -> Exchange:
+def zero(seat: RankContext, stage: int, **config: Any) -> Exchange:
     """Return ZeRO with these keys of its section. Collective."""
     return ZeroExchange(seat, stage, ZeroConfig(**config))
 
 
-def served(seat: Seat, transport: str) -> Exchange:
+def served(seat: RankContext, transport: str) -> Exchange:
     """Return a parameter server on every rank. Collective."""
-    return parameter_server.exchange(seat, ParameterServerConfig(placement="colocated", transport=transport))
+    return parameter_server.server_exchange(seat, ParameterServerConfig(placement="colocated", transport=transport))
 
 
 # name -> (algorithm, exchange of a seat); the first is what the others are compared with
@@ -96,7 +96,7 @@ class Contender:
         self.comm, self.number, self.ledger = comm, 0, Ledger()
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=max(1, options.hidden // 64))
         self.model = models.build(config, "float32", context=options.context)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),

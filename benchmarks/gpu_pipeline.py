@@ -29,8 +29,8 @@ from hpcdist.arrays import device
 from hpcdist.bench import place
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance

@@ -19,11 +19,11 @@ import numpy as np
 
 from hpcdist.arrays import device
 from hpcdist.comm.placement import locate
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
-from hpcdist.strategies.schedule.executor import Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
@@ -44,7 +44,7 @@ class Side:
         self.number = 0
         self.batches = self.trainer.batches(steps)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """Do the next step, the copy of its batch included."""
         trainer = self.trainer
         batch = next(self.batches)
@@ -54,14 +54,14 @@ class Side:
         return trainer.executor.run(trainer.operations, parts, samples, self.number, np.zeros(2))
 
 
-def on_clock(side: Side) -> tuple[float, Step]:
+def on_clock(side: Side) -> tuple[float, StepResult]:
     """Return the seconds of a step by the clock."""
     begin = time.perf_counter()
     done = side.step()
     return time.perf_counter() - begin, done
 
 
-def by_events(side: Side) -> tuple[float, Step]:
+def by_events(side: Side) -> tuple[float, StepResult]:
     """Return the seconds of a step between two events on the GPU's stream."""
     cuda = device.cupy().cuda
     begin, end = cuda.Event(), cuda.Event()

@@ -112,7 +112,7 @@ def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
 
 def measured(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a job of ``ranks`` ranks tells of the strategy ``name``."""
-    from hpcdist.cli.run import importable
+    from hpcdist.cli.words import importable
     from hpcdist.comm import mpirun
 
     launcher = mpirun.find()

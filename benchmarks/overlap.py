@@ -35,11 +35,11 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.owner import OwnerExchange
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import STAGES, ZeroConfig
+from hpcdist.strategies.zero.config import STAGES, ZeroConfig
+from hpcdist.strategies.zero.exchange import ZeroExchange
 
 WARM_UP = 2
 FIGURES = ("step_s", "exposed_s", "given_s", "busy_s")  # the last two: `Overlap.taken`
@@ -74,7 +74,7 @@ class Way:
     ahead: int = 0
     delayed: bool = False
 
-    def exchange(self, seat: Seat) -> OwnerExchange:
+    def exchange(self, seat: RankContext) -> ShardedUpdateExchange:
         """Return the exchange. Collective."""
         if self.strategy in STAGES:
             return ZeroExchange(seat, STAGES[self.strategy], ZeroConfig(prefetch=self.ahead))
@@ -88,7 +88,7 @@ class Contender:
         self.comm, self.way, self.number = comm, way, 0
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=max(1, options.hidden // 64))
         self.model = models.build(config, "float32", context=options.context)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),

@@ -17,8 +17,8 @@ CHILD = """
 import gc, sys, time
 begin = time.perf_counter()
 from hpcdist.strategies.schedule import simulate, simulate_passes
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.simulate_costs import Costs
+from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.simulate.costs import Costs
 name, stages, microbatches, chunks = sys.argv[1], *map(int, sys.argv[2:])
 imported = time.perf_counter()
 gc.disable()  # as the command does: a million tuples would be looked through again and again

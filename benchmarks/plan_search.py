@@ -23,7 +23,8 @@ import numpy as np
 from hpcdist.hdf5 import files
 from hpcdist.planner import cluster_file, models
 from hpcdist.planner.layout import IMPLEMENTATIONS, Layout
-from hpcdist.planner.search import OBJECTIVES, Wanted, search
+from hpcdist.planner.search import search
+from hpcdist.planner.search_space import OBJECTIVES, Wanted
 from hpcdist.planner.search_words import told
 from hpcdist.planner.shape import describe
 from hpcdist.planner.text_units import figures, seconds

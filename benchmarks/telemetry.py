@@ -26,13 +26,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.cli.run import importable
+from hpcdist.cli.words import importable
 from hpcdist.comm import mpirun
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.timing import Timing
 from hpcdist.energy.monitor import Monitor
 from hpcdist.hdf5 import files
-from hpcdist.strategies.schedule.booking import Booking
+from hpcdist.strategies.schedule.observers import PhaseTimer
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import recipe as recipes
 from hpcdist.training.entry import train
@@ -50,7 +50,7 @@ SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # steps, and keys
 }
 WATCHED: Final[Mapping[str, tuple[tuple[type, str], ...]]] = {
     "recorder": ((Timing, "begin"), (Timing, "end")),
-    "spans": ((Booking, "done"), (Spans, "add"), (Onlookers, "stepped")),
+    "spans": ((PhaseTimer, "done"), (Spans, "add"), (Onlookers, "stepped")),
     "metrics": ((Metrics, "add"), (Metrics, "flush"), (Metrics, "note_clocks"), (Streaming, "stepped")),
     "windows": ((Monitor, "_look"),),
 }

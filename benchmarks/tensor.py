@@ -30,9 +30,8 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
-from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.tensor.limits import check
+from hpcdist.strategies.config import ParallelConfig, check_tensor_parallel
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.tensor.model import cut_model
 
 WARM_UP: Final = 3
@@ -70,10 +69,10 @@ class Contender:
         own = comm.dup(name)  # its messages are counted apart
         self.comm, self.number, self.ledger = own, 0, Ledger()
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=options.heads)
-        check(config, comm.size if over_tensor else 1, options.context, by_rows)
+        check_tensor_parallel(config, comm.size if over_tensor else 1, options.context, by_rows)
         whole = models.build(config, "float32", context=options.context)
         self.whole = whole.layout.parameters
-        seat = Seat(
+        seat = RankContext(
             world=own,
             data=solo() if over_tensor else own,
             tensor=own if over_tensor else solo(),

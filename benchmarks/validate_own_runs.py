@@ -72,7 +72,7 @@ def work(options: argparse.Namespace) -> None:
 
 def launched(ranks: int, program: list[str], folder: Path) -> None:
     """Run ``program`` on so many ranks, with what this prints."""
-    from hpcdist.cli.run import importable
+    from hpcdist.cli.words import importable
     from hpcdist.comm import mpirun
 
     launcher = mpirun.find()

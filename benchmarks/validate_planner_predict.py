@@ -14,12 +14,13 @@ from hpcdist.planner.compute import UnitSeconds, unit_seconds
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, message, span
+from hpcdist.planner.network import collective, message
+from hpcdist.planner.network_span import span
 from hpcdist.planner.plan import plan
 from hpcdist.planner.shape import describe
-from hpcdist.strategies.schedule import simulate, simulate_passes
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.simulate import passes, timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
 
 # What a block does, beside what a step does once.
 OF_BLOCKS: Final = ("forward", "backward", "recompute", "tensor")
@@ -276,8 +277,8 @@ def bubble(schedule: str, row: Mapping[str, Any]) -> float:
     forward, into, weight, message = (milliseconds / chunks for milliseconds in row["profiled_ms"])
     known = SCHEDULES[schedule]
     place = known.place([range(unit, unit + 1) for unit in range(ranks * chunks)], ranks)
-    rows = [simulate_passes.compact(known.passes(rank, ranks, microbatches, chunks)) for rank in range(ranks)]
-    costs = Costs.equal(ranks * chunks, forward, into, weight, link=Link(latency_s=message * chunks))
-    found = simulate.passes(rows, place, costs).bubble
+    rows = [passes.compact(known.passes(rank, ranks, microbatches, chunks)) for rank in range(ranks)]
+    costs = StepCosts.equal(ranks * chunks, forward, into, weight, link=LinkCost(latency_s=message * chunks))
+    found = timeline.simulate_passes(rows, place, costs).bubble
     assert math.isfinite(found)
     return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcdist.collectives import allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies import interval
+from hpcdist.strategies import daly_interval
 
 _SIDE: Final = 192
 MOST_FOLLOWERS: Final = 1000
@@ -64,8 +64,8 @@ class Steps:
             "beside_over_plain": beside / plain,
             "cost_s": cost,
             "mtbf_s": mtbf_s,
-            "interval_s": interval.daly(cost, mtbf_s),
-            "overhead": interval.overhead(cost, mtbf_s) if cost else 0.0,
+            "interval_s": daly_interval.daly(cost, mtbf_s),
+            "overhead": daly_interval.overhead(cost, mtbf_s) if cost else 0.0,
         }
 
 

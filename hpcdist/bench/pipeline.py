@@ -25,13 +25,15 @@ from hpcdist.bench.pipeline_plan import Case, Wanted, cases
 from hpcdist.bench.pipeline_runs import RECEIVES, Run, Sample
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.partition_measured import Seconds
-from hpcdist.strategies.schedule import simulate, simulate_closed, simulate_lists
-from hpcdist.strategies.schedule import simulate_program as programs
+from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link
-from hpcdist.strategies.schedule.simulate_program import Program
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.simulate import lists
+from hpcdist.strategies.schedule.simulate import program as programs
+from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
+from hpcdist.strategies.schedule.simulate.program import Program
 
 Say = Callable[[str], None]
 Keep = Callable[[Sequence[Measured]], None]
@@ -78,13 +80,13 @@ class _Raw:
 
 
 def _measure(
-    comm: Communicator, wanted: Wanted, together: Sequence[Case], seconds: Sequence[Seconds], message_s: float
+    comm: Communicator, wanted: Wanted, together: Sequence[Case], seconds: Sequence[PassSeconds], message_s: float
 ) -> list[Measured]:
     """Measure cases of as many micro-batches, and the model on one rank, in turns. Collective."""
     model = runs.build_model(wanted.shape)
     microbatches = together[0].microbatches
     places = [runs.place(case, seconds) for case in together]
-    alone = Run(runs.solo(), model, "sequential", microbatches, Placement((range(len(model.stages)),), (0,)))
+    alone = Run(runs.solo(), model, "sequential", microbatches, StagePlacement((range(len(model.stages)),), (0,)))
     crews = [Run(comm, model, case.schedule, microbatches, at) for case, at in zip(together, places, strict=True)]
     every = [alone, *crews]
     draw, order = np.random.default_rng([wanted.seed, 1]), np.random.default_rng([wanted.seed, 2])
@@ -117,12 +119,12 @@ def _check_losses(losses: Sequence[float], names: Sequence[str]) -> None:
 
 
 def _measured(
-    case: Case, placement: Placement, raw: _Raw, ideal_s: np.ndarray, message_s: float, *, one_clock: bool
+    case: Case, placement: StagePlacement, raw: _Raw, ideal_s: np.ndarray, message_s: float, *, one_clock: bool
 ) -> Measured:
     """Return all that is told of a case (local)."""
     costs = _costs(placement, raw, message_s)
-    program = simulate_lists.program(raw.steps, placement, costs)
-    timeline = simulate.Timeline(program, programs.run(program))
+    program = lists.program(raw.steps, placement, costs)
+    timeline = simulate_timeline.StepTimeline(program, programs.run(program))
     count = len(raw.samples[0])
     shares = np.array(
         [
@@ -166,7 +168,7 @@ def _shares(steps: Sequence[Operation], sample: Sample) -> tuple[float, float, f
     return float(last_s - first_s), float(took_s[computes].sum()), float(took_s[waits].sum())
 
 
-def _costs(placement: Placement, raw: _Raw, message_s: float) -> Costs:
+def _costs(placement: StagePlacement, raw: _Raw, message_s: float) -> StepCosts:
     """Return the seconds of each unit: of a step the mean over its micro-batches, of these the median."""
     found = np.zeros((len(_KINDS), placement.units.stop))
     for steps, samples in zip(raw.steps, raw.samples, strict=True):
@@ -176,12 +178,12 @@ def _costs(placement: Placement, raw: _Raw, message_s: float) -> Costs:
                 at = [index for index, op in enumerate(steps) if (op.kind, op.unit) == (kind, unit)]
                 found[number, unit] = np.median(took_s[:, at].mean(axis=1))
     forward_s, backward_s, input_s, weight_s = found.tolist()
-    return Costs(
+    return StepCosts(
         forward_s=forward_s,
         backward_s=backward_s,
         input_s=input_s,
         weight_s=weight_s,
-        link=Link(latency_s=message_s),
+        link=LinkCost(latency_s=message_s),
     )
 
 
@@ -189,17 +191,17 @@ def _replayed(program: Program, raw: _Raw, step: int) -> float:
     """Return the bubble that the simulator finds with the times of this step's own passes."""
     took_s = np.concatenate([one[step].spans_s[:, 1] - one[step].spans_s[:, 0] for one in raw.samples])
     again = replace(program, seconds=np.where(program.work >= 0, took_s, 0.0))
-    return simulate.Timeline(again, programs.run(again)).bubble
+    return simulate_timeline.StepTimeline(again, programs.run(again)).bubble
 
 
-def _closed(case: Case, costs: Costs) -> float | None:
+def _closed(case: Case, costs: StepCosts) -> float | None:
     """Return the closed form for stages that are as the mean of these."""
     forward_s, joint_s, input_s, weight_s = (
         sum(row) for row in (costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s)
     )
     if not input_s:
         input_s = weight_s = joint_s / 2
-    return simulate_closed.bubble(
+    return registry.bubble(
         case.schedule,
         case.ranks,
         case.microbatches,

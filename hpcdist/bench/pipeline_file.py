@@ -27,7 +27,7 @@ from hpcdist.bench.pipeline_plan import Case, Shape
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.placement import StagePlacement
 
 SCHEMA: Final = "hpcdist.pipeline"
 VERSION: Final = 1
@@ -46,7 +46,7 @@ class Measured:
     """
 
     case: Case
-    placement: Placement
+    placement: StagePlacement
     operations: list[list[Operation]]
     step_s: np.ndarray
     ideal_s: np.ndarray
@@ -146,7 +146,7 @@ def _read(group: Any) -> Measured:
     rows = [group[f"rank-{rank}"] for rank in range(case.ranks)]
     return Measured(
         case=case,
-        placement=Placement(chunks, tuple(group["rank_of_chunk"][...].tolist())),
+        placement=StagePlacement(chunks, tuple(group["rank_of_chunk"][...].tolist())),
         operations=[_operations(row) for row in rows],
         spans_s=[row["span_s"][...] for row in rows],
         step_s=group["step_s"][...],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.strategies.schedule.catalogue import SCHEDULES, check
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
 
 CONTENDERS: Final = tuple(name for name, schedule in SCHEDULES.items() if schedule.pipelines)
 
@@ -65,7 +65,9 @@ def cases(wanted: Wanted) -> tuple[list[Case], dict[str, str]]:
     for microbatches in wanted.microbatches:
         for name in wanted.schedules:
             try:
-                chunks = check(name, wanted.ranks, microbatches, wanted.chunks if SCHEDULES[name].most is None else 1)
+                chunks = check_schedule(
+                    name, wanted.ranks, microbatches, wanted.chunks if SCHEDULES[name].most is None else 1
+                )
                 if units < wanted.ranks * chunks:
                     raise ConfigurationError(
                         f"the model has {units} units (its layers, what is before and what is behind them) for "

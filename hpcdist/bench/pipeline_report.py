@@ -14,8 +14,8 @@ from hpcdist.bench.pipeline_runs import RECEIVES
 from hpcdist.bench.pipeline_timeline import Bar, Panel
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.strategies.schedule.operations import COMPUTE
-from hpcdist.strategies.schedule.simulate_lists import PASSES
-from hpcdist.strategies.schedule.simulate_program import AGAIN
+from hpcdist.strategies.schedule.simulate.lists import PASSES
+from hpcdist.strategies.schedule.simulate.program import AGAIN
 
 MISSING: Final = "-"
 FIRST: Final = "1f1b"  # what the others' speed is compared with

@@ -23,13 +23,13 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.partition import Devices, partition
-from hpcdist.strategies.partition_measured import Seconds, agree, measure
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline.measured import PassSeconds, agree, measure
+from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.placement import StagePlacement
 
 RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 _TAG = 7002
@@ -72,11 +72,11 @@ class Run:
     """A model in training. Building one is collective over ``comm``, its pipeline."""
 
     def __init__(
-        self, comm: Communicator, model: Model, schedule: str, microbatches: int, placement: Placement
+        self, comm: Communicator, model: Model, schedule: str, microbatches: int, placement: StagePlacement
     ) -> None:
         self._microbatches, self._steps = microbatches, 0
         self.placement = placement
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=solo(),
             pipeline=comm,
@@ -118,20 +118,20 @@ def build_model(shape: Shape) -> Model:
     return models.build(config, "float32", context=shape.context)
 
 
-def unit_seconds(comm: Communicator, shape: Shape) -> tuple[Seconds, ...]:
+def unit_seconds(comm: Communicator, shape: Shape) -> tuple[PassSeconds, ...]:
     """Return what each unit takes for a micro-batch, measured on all ranks at once. Collective."""
     model = build_model(shape)
     comm.barrier()
     return agree(comm, measure(model, shape.samples))
 
 
-def place(case: Case, seconds: Sequence[Seconds]) -> Placement:
+def place(case: Case, seconds: Sequence[PassSeconds]) -> StagePlacement:
     """Return the placement in which the slowest rank is as fast as can be (local)."""
     row = SCHEDULES[case.schedule]
     count = case.ranks * case.chunks
     empty = row.place([range(unit, unit + 1) for unit in range(count)], case.ranks)
     whole = [one.forward + (one.input + one.weight if row.splits else one.backward) for one in seconds]
-    cut = partition(whole, empty.ranks, Devices.alike(case.ranks), None)
+    cut = partition(whole, empty.ranks, StageDevices.alike(case.ranks), None)
     assert cut is not None, "there are no limits of memory"
     return row.place(cut.chunks, case.ranks)
 

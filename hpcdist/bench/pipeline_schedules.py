@@ -7,16 +7,19 @@ from typing import Any, Final
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import UsageError
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule import order, simulate, simulate_closed, simulate_memory, simulate_passes
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import expand
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.schedule.schedule_file import Written
-from hpcdist.strategies.schedule.simulate import Timeline
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
-from hpcdist.strategies.schedule.simulate_memory import Memory
-from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.simulate import passes
+from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.passes import PeakMemory
+from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
+from hpcdist.strategies.schedule.verify import pass_order
+from hpcdist.strategies.schedule.verify.proof import verify
 
 PROVEN: Final = 20_000  # passes of all ranks, up to which their lists of operations are verified too: a second
 _SHOWN_RANKS: Final = 8
@@ -51,19 +54,19 @@ class Wanted:
         """Whether all stages are alike and messages take nothing, as closed forms have it."""
         return len(set(self.costs)) == 1 and not self.message_s and not self.recompute
 
-    def of(self, placement: Placement) -> Costs:
+    def of(self, placement: StagePlacement) -> StepCosts:
         """Return the costs of a placement of one unit for each chunk."""
         rows = [self.costs[rank % len(self.costs)] for rank in placement.ranks]
         shares = [placement.ranks.count(rank) for rank in placement.ranks]
         forward_s, input_s, weight_s = (
             [row[part] / share for row, share in zip(rows, shares, strict=True)] for part in range(3)
         )
-        return Costs(
+        return StepCosts(
             forward_s=forward_s,
             backward_s=[a + b for a, b in zip(input_s, weight_s, strict=True)],
             input_s=input_s,
             weight_s=weight_s,
-            link=Link(carries=Rate(self.message_s)),
+            link=LinkCost(carries=Rate(self.message_s)),
         )
 
 
@@ -75,14 +78,14 @@ class Simulated:
     """
 
     name: str
-    written: Written
-    timeline: Timeline
-    memory: tuple[Memory, ...]
+    written: ScheduleText
+    timeline: StepTimeline
+    memory: tuple[PeakMemory, ...]
     closed: float | None
     operations: bool
 
 
-def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
+def simulated(name: str, written: ScheduleText, wanted: Wanted) -> Simulated:
     """Return schedule ``name``, proven and simulated (local). Raises ScheduleError where it would hang, or is none."""
     if wanted.recompute and written.keeps:
         raise UsageError(
@@ -94,12 +97,12 @@ def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
     if listed:
         _verify(written, placement, wanted)
     else:
-        order.prove(written.passes, placement, wanted.microbatches)
+        pass_order.prove(written.passes, placement, wanted.microbatches)
     costs = wanted.of(placement)
-    rows = [simulate_passes.compact(row) for row in written.passes]
-    timeline = simulate.passes(rows, placement, costs, recompute=wanted.recompute)
+    rows = [passes.compact(row) for row in written.passes]
+    timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=wanted.recompute)
     forward_s, input_s, weight_s = wanted.costs[0]
-    closed = simulate_closed.bubble(
+    closed = registry.bubble(
         name,
         wanted.stages,
         wanted.microbatches,
@@ -108,11 +111,11 @@ def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
         input_s=input_s,
         weight_s=weight_s,
     )
-    memory = simulate_memory.peaks(timeline.program, placement, costs)
+    memory = passes.peaks(timeline.program, placement, costs)
     return Simulated(name, written, timeline, memory, closed if wanted.equal else None, listed)
 
 
-def _verify(written: Written, placement: Placement, wanted: Wanted) -> None:
+def _verify(written: ScheduleText, placement: StagePlacement, wanted: Wanted) -> None:
     """Verify the step that the passes become, with an update behind it, as on one replica."""
     units = {unit: Range(unit, unit + 1) for unit in placement.units}
     lists = []
@@ -121,7 +124,7 @@ def _verify(written: Written, placement: Placement, wanted: Wanted) -> None:
         update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in own]
         steps = expand(row, placement, rank, recompute=wanted.recompute)
         lists.append([*steps, Operation(Kind.AGREE), *update])
-    grid = Grid(pipeline=wanted.stages)
+    grid = ProcessGrid(pipeline=wanted.stages)
     verify(lists, grid=grid, units=units, microbatches=wanted.microbatches, placement=placement)
 
 

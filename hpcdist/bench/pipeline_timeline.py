@@ -14,8 +14,8 @@ import numpy as np
 
 from hpcdist.bench.collectives_report import check_plot
 from hpcdist.errors import StorageError
-from hpcdist.strategies.schedule.simulate import Timeline
-from hpcdist.strategies.schedule.simulate_program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
+from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
+from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 
 NAMES: Final = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W", AGAIN: "F again"}
 MEANINGS: Final = {
@@ -67,7 +67,7 @@ class Panel:
     path: Sequence[tuple[float, int]] = ()
 
 
-def bars(timeline: Timeline) -> list[Bar]:
+def bars(timeline: StepTimeline) -> list[Bar]:
     """Return the passes of all ranks, those of the units of a chunk together (local)."""
     program, times = timeline.program, timeline.times
     found: list[Bar] = []
@@ -85,7 +85,7 @@ def bars(timeline: Timeline) -> list[Bar]:
     return found
 
 
-def panel(title: str, timeline: Timeline) -> Panel:
+def panel(title: str, timeline: StepTimeline) -> Panel:
     """Return the panel of a simulated step (local)."""
     found = bars(timeline)
     links = timeline.critical_path()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 

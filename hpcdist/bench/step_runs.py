@@ -22,9 +22,9 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.schedule.booking import PHASES
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.observers import PHASES
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 # What the entries of the table of operations are called in a report.
 KINDS: Final = {"linear_column": "matmul", "linear_row": "matmul", "embed": "embedding", "positions": "embedding"}
@@ -56,7 +56,7 @@ class Run:
         self.name, self.model, self.ledger, self._comm, self._number = name, model, Ledger(), comm, 0
         # Both are collective: whether ranks can share memory is asked of all.
         shares = comm.size > 1 and node_shared.is_available(comm)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),

@@ -12,7 +12,7 @@ from hpcdist.errors import OK
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.bench.checkpoint import Contender, State
     from hpcdist.comm.communicator import Communicator
-    from hpcdist.comm.start import Session
+    from hpcdist.comm.session import Session
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from hpcdist.errors import FAILURE, OK
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.bench.collectives_file import Configuration
     from hpcdist.bench.collectives_plan import Wanted
-    from hpcdist.comm.start import Session
+    from hpcdist.comm.session import Session
 
 _SIZES: Final = "4K-64M x4"
 # Of the environment of rank 0, what changes how fast collectives are; values may name no host or user.

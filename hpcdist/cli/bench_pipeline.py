@@ -13,7 +13,7 @@ from hpcdist.errors import OK, UsageError
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.bench.pipeline_file import Measured, Results
     from hpcdist.bench.pipeline_plan import Case, Wanted
-    from hpcdist.comm.start import Session
+    from hpcdist.comm.session import Session
 
 _RANKS: Final = 2
 

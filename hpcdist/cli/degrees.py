@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcdist.strategies.grid import Grid
+    from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.training.recipe import Recipe
 
 
@@ -18,16 +18,16 @@ def equation(recipe: "Recipe", world: int) -> str:
     return f"{world} = {product}" + (f" + servers {world - grid.size}" if world != grid.size else "")
 
 
-def grid_of(recipe: "Recipe", world: int) -> "Grid":
+def grid_of(recipe: "Recipe", world: int) -> "ProcessGrid":
     """Return the grid of ``recipe`` on ``world`` ranks, or raise ConfigurationError; numpy is not needed."""
-    from hpcdist.strategies.grid import Grid
-    from hpcdist.strategies.parameter_server.roles import Roles
-    from hpcdist.strategies.zero_config import STAGES
+    from hpcdist.strategies.core.grid import ProcessGrid
+    from hpcdist.strategies.parameter_server.partition import Roles
+    from hpcdist.strategies.zero.config import STAGES
 
     parallel = recipe.parallel
     roles = Roles.of(recipe.parameter_server, world) if parallel.has_roles else None
     servers = world - len(roles.workers) if roles else 0
-    grid = Grid.of(
+    grid = ProcessGrid.of(
         world,
         data=parallel.data,
         pipeline=parallel.pipeline,

@@ -8,7 +8,7 @@ from hpcdist.arrays.sizes import counted
 from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS, RENAMED
 from hpcdist.errors import UsageError
 from hpcdist.planner.layout import HALVES, Layout
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 SERVED: Final = "parameter_server"
 

@@ -14,7 +14,7 @@ from hpcdist.planner.layout import (
     RECOMPUTE,
     STRATEGIES,
 )
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 # Options that are fields of a `Layout` under another name.
 RENAMED: Final = {"context_ranks": "context", "expert_ranks": "expert"}

@@ -7,7 +7,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, Layout
-from hpcdist.strategies.schedule.catalogue import FILE
+from hpcdist.strategies.schedule.generate.registry import FILE
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe import Recipe

@@ -16,7 +16,8 @@ from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
     from hpcdist.planner.cluster import Cluster
-    from hpcdist.planner.search import Result, Wanted
+    from hpcdist.planner.search import Result
+    from hpcdist.planner.search_space import Wanted
 
 SEARCH: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
@@ -122,7 +123,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 
 def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) -> "Wanted":
     from hpcdist.cli.plan_layout import strategy_of
-    from hpcdist.planner.search import Wanted
+    from hpcdist.planner.search_space import Wanted
 
     values: dict[str, Any] = {field: (options[name],) for name, field in FIXED.items() if options.get(name) is not None}
     strategy = strategy_of(options, found.layout).get("strategy")

@@ -14,7 +14,7 @@ from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.bench.pipeline_schedules import Simulated, Wanted
-    from hpcdist.strategies.schedule.schedule_file import Written
+    from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
 
 
 class _Costs(click.ParamType):
@@ -136,10 +136,12 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _written(names: tuple[str, ...], wanted: "Wanted", chunks: int, source: Path | None) -> "list[tuple[str, Written]]":
+def _written(
+    names: tuple[str, ...], wanted: "Wanted", chunks: int, source: Path | None
+) -> "list[tuple[str, ScheduleText]]":
     """Return the schedules by name."""
-    from hpcdist.strategies.schedule import schedule_file
-    from hpcdist.strategies.schedule.catalogue import SCHEDULES
+    from hpcdist.strategies.schedule.generate import schedule_file
+    from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
     known = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
     if not names and source is None:
@@ -159,8 +161,8 @@ def _written(names: tuple[str, ...], wanted: "Wanted", chunks: int, source: Path
     return found
 
 
-def _dump(known: "list[tuple[str, Written]]", file: Path) -> None:
-    from hpcdist.strategies.schedule import schedule_file
+def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
+    from hpcdist.strategies.schedule.generate import schedule_file
 
     if len(known) != 1:
         raise UsageError(f"--dump writes one schedule, and {len(known)} are named")

@@ -10,7 +10,7 @@ from hpcdist.arrays.sizes import counted, parse_bytes
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.collectives.tuning_cache import Tuning
-    from hpcdist.comm.start import Session
+    from hpcdist.comm.session import Session
 
 
 class Bytes(click.ParamType):

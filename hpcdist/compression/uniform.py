@@ -15,15 +15,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox
 from hpcdist.compression.draws import WORDS, unit, units_arrays
 from hpcdist.compression.packing import GROUP, pack, pack_arrays, packed_bytes, rows_of, spread, unpack_arrays
-from hpcdist.compression.scales import (
-    MAXIMUM,
-    inverse_of,
-    largest,
-    lift_of,
-    lifts_arrays,
-    norm,
-    scales_arrays,
-)
+from hpcdist.compression.scales import MAXIMUM, inverse_of, largest, lift_of, lifts_arrays, norm, scales_arrays
 
 # The sum with 1.5 * 2^23 rounds a float32 to an integer, whose two's complement is then its lowest bits; an even number
 # added to it changes no rounding.

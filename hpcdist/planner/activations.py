@@ -16,7 +16,7 @@ A fused attention (arXiv:2205.14135) keeps no scores and computes them again: th
 What a context axis cuts are the tokens of a sample. Between the halves of a split backward 32 s h are kept, the inputs
 of linears and the gradients of their outputs (arXiv:2401.10241, table 1).
 
-**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.costs.Split` says. Attention keeps
+**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says. Attention keeps
 no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of scratch, but not the
 tiles of attention; keys and values of one other rank are there at a time, and back the gradients that go with them
 (ring attention, arXiv:2310.01889).
@@ -31,7 +31,7 @@ from hpcdist.models.counts_units import Kept
 from hpcdist.planner.description import Description, Shape, Unit
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.shape import inner
-from hpcdist.strategies.costs import Split
+from hpcdist.strategies.pipeline.costs import TensorSplit
 
 MASK: Final = 1  # byte an element
 LOGITS: Final = 4  # bytes: float32
@@ -121,7 +121,7 @@ def _published_block(shape: Shape, tokens: float, size: int) -> Block:
 
 @lru_cache(maxsize=1024)
 def _ours(description: Description, tensor: int, size: float, by_tokens: bool) -> tuple[Activations, ...]:
-    split = Split(ranks=tensor, by_tokens=by_tokens)
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     found: list[Activations] = []
     for number, unit in enumerate(description.units):
         assert unit.counted is not None, f"{description.name} was made without counts; use `planner.shape`"
@@ -137,7 +137,7 @@ def _ours(description: Description, tensor: int, size: float, by_tokens: bool) -
 
 
 def _held(unit: Unit) -> tuple[Kept, ...]:
-    """Return what `hpcdist.strategies.costs` has of a unit between two passes of its backward."""
+    """Return what `hpcdist.strategies.pipeline.costs` has of a unit between two passes of its backward."""
     assert unit.counted is not None
     if unit.name == "embedding":
         return unit.counted.kept[:1]
@@ -158,7 +158,7 @@ def again_one_by_one(description: Description, layout: Layout) -> float:
 
 @lru_cache(maxsize=1024)
 def _again(description: Description, tensor: int, by_tokens: bool) -> int:
-    split = Split(ranks=tensor, by_tokens=by_tokens)
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     units = []
     for unit in description.units:
         assert unit.counted is not None
@@ -197,7 +197,7 @@ def _scratch(
     samples: int,
     adds: bool,
 ) -> float:
-    split = Split(ranks=tensor, by_tokens=by_tokens)
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
     largest: dict[str, int] = {}
     for number in present:
         unit = description.units[number]

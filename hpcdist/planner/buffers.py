@@ -19,7 +19,7 @@ def whole_units(layout: Layout, longest: float) -> float:
     """Return the bytes of a unit of ``longest`` parameters that is whole while it computes, cut as it is otherwise.
 
     ZeRO gathers its parameters (stage 3) and sums its gradients (2 and 3); in this toolkit 16-bit parameters are
-    float32 meanwhile, and the gradient of a micro-batch is (`hpcdist.strategies.working`).
+    float32 meanwhile, and the gradient of a micro-batch is (`hpcdist.strategies.core.mixed_precision`).
     """
     size, stage, each = whole(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:

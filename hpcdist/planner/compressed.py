@@ -6,8 +6,8 @@ With n values, p ranks, c bytes of payload a value (`hpcdist.planner.payloads`),
     gathered    (p-1) c n        payloads of all to everybody
     summed      2 (p-1)/p c n    an allreduce of payloads
 
-as in `hpcdist.strategies.compressed.ways`. Where a node has l > 1 of the ranks, the first two may also go between nodes
-only (`hpcdist.strategies.compressed.across_nodes`): float32 sums in the node, 8 n (l-1)/l bytes of its fast links, and
+as in `hpcdist.strategies.compressed.reduction`. Where a node has l > 1 of the ranks, the first two may also go between nodes
+only (`hpcdist.strategies.compressed.reduction`): float32 sums in the node, 8 n (l-1)/l bytes of its fast links, and
 n / l values for p / l ranks outside. The faster of both is taken, as a recipe would.
 """
 
@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import Cost, Span, collective, group, span, times
+from hpcdist.planner.network import Cost, collective, times
+from hpcdist.planner.network_span import Span, group, span
 from hpcdist.planner.payloads import Matrices, Payload
 
 _FLOAT32: Final = 4

@@ -3,7 +3,7 @@
 Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and the head with
 the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1; arXiv:2407.21783,
 section 3.3.2). This toolkit makes the time of the slowest rank as small as can be, by operations
-(`hpcdist.strategies.partition`), which takes blocks from the rank that has the head. That programme is quadratic in the
+(`hpcdist.strategies.pipeline.partition`), which takes blocks from the rank that has the head. That programme is quadratic in the
 units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by halving an interval.
 """
 
@@ -17,9 +17,9 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.planner.description import Description, Unit
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.work import matrix_flops
-from hpcdist.strategies.costs import attended
-from hpcdist.strategies.partition import Devices, partition
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.pipeline.costs import attention_scores
+from hpcdist.strategies.pipeline.partition import StageDevices, partition
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MANY_UNITS: Final = 1000  # beyond, the best cut is found by filling parts: a table of all parts would be too large
 ROUNDING: Final = 1e-12  # of a sum of operations
@@ -140,7 +140,7 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
     """Return the bounds whose slowest rank has least to compute, of units with so many operations."""
     if len(weights) > MANY_UNITS and len(set(owners)) == len(owners):
         return _filled(weights, len(owners))
-    found = partition(weights, owners, Devices.alike(max(owners) + 1), None)
+    found = partition(weights, owners, StageDevices.alike(max(owners) + 1), None)
     assert found is not None, "there is no limit to keep"
     return [0, *(chunk.stop for chunk in found.chunks)]
 
@@ -177,12 +177,12 @@ def _filled(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _operations(unit: Unit, *, first: bool, recompute: bool) -> float:
-    """Return what `hpcdist.strategies.costs` counts for one sample: forward and back, and forward again."""
+    """Return what `hpcdist.strategies.pipeline.costs` counts for one sample: forward and back, and forward again."""
     linear, scores = matrix_flops(unit), 0.0
     if unit.attention is not None:
         looked = unit.attention.context**2
         if unit.attention.pairs != looked:
-            looked = attended(unit.attention.context)
+            looked = attention_scores(unit.attention.context)
         scores = 4.0 * unit.attention.heads * unit.attention.size * looked
     additions = unit.counted.kept[0].size if unit.counted and unit.counted.kept and unit.name == "embedding" else 0
     forward = linear + scores + additions

@@ -37,7 +37,8 @@ from hpcdist.planner.buffers import WIDE
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compressed import Gradients, summed
 from hpcdist.planner.layout import HALVES, STRATEGIES, Layout
-from hpcdist.planner.network import Cost, collective, span, substituted, times
+from hpcdist.planner.network import Cost, collective, substituted, times
+from hpcdist.planner.network_span import span
 from hpcdist.planner.payloads import Matrices, Payload
 from hpcdist.planner.states import whole
 from hpcdist.planner.wire import BYTES, gradient_bytes

@@ -2,7 +2,7 @@
 
 Nodes fail independently and at random: n of them n times as often as one. A save holds the steps up for as long as the
 storage takes its bytes; a failure costs the work since the last save and a restart, which reads them back. Interval and
-slowdown are Daly's (`hpcdist.strategies.interval`), on whole steps.
+slowdown are Daly's (`hpcdist.strategies.daly_interval`), on whole steps.
 """
 
 import math
@@ -13,7 +13,7 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.energy import JOULES_PER_KWH, held, nodes_of, waiting_w
 from hpcdist.planner.estimate import Energy, Run
 from hpcdist.planner.layout import Layout
-from hpcdist.strategies import interval
+from hpcdist.strategies import daly_interval
 
 ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
 
@@ -48,10 +48,10 @@ def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layo
         raise UsageError(f"a run of {steps} steps is none; expected 1 or more")
     mtbf, save = mtbf_s(layout, cluster), save_s(checkpoint_bytes, layout, cluster)
     restart = restart_s(checkpoint_bytes, layout, cluster)
-    between = min(steps, max(1, round(interval.daly(save, mtbf) / step_s)))  # steps between two saves
+    between = min(steps, max(1, round(daly_interval.daly(save, mtbf) / step_s)))  # steps between two saves
     work_s, between_s = steps * step_s, between * step_s
     try:
-        slowdown = interval.slowdown(between_s, save, mtbf, restart)
+        slowdown = daly_interval.slowdown(between_s, save, mtbf, restart)
     except OverflowError:
         slowdown = math.inf
     if slowdown > ENDLESS:

@@ -1,19 +1,18 @@
 """How many micro-batches of each chunk a rank of a pipeline has in memory at once.
 
-From the closed forms of `hpcdist.strategies.schedule.catalogue`: for 1F1B p on the first rank (arXiv:2104.04473), for
+From the closed forms of `hpcdist.strategies.schedule.generate.registry`: for 1F1B p on the first rank (arXiv:2104.04473), for
 the interleaved schedule with v chunks p v + p - 1 chunks of 1/v of its layers each, which is the (1 + (p - 1) / (p v))
 of arXiv:2205.05198, section 4.2.3. For short pipelines from the operations that are executed
-(`hpcdist.strategies.partition_memory.moments`), exactly, which knows chunks that are not alike.
+(`hpcdist.strategies.pipeline.memory.moments`), exactly, which knows chunks that are not alike.
 """
 
 from functools import lru_cache
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.partition_memory import Live, Moment, moments
-from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
-from hpcdist.strategies.schedule.interleaved import group
-from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.pipeline.memory import LiveMicroBatches, Moment, moments
+from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
+from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
 
 SHORT: Final = 16  # chunks of a pipeline whose operations are looked at
 STEADY: Final = 4  # times as many micro-batches as ranks: after those every schedule but gpipe repeats itself
@@ -30,7 +29,7 @@ def in_flight(
     """
     if schedule == FILE:
         raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
-    each = check(schedule, ranks, microbatches, chunks)
+    each = check_schedule(schedule, ranks, microbatches, chunks)
     known = SCHEDULES[schedule]
     if ranks * each <= SHORT:
         steady = microbatches
@@ -41,12 +40,17 @@ def in_flight(
     if recompute and not (schedule == "1f1b" and rank == ranks - 1):
         waiting = _dealt(schedule, ranks, microbatches, each, peak.both)
         return tuple(
-            tuple(Live(inputs=count, kept=int(number == place)) for number, count in enumerate(waiting))
+            tuple(LiveMicroBatches(inputs=count, kept=int(number == place)) for number, count in enumerate(waiting))
             for place in range(each)
         )
     both = _dealt(schedule, ranks, microbatches, each, peak.both)
     live = _dealt(schedule, ranks, microbatches, each, peak.live)
-    return (tuple(Live(inputs=all_of, kept=some, held=all_of - some) for all_of, some in zip(both, live, strict=True)),)
+    return (
+        tuple(
+            LiveMicroBatches(inputs=all_of, kept=some, held=all_of - some)
+            for all_of, some in zip(both, live, strict=True)
+        ),
+    )
 
 
 def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int) -> list[int]:
@@ -55,7 +59,7 @@ def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int
         return [total]
     if schedule != "interleaved":  # forth and back
         return [total - total // 2, total // 2]
-    size = group(ranks, microbatches)
+    size = interleaved_group(ranks, microbatches)
     found = [min(size, max(0, total - number * size)) for number in range(chunks)]
     found[0] += total - sum(found)
     return found

@@ -17,7 +17,7 @@ LIBRARIES = ("", "mpi", "nccl")
 class Layout:
     """One way to train on ``data x pipeline x tensor x context`` devices, and ``servers`` more.
 
-    Ranks count as in `hpcdist.strategies.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
+    Ranks count as in `hpcdist.strategies.core.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
     parallelism cuts experts over ranks of the data axis. A micro-batch has ``microbatch`` samples; ``schedule`` and
     ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention again
     (arXiv:2205.05198), "full" whole blocks. ``main_gradients``, of "megatron" alone: "float32", or the "working" type;

@@ -16,7 +16,7 @@ from hpcdist.planner.estimate import Memory
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits_built import unbuilt
 from hpcdist.planner.limits_shape import Problem, grid_problems, order_problems
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 __all__ = [
     "Problem",

@@ -10,11 +10,11 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.layout import Layout
-from hpcdist.strategies.compressed import optimizing
+from hpcdist.strategies.compressed import config
 from hpcdist.strategies.compressed.config import LOW_RANK, OPTIMIZING, CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.zero_config import STAGES, ZeroConfig
+from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 
 Reasons = tuple[str, ...]
 _SELECTIVE: Final = (
@@ -101,9 +101,9 @@ def _compressor(name: str, strategy: str, precision: str) -> Reasons:
         return ()
     found: Reasons = ()
     if name in OPTIMIZING:
-        optimizer = OptimizerConfig(name="adamw" if optimizing.OPTIMIZER[name] == "adamw" else "sgd")
+        optimizer = OptimizerConfig(name="adamw" if config.MOMENTUM_OPTIMIZERS[name] == "adamw" else "sgd")
         found += _said(
-            lambda: optimizing.check(
+            lambda: config.check_momentum_compressor(
                 name, CompressionConfig(warmup_steps=1), optimizer, strategy=strategy, mode=precision
             )
         )

@@ -7,7 +7,7 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.shape import inner
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
 class Problem(NamedTuple):

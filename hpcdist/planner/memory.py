@@ -1,7 +1,7 @@
 """Bytes on the device of a layout that needs most: states, activations, messages, scratch, and what is reserved.
 
 "messages" are buffers on their way: activations between the ranks of a pipeline
-(`hpcdist.strategies.partition_memory`), and for our own exchanges what a collective or a server takes beside the
+(`hpcdist.strategies.pipeline.memory`), and for our own exchanges what a collective or a server takes beside the
 gradients (`hpcdist.planner.buffers`). "scratch" are units that are whole for a moment, and what the kernels write and
 forget. Batches, what a BLAS takes and cracks of an allocator are with the device's ``reserved_bytes``.
 
@@ -25,7 +25,7 @@ from hpcdist.planner.inflight import in_flight
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.parts import Part, part_of, parts
 from hpcdist.planner.states import stage_of, states, whole
-from hpcdist.strategies.partition_memory import IN_MESSAGES
+from hpcdist.strategies.pipeline.memory import IN_MESSAGES
 
 # The fields that decide, beside the cut, about what lasts, and about what passes.
 _LASTING: Final = (

@@ -1,6 +1,6 @@
 """Which links a group of devices crosses: the levels of a cluster as an axis of a layout uses them.
 
-A group of an axis is ``size`` devices, ``stride`` apart (`hpcdist.strategies.grid`: tensor fastest, then context, data,
+A group of an axis is ``size`` devices, ``stride`` apart (`hpcdist.strategies.core.grid`: tensor fastest, then context, data,
 pipeline). Its *tiers* are the levels of links that it crosses: each box of a tier joins ``fan`` boxes of the tier
 below, and the fans multiply to ``size``.
 

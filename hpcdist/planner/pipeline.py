@@ -14,7 +14,7 @@ the last one is m T and
 That of zb-h1 agrees with arXiv:2401.10241, table 1, where m >= p and W <= I, F. The table tells those of zb-h2 and zb-v
 by the span of one rank, for m >= 2p - 1: their ranks begin up to (p-1) F / v after each other, and end so. Where no
 step waits for all ranks, as with the "post-validation" of that paper, the next one begins meanwhile, and that much is
-no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate`) for any m and times; zb-v for
+no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate.timeline`) for any m and times; zb-v for
 F = I = W, else within 5 %. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the means of
 the others: an approximation.
 
@@ -42,12 +42,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpcdist.strategies.schedule.simulate import Timeline
+    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
@@ -68,7 +68,7 @@ class Seconds(NamedTuple):
 class Pipe(NamedTuple):
     """A step's passes: those of the slowest rank, what it waits for messages, and what it is idle besides.
 
-    ``bubble`` is the idle share as in `hpcdist.strategies.schedule.simulate`, messages included.
+    ``bubble`` is the idle share as in `hpcdist.strategies.schedule.simulate.timeline`, messages included.
     """
 
     busy_s: float
@@ -160,31 +160,31 @@ def simulated(
     *,
     message_s: float = 0.0,
     recompute: bool = False,
-) -> "Timeline":
+) -> "StepTimeline":
     """Return the timeline of the passes over ``chunks``, in the order of the model, as the simulator runs them (local).
 
     A message keeps its link for ``message_s``. With ``recompute`` chunks are computed again before they wait for their
     gradients, in as long as their forward takes.
     """
-    from hpcdist.strategies.schedule import simulate
-    from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
+    from hpcdist.strategies.schedule.simulate import timeline
+    from hpcdist.strategies.schedule.simulate.costs import LinkCost, Rate, StepCosts
 
     known = SCHEDULES[schedule]
     each = len(chunks) // ranks
     placement = known.place([range(number, number + 1) for number in range(len(chunks))], ranks)
-    costs = Costs(
+    costs = StepCosts(
         forward_s=[chunk.forward_s for chunk in chunks],
         backward_s=[chunk.input_s + chunk.weight_s for chunk in chunks],
         input_s=[chunk.input_s for chunk in chunks],
         weight_s=[chunk.weight_s for chunk in chunks],
-        link=Link(carries=Rate(message_s)),
+        link=LinkCost(carries=Rate(message_s)),
     )
-    return simulate.passes(_rows(schedule, ranks, microbatches, each), placement, costs, recompute=recompute)
+    return timeline.simulate_passes(_rows(schedule, ranks, microbatches, each), placement, costs, recompute=recompute)
 
 
 @lru_cache(maxsize=4)
 def _rows(schedule: str, ranks: int, microbatches: int, each: int) -> "list[np.ndarray]":
     """Return the passes of all ranks: the last ones, which are asked for with messages and without."""
-    from hpcdist.strategies.schedule.simulate_passes import compact
+    from hpcdist.strategies.schedule.simulate.passes import compact
 
     return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, each)) for rank in range(ranks)]

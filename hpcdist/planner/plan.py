@@ -11,7 +11,8 @@ from hpcdist.planner.energy import COMPUTING, energy, unknown
 from hpcdist.planner.estimate import UNPROVEN, ZERO3_ERROR, Estimate, Memory, Timing, Work
 from hpcdist.planner.failures import run
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.limits import flags, unbuilt
+from hpcdist.planner.limits import flags
+from hpcdist.planner.limits_built import unbuilt
 from hpcdist.planner.memory import memory
 from hpcdist.planner.states import whole
 from hpcdist.planner.timing import Flow, timing

@@ -7,10 +7,11 @@ from hpcdist.planner.again import ahead
 from hpcdist.planner.cluster import ITEM_BYTES, Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import NOTHING, Cost, collective, message, span
+from hpcdist.planner.network import NOTHING, Cost, collective, message
+from hpcdist.planner.network_span import span
 from hpcdist.planner.pipeline import SPLIT, Pipe, Seconds, closed, simulated
 from hpcdist.planner.stage_seconds import Load, Sent, chunk_loads, loads, sent
-from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 
 
 class Stage(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Final
 from hpcdist.errors import UsageError
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import COMPRESSIONS, RECOMPUTE, STRATEGIES, Layout
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 Way = tuple[str, str]  # a strategy and a compression
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")

@@ -34,14 +34,14 @@ from hpcdist.planner.description import Description
 from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import span
+from hpcdist.planner.network_span import span
 from hpcdist.planner.pipeline import SPLIT, Seconds
 from hpcdist.planner.plan import peak_of, peak_share
 from hpcdist.planner.ranks import closed_form
 from hpcdist.planner.stage_seconds import Load, Sent, load_key, loads, sent
 from hpcdist.planner.timing import AXES, Flow
 from hpcdist.planner.work import work
-from hpcdist.strategies.schedule.catalogue import chunks_of
+from hpcdist.strategies.schedule.generate.registry import chunks_of
 
 AGAIN: Final = 0.5  # of what a micro-batch takes is at most computed again
 ROUNDED: Final = 1 - 1e-12  # sums in another order

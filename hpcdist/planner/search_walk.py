@@ -19,7 +19,7 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.limits import Problem
+from hpcdist.planner.limits_shape import Problem
 from hpcdist.planner.memory import memory
 from hpcdist.planner.plan import least_s, plan
 from hpcdist.planner.ranks import border

@@ -26,7 +26,8 @@ from hpcdist.planner.compute import kept, local_experts, local_parameters, unit_
 from hpcdist.planner.cut import Share, chunks, stages
 from hpcdist.planner.description import Description, Unit
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import Cost, collective, span
+from hpcdist.planner.network import Cost, collective
+from hpcdist.planner.network_span import span
 
 FORWARD: Final = 0
 BACK: Final = 1

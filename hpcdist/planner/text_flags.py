@@ -8,7 +8,7 @@ from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.limits import unbuilt
+from hpcdist.planner.limits_built import unbuilt
 from hpcdist.planner.text_units import both, counted
 
 # What decides whether an answer holds, by words of its flags, and behind all others what always has to be said.

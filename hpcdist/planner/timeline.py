@@ -20,7 +20,7 @@ from hpcdist.planner.stage_seconds import Load, chunk_loads, loads, together
 from hpcdist.planner.timing import data_exchange, rows_sum, tied_sum, timing
 
 if TYPE_CHECKING:
-    from hpcdist.strategies.schedule.simulate import Timeline as Simulated
+    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline as Simulated
 
 KINDS: Final = (
     "forward",
@@ -92,7 +92,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster, global_
 
 def _passes(ran: "Simulated", of_chunks: tuple[Load, ...], held_s: float, after_s: float) -> Iterator[Bar]:
     """Yield the passes, without the messages that they hold ranks up for, and these beside them."""
-    from hpcdist.strategies.schedule.simulate_program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
+    from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
     names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
     program, times = ran.program, ran.times

@@ -20,12 +20,13 @@ from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Timing
 from hpcdist.planner.exchange import Exchange, exchange
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import NOTHING, Cost, collective, message, span
+from hpcdist.planner.network import NOTHING, Cost, collective, message
+from hpcdist.planner.network_span import span
 from hpcdist.planner.ranks import Stage, border, closed_pipe, messages, ranks_of, simulated_pipe
 from hpcdist.planner.stage_seconds import Load, Sent
 from hpcdist.planner.update import update_s
 from hpcdist.planner.wire import BYTES, summed_bytes
-from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
+from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
 
 AXES: Final = ("tensor", "context", "expert")
 TOKEN_BYTES: Final = 4  # at most, as samples are stored
@@ -154,7 +155,7 @@ def _matrices(description: Description, layout: Layout) -> tuple[tuple[int, int,
 def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost:
     """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local).
 
-    In hpcdist the first one owns it: the gradient comes, the new value goes back (`hpcdist.strategies.pipeline`). A
+    In hpcdist the first one owns it: the gradient comes, the new value goes back (`hpcdist.strategies.pipeline.tied`). A
     folded schedule puts both ends of the model on the first rank, which needs no message.
     """
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
@@ -218,7 +219,7 @@ def _check(layout: Layout, microbatches: int) -> None:
             f"schedule = {FILE!r}: a schedule from a file may be anything, so no plan is made of it; choose one of "
             f"{', '.join(SCHEDULES)}"
         )
-    check(layout.schedule, layout.pipeline, microbatches, layout.chunks)
+    check_schedule(layout.schedule, layout.pipeline, microbatches, layout.chunks)
 
 
 def _beyond(layout: Layout, cluster: Cluster) -> tuple[str, ...]:

@@ -10,12 +10,13 @@ numbers of the optimizer:
                 through for infinities (8), clipped (8) and, when all is done, set to 0 (g)
 
 Workers wait while parameter servers update, each its share: of the whole model, which dedicated ones deal out by size
-(`hpcdist.strategies.parameter_server.keys`).
+(`hpcdist.strategies.parameter_server.partition`).
 """
 
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, span
+from hpcdist.planner.network import collective
+from hpcdist.planner.network_span import span
 from hpcdist.planner.states import stage_of, whole
 
 WIDE_BYTES = 4  # a master, a moment

@@ -1,26 +1,29 @@
-"""Data parallelism by allreduce: every replica holds everything, gradients are summed, all take the same step.
+"""Data parallelism by allreduce: sum the gradients of replicas that all hold the whole model.
 
-Gradients arrive here already divided by the number of samples of the whole batch, so their *sum* over the ranks is the
-mean over samples, exact however unevenly the samples are spread. With Psi bytes of gradients, each of p ranks sends
-2 Psi (p-1)/p a step on the ring.
+Gradients arrive here already divided by the number of samples of the whole batch, so their *sum* over the ranks is
+the mean over samples, exact however unevenly the samples are spread. With Psi bytes of gradients, each of p ranks
+sends 2 Psi (p-1)/p a step on the ring.
+
+`FixedTreeExchange` gives the same bits on any number of ranks: it sums in a fixed tree over the L logical shards of
+`hpcdist.strategies.core.logical_shards`. It also sends 2 Psi (p-1)/p a step where L/p is a power of two, and keeps
+log2(L/p) partial sums of Psi bytes beside the gradients; see `hpcdist.collectives.fixed_tree` for other numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hpcdist import collectives
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut, split
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.logical_shards import LogicalShards
-from hpcdist.strategies.overlap import Overlap
-from hpcdist.strategies.owner import Owner, OwnerExchange
+from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers, pieces_of
+from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.replicated import counted
 
 
-def buckets(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None) -> list[Range]:
+def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None) -> list[Range]:
     """Cut ``part`` of the flat space into buckets of whole layers, last layers first: as backward completes them.
 
     A bucket closes when it has reached ``bucket_bytes``; a layer larger than that is cut. ``part`` (None: all) begins
@@ -37,18 +40,18 @@ def buckets(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None
     return found
 
 
-class AllreduceExchange(OwnerExchange):
+class AllreduceExchange(ShardedUpdateExchange):
     """Buckets of gradients reduced by one of the algorithms of `hpcdist.collectives`. Collective over the data axis."""
 
     replicas_identical = True
 
-    def __init__(self, seat: Seat, shards: LogicalShards | None = None) -> None:
+    def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
         super().__init__(seat, shards)
         if seat.overlap != "none" and seat.data.size > 1:
-            self.overlap = Overlap(seat.data, seat.overlap)
+            self.overlap = BackgroundCollectives(seat.data, seat.overlap)
         over = seat.data if self.overlap is None else self.overlap.over
         stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients", over))
-        self.owner = Owner(
+        self.owner = ShardedUpdate(
             *stores,
             seat.build_optimizer(seat.parts),
             seat.parts,
@@ -63,7 +66,9 @@ class AllreduceExchange(OwnerExchange):
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
         sizes = self.gradients.array.itemsize, self.seat.bucket_bytes
-        found = [bucket for part in reversed(self.seat.parts) for bucket in buckets(self.seat.layout, *sizes, part)]
+        found = [
+            bucket for part in reversed(self.seat.parts) for bucket in buckets_of_layers(self.seat.layout, *sizes, part)
+        ]
         kinds = (Kind.REDUCE,) if self.overlap is None else (Kind.START, Kind.WAIT)
         reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in found]
         return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
@@ -102,3 +107,57 @@ class AllreduceExchange(OwnerExchange):
         data, itemsize = self.seat.data, self.weights.array.itemsize
         mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.seat.parts]
         return counted(self.seat.layout, mine, self.seat.tensor)
+
+
+class FixedTreeExchange(AllreduceExchange):
+    """Gradients of ``shards`` logical shards in a fixed tree. Collective over the data axis.
+
+    Every rank has as many micro-batches as the one with the most shards; where it has a shard less, the last is empty.
+    After each but the last, ADD takes its gradients into the partial sums of this rank, without a message; REDUCE takes
+    those of the last one, and finishes the sums with the other ranks.
+    """
+
+    accumulates = False  # each shard's gradients are taken before the next one overwrites them
+
+    def __init__(self, seat: RankContext, shards: LogicalShards) -> None:
+        super().__init__(seat, shards)
+        self.carries_out = {**self.carries_out, Kind.ADD: self.add}
+        self._logical = shards
+        self._trees = {
+            reduced: [(piece, shards.tree()) for piece in cut(reduced, self._longest)] for reduced in self._reduced()
+        }
+
+    @property
+    def _longest(self) -> int:
+        """How many elements travel at once."""
+        return max(1, self.seat.bucket_bytes // self.seat.dtype.itemsize)
+
+    def _reduced(self) -> Iterator[Range]:
+        """Yield ranges of whole layers, last layers first, each of a bucket's size or more, but for the last."""
+        for part in reversed(self.seat.parts):
+            stop = part.stop
+            for unit in sorted(filter(part.intersect, self.seat.ranges.values()), reverse=True):
+                if stop - unit.start >= self._longest or unit.start == part.start:
+                    yield Range(unit.start, stop)
+                    stop = unit.start
+
+    def plan(self) -> list[Operation]:
+        """Return ADD and REDUCE of whole layers, AGREE, then the update of everything."""
+        sums = [Operation(kind, range=reduced) for kind in (Kind.ADD, Kind.REDUCE) for reduced in self._trees]
+        return [*sums, Operation(Kind.AGREE), *self.owner.plan()]
+
+    def reduce(self, op: Operation) -> None:
+        """Put the sum over all shards in the place of the last one's gradients. Collective over the data axis."""
+        assert op.range is not None
+        self._take_in(op, copy=False)
+        for piece, tree in self._trees[op.range]:
+            tree.reduce(self.gradients.range(piece))
+
+    def add(self, op: Operation) -> None:
+        """Take in the gradients of a shard, which the next one overwrites (local)."""
+        self._take_in(op, copy=True)
+
+    def _take_in(self, op: Operation, *, copy: bool) -> None:
+        assert op.range is not None
+        for piece, tree in self._trees[op.range]:
+            self._logical.add(tree, op.microbatch, self.gradients.range(piece), copy=copy)

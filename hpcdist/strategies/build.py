@@ -1,30 +1,102 @@
-"""From the names in a recipe to the exchange, the copies and the operations of one rank."""
+"""Construction from a recipe: the exchange, the executor and the proven operations of one rank.
+
+Tables and functions by the names of the recipe: `EXCHANGES` (allreduce, ZeRO), `DECENTRALISED_EXCHANGES`,
+`server_exchange` (parameter servers). `operations` joins the schedule, the exchange and the tied copies into the list
+of a step; `prove` gathers the lists of all ranks on one of them and verifies them before anything runs.
+"""
 
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from hpcdist.errors import ScheduleError
+from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.arena import Arena
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.pipeline import Copies, ties
-from hpcdist.strategies.schedule.behind import polled, prefetched, started
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
+from hpcdist.strategies.decentralised.gossip import GossipExchange
+from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
+from hpcdist.strategies.decentralised.replicas import Replicas
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange, PushCompression
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.pipeline.tied import TiedCopies, tied_tensors
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.schedule.generate.operation_list import (
+    compute_operations,
+    insert_exchange,
+    insert_gathers,
+    insert_polls,
+    overlap_reductions,
+    prefetch_gathers,
+)
+from hpcdist.strategies.schedule.generate.passes import Passes
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import Passes
-from hpcdist.strategies.schedule.verify import Proof, verify
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import Degrees
+from hpcdist.strategies.schedule.verify.proof import Proof, verify
+from hpcdist.strategies.zero.config import ShardingDegrees
+from hpcdist.strategies.zero.exchange import ZeroExchange
+
+# By strategy. Each is collective over the data axis, and raises ConfigurationError on every rank for a graph that is
+# none of its ranks.
+DECENTRALISED_EXCHANGES: Final[dict[str, Callable[[RankContext, DecentralisedConfig], Replicas]]] = {
+    "gossip": GossipExchange,
+    "local_sgd": LocalSgdExchange,
+}
+
+
+SERVER_ALGORITHMS: Final = ("native", "ring")  # workers that reduce nothing among themselves
+
+
+def server_algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
+    """Return the algorithms that such workers and servers know."""
+    return (*SERVER_ALGORITHMS, "hierarchical") if config.lock_step else SERVER_ALGORITHMS
+
+
+def server_exchange(
+    seat: RankContext,
+    config: ParameterServerConfig,
+    shards: LogicalShards | None = None,
+    compression: PushCompression | None = None,
+) -> Exchange:
+    """Return the exchange of the rank in ``seat``, whose members have the roles of ``config``. Collective.
+
+    ``shards``: in lock-step, sums follow these, or gradients are pushed with ``compression``. Raises ConfigurationError
+    for an algorithm that says nothing about messages between workers and servers, and for servers that take no
+    payloads.
+    """
+    known = server_algorithms(config)
+    if shards is None and seat.algorithm not in known:
+        raise ConfigurationError(
+            f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.described}): workers do "
+            f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
+            f"of {', '.join(known)}"
+        )
+    roles = Roles.of(config, seat.members.size)
+    if compression is not None:
+        assert shards is None
+        config.check_compressed(compression.name, seat.algorithm, across_nodes=compression.config.across_nodes)
+    if config.backup_workers:
+        return BackupExchange(seat, roles, config.backup_workers)
+    if not config.lock_step:
+        return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
+    serves = seat.members.rank in roles.servers
+    servers = seat.members.split(0 if serves else None, seat.members.rank, "servers")
+    if compression is not None:
+        return CompressedServerExchange(seat, roles, servers, compression, mirrored=config.mirrored)
+    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards)
+
 
 PROVEN_RANKS: Final = 64  # the lists of all ranks meet on one
 IN_FLIGHT: Final = 2  # whole layers of gradients that are reduced behind a backward, where they are freed afterwards
-EXCHANGES: Final[dict[str, Callable[[Seat], Exchange]]] = {
+EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
     "allreduce": AllreduceExchange,
     "zero1": partial(ZeroExchange, stage=1),
     "zero2": partial(ZeroExchange, stage=2),
@@ -32,19 +104,21 @@ EXCHANGES: Final[dict[str, Callable[[Seat], Exchange]]] = {
 }
 
 
-def build_executor(seat: Seat, exchange: Exchange, kind: Callable[..., Executor] = Executor) -> Executor:
+def build_executor(seat: RankContext, exchange: Exchange, kind: Callable[..., Executor] = Executor) -> Executor:
     """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike.
 
     ``kind`` is `Executor`, or takes the same arguments.
     """
-    found = ties(seat.model, seat.placed)
-    return kind(seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm)
+    found = tied_tensors(seat.model, seat.placed)
+    return kind(
+        seat, exchange, TiedCopies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
+    )
 
 
 def operations(
-    seat: Seat,
+    seat: RankContext,
     exchange: Exchange,
-    copies: Copies,
+    copies: TiedCopies,
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
@@ -52,30 +126,32 @@ def operations(
     steps: list[Operation] = []
     if seat.computes:
         place = seat.placed, seat.pipeline.rank
-        steps = compute(schedule or parallel.order, parallel.microbatches, *place, recompute=parallel.recompute)
+        steps = compute_operations(
+            schedule or parallel.order, parallel.microbatches, *place, recompute=parallel.recompute
+        )
     if exchange.gathers:
-        steps = gathered(steps, exchange.gathers, keep=exchange.keeps_parameters)
+        steps = insert_gathers(steps, exchange.gathers, keep=exchange.keeps_parameters)
     steps += copies.after_backward()
     plan = exchange.plan()
     if parallel.sequence_parallel:
         plan.insert(plan.index(Operation(Kind.AGREE)), Operation(Kind.SUM_ROWS))
-    whole = interleave(steps, plan, seat.ranges, every_microbatch=not exchange.accumulates)
+    whole = insert_exchange(steps, plan, seat.ranges, every_microbatch=not exchange.accumulates)
     if exchange.overlap is not None:
         most = None if exchange.accumulates else IN_FLIGHT
-        whole = prefetched(started(whole, seat.ranges, seat.model.needs, most), exchange.ahead)
+        whole = prefetch_gathers(overlap_reductions(whole, seat.ranges, seat.model.needs, most), exchange.ahead)
     if Kind.MIX_START in exchange.carries_out or (exchange.overlap is not None and exchange.overlap.polls):
-        whole = polled(whole)
+        whole = insert_polls(whole)
     return whole + copies.after_update()
 
 
 def prove(
-    seat: Seat,
-    grid: Grid,
+    seat: RankContext,
+    grid: ProcessGrid,
     steps: list[Operation],
     microbatches: int,
     *,
     accumulates: bool,
-    degrees: Degrees | None = None,
+    degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 

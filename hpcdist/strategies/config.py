@@ -1,13 +1,94 @@
-"""The ``[parallel]`` section of a recipe. Light: imports nothing but the errors and the table of schedules."""
+"""The ``[parallel]`` section of a recipe: degrees, strategy, schedule, partition, tensor parallelism.
 
+Light: imports the errors, the model's configuration and the table of schedules, no array library and no MPI.
+`check_partition` refuses keys of the pipeline's partition that are wrong or would be ignored; `check_tensor_parallel`
+refuses models that cannot be cut over a tensor axis, before anything is loaded.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.partition_config import DEFAULT as PARTITION
-from hpcdist.strategies.partition_config import check_partition
-from hpcdist.strategies.schedule.catalogue import FILE, NAMES, SCHEDULES
-from hpcdist.strategies.schedule.catalogue import check as check_schedule
+from hpcdist.models.config import TRANSFORMERS, ModelConfig
+from hpcdist.strategies.schedule.generate.registry import FILE, NAMES, SCHEDULES, check_schedule
+
+PARTITIONS: Final = ("parameters", "flops", "measured")
+DEFAULT_PARTITION: Final = "flops"
+
+
+def check_partition(
+    pipeline: int,
+    partition: str,
+    stage_units: Sequence[int],
+    stage_speeds: Sequence[int],
+    stage_memory_bytes: Sequence[int],
+) -> None:
+    """Raise ConfigurationError where a key is wrong, or would be ignored (local)."""
+    if partition not in PARTITIONS:
+        raise ConfigurationError(f"parallel.partition = {partition!r}; choose one of {', '.join(PARTITIONS)}")
+    lists = {"stage_units": stage_units, "stage_speeds": stage_speeds, "stage_memory_bytes": stage_memory_bytes}
+    changed = {name: list(given) for name, given in lists.items() if given}
+    if pipeline == 1 and (changed or partition != DEFAULT_PARTITION):
+        name, given = next(iter(changed.items()), ("partition", repr(partition)))
+        raise ConfigurationError(
+            f"parallel.{name} = {given} has no effect with parallel.pipeline = 1, where one rank has all units; remove "
+            "it, or use several pipeline ranks"
+        )
+    for name, given in changed.items():
+        least = 0 if name == "stage_memory_bytes" else 1
+        if min(given) < least:
+            raise ConfigurationError(f"parallel.{name} = {given}; each must be at least {least}")
+    if stage_units and (partition != DEFAULT_PARTITION or stage_speeds):
+        name = "stage_speeds" if stage_speeds else "partition"
+        raise ConfigurationError(
+            f"parallel.{name} has no effect with parallel.stage_units = {list(stage_units)}, which cuts by hand; "
+            "remove one of them"
+        )
+    if stage_speeds and len(stage_speeds) != pipeline:
+        raise ConfigurationError(
+            f"parallel.stage_speeds = {list(stage_speeds)} for parallel.pipeline = {pipeline}; give one for each "
+            "pipeline rank, relative to each other, as [2, 1] where the first is twice as fast"
+        )
+    if stage_memory_bytes and len(stage_memory_bytes) not in (1, pipeline):
+        raise ConfigurationError(
+            f"parallel.stage_memory_bytes = {list(stage_memory_bytes)} for parallel.pipeline = {pipeline}; give one "
+            "number for all pipeline ranks, or one for each, 0 for no limit"
+        )
+
+
+def check_tensor_parallel(config: ModelConfig, ranks: int, context: int, sequence_parallel: bool) -> None:
+    """Raise ConfigurationError for a model that cannot be cut over ``ranks`` (local)."""
+    if ranks == 1:
+        return
+    if config.kind not in TRANSFORMERS:
+        raise ConfigurationError(
+            f"parallel.tensor = {ranks} with model.kind = {config.kind!r} is not built in this version: set it to 1, "
+            f"or train a {' or an '.join(TRANSFORMERS)}"
+        )
+    if config.kv_heads and config.kv_heads % ranks:
+        divisors = [count for count in range(1, config.kv_heads + 1) if config.kv_heads % count == 0]
+        raise ConfigurationError(
+            f"parallel.tensor = {ranks} with model.kv_heads = {config.kv_heads}: every rank takes as many of them, "
+            f"with the queries that share them; choose one of {divisors} ranks, or a multiple of {ranks} heads"
+        )
+    if config.heads % ranks:
+        divisors = [count for count in range(1, config.heads + 1) if config.heads % count == 0]
+        raise ConfigurationError(
+            f"parallel.tensor = {ranks} with model.heads = {config.heads}: every rank takes as many heads; choose one "
+            f"of {divisors} ranks, or a multiple of {ranks} heads"
+        )
+    for name, key, size in (
+        ("a row of the embedding", "model.vocabulary", config.vocabulary),
+        ("a column of the feed-forward", "model.feed_forward", config.inner),
+        *((("a token of a sample", "data.context", context),) if sequence_parallel else ()),
+    ):
+        if size < ranks:
+            raise ConfigurationError(
+                f"parallel.tensor = {ranks} with {key} = {size}: each rank needs at least {name}; use at most {size} "
+                "tensor ranks"
+            )
+
 
 STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
 WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
@@ -47,7 +128,7 @@ class ParallelConfig:
     microbatches: int = 1
     recompute: bool = False
     sequence_parallel: bool = False
-    partition: str = PARTITION
+    partition: str = DEFAULT_PARTITION
     stage_units: tuple[int, ...] = ()
     stage_speeds: tuple[int, ...] = ()
     stage_memory_bytes: tuple[int, ...] = ()

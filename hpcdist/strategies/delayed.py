@@ -1,20 +1,18 @@
-"""Allreduce of one step behind the computation of the next: gradients are applied one step late.
+"""Delayed allreduce: sum gradients behind the computation of the next step, and apply them one step late.
 
-The gradients of step t, g_t(w_t), are summed over the replicas while step t+1 computes its own; then they are applied,
-so that communication is hidden behind a whole step, not only behind the backward of the layers before:
+The gradients of step t, g_t(w_t), are summed over the replicas while step t+1 computes its own; then they are
+applied, so that communication is hidden behind a whole step, not only behind the backward of the layers before:
 
     w_{t+1} = w_t - eta_{t-1} d(g_{t-1}(w_{t-1}))        for t > 1; w_2 = w_1: the first step updates nothing
 
-where d is what the optimizer makes of a gradient. Everything that belongs to a step is that of the step which produced
-the gradient: the index of the learning rate, the norm that is logged and clipped by, the optimizer's count. This is
-asynchronous descent with a staleness of exactly one (Zinkevich, Smola & Langford, "Slow learners are fast", NIPS 2009;
-Pipe-SGD, Li et al., arXiv:1811.03619), the same on all ranks, and reproducible bit for bit.
+where d is what the optimizer makes of a gradient. Everything that belongs to a step is that of the step which
+produced the gradient: the index of the learning rate, the norm that is logged and clipped by, the optimizer's count.
+This is asynchronous descent with a staleness of exactly one (Zinkevich, Smola & Langford, "Slow learners are fast",
+NIPS 2009; Pipe-SGD, Li et al., arXiv:1811.03619), the same on all ranks, and reproducible bit for bit.
 
 A checkpoint has the sum that is not applied yet among its pieces, of the kind `PENDING`: where a run saves changes no
-bit of it. What is evaluated or looked at on the way has not had that gradient. At the end of the run,
-`DelayedExchange.finish` applies it at once:
-
-    w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t))
+bit of it. An evaluation on the way has not had that gradient. `DelayedExchange.finish` applies it at the end of the
+run: w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t)).
 
 Memory: two gradients instead of one. Each of p ranks sends what it sends without delay: 2 Psi (p-1)/p a step. A
 checkpoint is larger by Psi.
@@ -31,10 +29,10 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import clip
-from hpcdist.strategies.allreduce import AllreduceExchange, buckets
-from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
+from hpcdist.strategies.core.exchange import pieces_of
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 PENDING: Final = "gradients.pending"  # the kind of what is still to be applied, in a checkpoint
 
@@ -48,13 +46,15 @@ class DelayedExchange(AllreduceExchange):
 
     alternates = True
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: RankContext) -> None:
         super().__init__(seat)
         over = seat.data if self.overlap is None else self.overlap.over
         # The owner has the store of the step before; there is none in the first step.
         self._written = seat.store("gradients", allocate=seat.for_replicas("gradients", over))
         sizes = self._written.array.itemsize, seat.bucket_bytes
-        self._buckets = [found for part in reversed(seat.parts) for found in buckets(seat.layout, *sizes, part)]
+        self._buckets = [
+            found for part in reversed(seat.parts) for found in buckets_of_layers(seat.layout, *sizes, part)
+        ]
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
         self.carries_out = {

@@ -3,12 +3,12 @@
 from typing import Final
 
 from hpcdist.models.config import FOREIGN
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.owner import OwnerExchange
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.schedule import simulate_closed
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.tensor.model import CutModel
-from hpcdist.strategies.zero_config import STAGES, ZeroConfig
+from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
 
 MOST_OF_A_RANK: Final = 0.75  # of its parameters in one stage: sharding these saves little of their memory
@@ -49,7 +49,7 @@ def described(trainer: Trainer) -> str:
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")
-    if isinstance(trainer.exchange, OwnerExchange) and trainer.exchange.shards is not None:
+    if isinstance(trainer.exchange, ShardedUpdateExchange) and trainer.exchange.shards is not None:
         shards = trainer.exchange.shards
         parts.append(f"{shards.count} logical shards, arithmetic {shards.arithmetic}")
     if isinstance(trainer.model, CutModel):
@@ -57,9 +57,7 @@ def described(trainer: Trainer) -> str:
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
     if grid.pipeline > 1:
         parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
-        bubble = simulate_closed.bubble(
-            parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each
-        )
+        bubble = registry.bubble(parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each)
         if parallel.recompute:
             parts.append("recomputing")
         elif bubble is not None:

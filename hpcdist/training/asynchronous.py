@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
-from hpcdist.strategies.parameter_server.backup import BackupExchange
-from hpcdist.strategies.schedule.executor import MicroBatch, Step
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics import PER_RANK
 from hpcdist.training.data import Prefetcher, microbatches
 from hpcdist.training.loop import Loop
@@ -146,7 +147,7 @@ class AsynchronousLoop(Loop):
         self.wishes.begun()
         self._note(step, found, found.loss * divisor / max(1, samples), samples)
 
-    def _note(self, step: int, found: Step, loss: float, samples: int) -> None:
+    def _note(self, step: int, found: StepResult, loss: float, samples: int) -> None:
         """Take note of a step that was made, with the mean ``loss`` over this worker's ``samples`` (local)."""
         exchange, outcome = self.exchange, self.outcome
         targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0

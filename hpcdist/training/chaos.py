@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hpcdist.checkpoint.writers import group_of
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.seat import Seat
 from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.chaos_entries import Fault
 from hpcdist.training.chaos_faults import Faults, FaultyExecutor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpcdist.training.trainer import Trainer
 
 
-def executor(config: ChaosConfig, seat: Seat, samples: int) -> Callable[..., Executor]:
+def executor(config: ChaosConfig, seat: RankContext, samples: int) -> Callable[..., Executor]:
     """Return what builds the executor of the rank in ``seat`` for batches of ``samples`` of all replicas (local)."""
     if not config.on:
         return Executor

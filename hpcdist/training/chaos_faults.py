@@ -19,8 +19,9 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
-from hpcdist.strategies.schedule.executor import MicroBatch, Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.chaos_disk import FailingFile
 from hpcdist.training.chaos_entries import Fault
@@ -101,7 +102,7 @@ class FaultyExecutor(SlowedExecutor):
         step: int,
         wishes: np.ndarray,
         first_sample: int = 0,
-    ) -> Step:
+    ) -> StepResult:
         """Run one step, as `Executor.run`, and what happens in it."""
         self._due, self._agreed = self.faults.of_step(step), False
         try:

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays import backend, rng
-from hpcdist.strategies.parameter_server.served import ServedExchange
-from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
+from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training.chaos_config import ChaosConfig
 
 STREAM: Final = 0x6368616F73  # names the random stream of slow steps, apart from those of data and parameters
@@ -66,7 +67,7 @@ class SlowedExecutor(Executor):
         step: int,
         wishes: np.ndarray,
         first_sample: int = 0,
-    ) -> Step:
+    ) -> StepResult:
         """Run one step, as `Executor.run`, at the pace of this rank."""
         count = sum(operation.kind in (Kind.FORWARD, Kind.BACKWARD) for operation in operations)
         own = sum(len(inputs) for inputs, _ in batches)
@@ -95,7 +96,7 @@ class SlowedExecutor(Executor):
     def _sleep(self, seconds: float) -> None:
         """Sleep; where other ranks are served beside the own work, look meanwhile what has come."""
         exchange = self.exchange
-        serves = isinstance(exchange, ServedExchange) and exchange.shard is not None
+        serves = isinstance(exchange, AsynchronousServerExchange) and exchange.shard is not None
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             time.sleep(min(left, SLICE_S) if serves else left)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Final
 
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.config import check_tensor_parallel as check_tensor
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.tensor.limits import check as check_tensor
-from hpcdist.strategies.zero_config import STAGES
+from hpcdist.strategies.zero.config import STAGES
 from hpcdist.training.config import written
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.compressed import optimizing
+from hpcdist.strategies.compressed import config
 from hpcdist.strategies.compressed.config import LOW_RANK, OPTIMIZING
-from hpcdist.strategies.zero_config import STAGES
+from hpcdist.strategies.zero.config import STAGES
 from hpcdist.training.config import written
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def refuse(recipe: "Recipe") -> None:
     asked = f"communication.compression = {name!r}"
     strategy = recipe.parallel.strategy
     if name in OPTIMIZING:
-        optimizing.check(name, recipe.compression, recipe.optimizer, strategy=strategy, mode=recipe.precision.mode)
+        config.check_momentum_compressor(
+            name, recipe.compression, recipe.optimizer, strategy=strategy, mode=recipe.precision.mode
+        )
     if strategy not in STRATEGIES:
         raise ConfigurationError(
             f"{asked} with parallel.strategy = {strategy!r}: {_WHY_NOT.get(strategy, 'not built in this version')}; "

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.config import DEFAULT_PARTITION as PARTITION
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.partition_config import DEFAULT as PARTITION
-from hpcdist.strategies.zero_config import STAGES
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.zero.config import STAGES
 from hpcdist.training.recipe import Recipe
 
 
@@ -59,7 +59,7 @@ def _takes(recipe: Recipe, ranks: int) -> bool:
     parallel = recipe.parallel
     try:
         roles = Roles.of(recipe.parameter_server, ranks) if parallel.has_roles else None
-        grid = Grid.of(
+        grid = ProcessGrid.of(
             ranks,
             data=parallel.data,
             pipeline=parallel.pipeline,

@@ -28,14 +28,15 @@ from hpcdist.checkpoint.restore import from_newest, newest_complete, on_first, r
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.start import Session, start, start_alone
+from hpcdist.comm.session import Session
+from hpcdist.comm.start import start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
-from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data, directory
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data.source import usable_inputs

@@ -11,17 +11,18 @@ from typing import Any
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.comm import ending, output
+from hpcdist.comm.session import Session
 from hpcdist.comm.spans import Spans
-from hpcdist.comm.start import Session
 from hpcdist.errors import OK
 from hpcdist.models.model import Model
 from hpcdist.optim import rates, scaling
-from hpcdist.strategies.grid import ORDER, rank_map, spread_groups
+from hpcdist.strategies.core.grid import ORDER, rank_map, spread_groups
 from hpcdist.telemetry.metrics import MOVED_ATTRIBUTE
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
-from hpcdist.training.energy import Energy, energy_attributes
+from hpcdist.training.energy import Energy
+from hpcdist.training.energy_summary import energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.loop import Loop
 from hpcdist.training.origin import Origin, Stored, from_whole

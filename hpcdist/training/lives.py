@@ -22,7 +22,7 @@ from typing import Any
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.deaths import is_death
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.errors import MissingCapabilityError, TooFewRanksError
 from hpcdist.telemetry import lives as table
 from hpcdist.telemetry.pss import pss_bytes

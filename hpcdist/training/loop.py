@@ -10,12 +10,12 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from hpcdist.checkpoint.retention import VAL_LOSS
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError, StorageError
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.schedule.executor import MicroBatch, Step
-from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
+from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis, explain_nonfinite
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics import METRICS_FILE
 from hpcdist.training import chaos, consensus, noise, striping
 from hpcdist.training.energy import Energy
@@ -178,7 +178,7 @@ class Loop:
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
             self.notes.shares(step, -1)
 
-    def _train(self, step: int, batches: list[MicroBatch]) -> Step:
+    def _train(self, step: int, batches: list[MicroBatch]) -> StepResult:
         trainer = self.trainer
         # Further numbers decide with the others when all ranks bring their rows to the file (2: and compare their
         # clocks), and when they save.
@@ -189,7 +189,7 @@ class Loop:
             with self.onlookers.ranges("step", "step"):
                 return trainer.step(step, batches, wishes)
         except NonFiniteError as error:
-            explained = explain(trainer.comm, trainer.executor, trainer.operations, batches, error)
+            explained = explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()
             try:
                 self._finish_save()

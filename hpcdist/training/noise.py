@@ -20,7 +20,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import clip
 from hpcdist.optim.noise import Smoothed, estimate
-from hpcdist.strategies.schedule.executor import Executor, Step
+from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.replicated import counted
 from hpcdist.telemetry import noise_scales
@@ -122,7 +122,7 @@ class NoiseMeter:
             own = counted(self._seat.layout, [part], self._seat.tensor)
             self._squared += weight * clip.sum_of_squares(store, own)
 
-    def after(self, step: int, found: Step) -> None:
+    def after(self, step: int, found: StepResult) -> None:
         """Take what the ranks have agreed on in ``step``, unless its gradient is none."""
         squared, inverse = found.measured.tolist()
         big, big_squared = self._executor.samples, found.gradient_norm**2

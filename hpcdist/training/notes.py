@@ -1,6 +1,6 @@
 """What a loop writes down of some of its steps, beside the rows of all: scales of the loss, second looks, shares."""
 
-from hpcdist.strategies.schedule.executor import Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import recomputed
 from hpcdist.training.metrics import Metrics
 from hpcdist.training.progress import Progress
@@ -15,12 +15,12 @@ class Notes:
         self._loss_scale = 1.0  # of the last row about it
         self._has_suspected = False
 
-    def stepped(self, step: int, found: Step) -> None:
+    def stepped(self, step: int, found: StepResult) -> None:
         """Write down what was special about ``step``, where something was."""
         self._scale(step, found)
         self._recomputed(step, found)
 
-    def _scale(self, step: int, found: Step) -> None:
+    def _scale(self, step: int, found: StepResult) -> None:
         """Write what happened to the scale of the loss, where something did."""
         if found.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {found.loss_scale:g}")
@@ -28,7 +28,7 @@ class Notes:
             self._metrics.scaled(step, found.loss_scale, found.skipped)
             self._loss_scale = found.loss_scale
 
-    def _recomputed(self, step: int, found: Step) -> None:
+    def _recomputed(self, step: int, found: StepResult) -> None:
         """Write what a second computation of the step found, where there was one."""
         if (again := found.recomputed) is None:
             return

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from hpcdist.comm.spans import SpanSink, now_ns
-from hpcdist.strategies.schedule.ranges import NO_RANGES, Ranges
+from hpcdist.strategies.schedule.observers import NO_RANGES, ProfilerRanges
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training.energy import Energy
 from hpcdist.training.shifting import Shifting
@@ -72,7 +72,7 @@ class Onlookers:
         self.spans.add("step", "step", step, round(begin_s * 1e9), round(end_s * 1e9))
 
 
-def _ranges(config: TelemetryConfig) -> Ranges:
+def _ranges(config: TelemetryConfig) -> ProfilerRanges:
     """Return the ranges of a profiler where the recipe wants them; MissingCapabilityError without its package."""
     if not config.nvtx:
         return NO_RANGES

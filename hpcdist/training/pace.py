@@ -13,7 +13,7 @@ from typing import Final
 
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.interval import daly
+from hpcdist.strategies.daly_interval import daly
 from hpcdist.training.starts import FINISHED, STOPPED, Starts
 
 GUESS_S: Final = 1.0

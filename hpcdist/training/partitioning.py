@@ -16,13 +16,13 @@ from hpcdist.comm.solo import solo
 from hpcdist.errors import UsageError
 from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS
-from hpcdist.strategies import partition_measured
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.partition_measured import Seconds
-from hpcdist.strategies.partition_memory import States
-from hpcdist.strategies.partition_plan import Plan, plan
-from hpcdist.strategies.schedule.schedule_file import Written, generated
-from hpcdist.strategies.zero_config import STAGES, Degrees
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.pipeline import measured as pipeline_measured
+from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline.memory import StateBytes
+from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText, generated
+from hpcdist.strategies.zero.config import STAGES, ShardingDegrees
 from hpcdist.training import data, pipelining
 from hpcdist.training.origin import Origin
 from hpcdist.training.recipe import Recipe
@@ -33,12 +33,12 @@ KEPT = "stage_units"  # among the scalars of a checkpoint
 def planned(
     comm: Communicator,
     recipe: Recipe,
-    grid: Grid,
+    grid: ProcessGrid,
     whole: Model,
     own: Model,
-    schedule: Written | None,
+    schedule: ScheduleText | None,
     origin: Origin | None,
-) -> Plan | None:
+) -> PartitionPlan | None:
     """Return the cut of the ``whole`` model, the same on all ranks; None where it is one part.
 
     Collective over ``comm``, the world, where it is measured: this rank has ``own`` of the model. ``schedule`` is that
@@ -49,19 +49,19 @@ def planned(
     if grid.pipeline * order.chunks == 1:
         return None
     kept: tuple[int, ...] = ()
-    seconds: Sequence[Seconds] | None = None
+    seconds: Sequence[PassSeconds] | None = None
     samples = largest_microbatch(recipe, grid.data)
     if parallel.partition == "measured":
         kept = _kept(origin, len(whole.stages), grid.pipeline * order.chunks)
         speeds = parallel.stage_speeds or (1,) * grid.pipeline
         speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
-        measured = partition_measured.measure(own, samples, recipe.run.device)
-        seconds = partition_measured.agree(comm, measured, speed)
+        measured = pipeline_measured.measure(own, samples, recipe.run.device)
+        seconds = pipeline_measured.agree(comm, measured, speed)
     kinds = states(recipe, grid.data, splits=order.splits)
     return plan(whole, parallel, order, kinds, samples, seconds=seconds, kept=kept)
 
 
-def alone(recipe: Recipe) -> Plan:
+def alone(recipe: Recipe) -> PartitionPlan:
     """Return the cut of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
 
     What is measured is measured here, for one rank that has all of every tensor. Raises UsageError where the recipe has
@@ -70,7 +70,7 @@ def alone(recipe: Recipe) -> Plan:
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
-    grid = Grid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
+    grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
     made = planned(comm, recipe, grid, whole, whole, pipelining.written(parallel, comm), None)
     if made is None:
         raise UsageError(
@@ -80,12 +80,12 @@ def alone(recipe: Recipe) -> Plan:
     return made
 
 
-def state(recipe: Recipe, made: Plan | None) -> dict[str, list[int]]:
+def state(recipe: Recipe, made: PartitionPlan | None) -> dict[str, list[int]]:
     """Return what a checkpoint keeps of a cut that does not follow from the recipe (local)."""
     return {KEPT: list(made.stage_units)} if made and recipe.parallel.partition == "measured" else {}
 
 
-def scheduled(recipe: Recipe) -> Written:
+def scheduled(recipe: Recipe) -> ScheduleText:
     """Return the passes of all pipeline ranks for a schedule that is none of a file (local)."""
     parallel = recipe.parallel
     return generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -96,7 +96,7 @@ def largest_microbatch(recipe: Recipe, replicas: int) -> int:
     return -(-recipe.run.global_batch // (replicas * recipe.parallel.microbatches))
 
 
-def states(recipe: Recipe, replicas: int, *, splits: bool = False) -> States:
+def states(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
     """Return what a rank keeps of each parameter on ``replicas`` data ranks (local).
 
     ``splits``: backwards are done in two passes.
@@ -107,8 +107,8 @@ def states(recipe: Recipe, replicas: int, *, splits: bool = False) -> States:
     optimizer = recipe.optimizer
     slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
     stage = STAGES.get(recipe.parallel.strategy)
-    degrees = Degrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
-    found = States.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+    degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
+    found = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
     found = replace(found, per_parameter=found.per_parameter + _owed_bytes(recipe, replicas))
     if working is None:
         return found

@@ -4,14 +4,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.pipeline import ties
-from hpcdist.strategies.schedule import schedule_file
-from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES
-from hpcdist.strategies.schedule.schedule_file import Written
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline.tied import tied_tensors
+from hpcdist.strategies.schedule.generate import schedule_file
+from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
 
 
-def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
+def written(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
     """Return the schedule of ``parallel.schedule_file``, None where the schedule is none of a file. Collective.
 
     One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, or is no schedule of this
@@ -40,9 +40,11 @@ def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
     return found
 
 
-def check_exchange(parallel: ParallelConfig, found: Written | None, seat: Seat, *, accumulates: bool) -> None:
+def check_exchange(
+    parallel: ParallelConfig, found: ScheduleText | None, seat: RankContext, *, accumulates: bool
+) -> None:
     """Raise ConfigurationError where gradients would be exchanged before they are complete (local)."""
-    if not accumulates and ties(seat.model, seat.placed):
+    if not accumulates and tied_tensors(seat.model, seat.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
             f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
@@ -56,7 +58,7 @@ def check_exchange(parallel: ParallelConfig, found: Written | None, seat: Seat, 
         )
 
 
-def splits(parallel: ParallelConfig, found: Written | None) -> bool:
+def splits(parallel: ParallelConfig, found: ScheduleText | None) -> bool:
     """Whether backwards are done in two passes (local)."""
     if found is None:
         return SCHEDULES[parallel.order].splits

@@ -19,9 +19,8 @@ from hpcdist.checkpoint import buddies
 from hpcdist.checkpoint.buddies import Buddies, Copies
 from hpcdist.checkpoint.redistribute import redistribute
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.allreduce import AllreduceExchange, FixedTreeExchange
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import state
 from hpcdist.training.survival_config import SurvivalConfig

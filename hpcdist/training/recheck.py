@@ -32,9 +32,9 @@ from hpcdist.arrays import backend
 from hpcdist.checkpoint.sources import held
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
-from hpcdist.strategies.loss_scale import FixedScale
-from hpcdist.strategies.owner import OwnerExchange
-from hpcdist.strategies.schedule.executor import Executor, Recomputed
+from hpcdist.strategies.core.mixed_precision import FixedLossScale
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
+from hpcdist.strategies.schedule.executor import Executor, RecomputeVerdict
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
 from hpcdist.training.config import RunConfig
 
@@ -60,7 +60,7 @@ class Recheck:
     """Watches the steps of ``executor``. Every rank of ``comm``, the world, has one; `agreed` is collective over it."""
 
     def __init__(self, executor: Executor, comm: Communicator, factor: float, every_steps: int) -> None:
-        assert isinstance(executor.exchange, OwnerExchange)
+        assert isinstance(executor.exchange, ShardedUpdateExchange)
         self._executor, self._exchange, self._comm = executor, executor.exchange, comm
         self._factor, self._every_steps = factor, every_steps
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
@@ -116,19 +116,19 @@ class Recheck:
             ("loss", outcome.loss, self._losses),
         ):
             if not math.isfinite(value):
-                if name == "gradient norm" and isinstance(self._executor.loss_scale, FixedScale):
+                if name == "gradient norm" and isinstance(self._executor.loss_scale, FixedLossScale):
                     continue  # it is skipped, as many are
                 return f"{name} {value}"
             if len(known) >= LEAST and value > self._factor * (usual := statistics.median(known)):
                 return f"{name} {value:.4g}, with a median of {usual:.4g}"
         return ""
 
-    def _recomputed(self, suspicion: str) -> Recomputed:
+    def _recomputed(self, suspicion: str) -> RecomputeVerdict:
         step, first, second = self._executor.number, self._computation(), self._again()
         others = self._exchanged(first.own != second.own)
         if not any(self._exchanged(first != second)):
             self._suspects = set()
-            return Recomputed(suspicion)
+            return RecomputeVerdict(suspicion)
         third = self._again()
         lost = self._exchanged(third.own not in (first.own, second.own))
         unsure = any(self._exchanged(third.summed not in (first.summed, second.summed)))
@@ -138,7 +138,7 @@ class Recheck:
         if twice or (unsure and not suspects):
             raise DivergenceError(_refusal(step, sorted(twice), hosts))
         self._suspects = suspects
-        return Recomputed(suspicion, tuple(sorted(suspects)), _verdict(step, sorted(suspects), hosts))
+        return RecomputeVerdict(suspicion, tuple(sorted(suspects)), _verdict(step, sorted(suspects), hosts))
 
     def _exchanged(self, verdict: bool) -> list[bool]:
         """Return the verdicts of all ranks. Collective."""

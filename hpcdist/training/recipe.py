@@ -24,7 +24,7 @@ from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training import combinations, compressing, settings
 from hpcdist.training.chaos_config import ChaosConfig

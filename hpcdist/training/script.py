@@ -37,9 +37,9 @@ from hpcdist.comm.spans import now_ns
 from hpcdist.comm.start import fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
-from hpcdist.strategies.exchange import pieces_of
-from hpcdist.strategies.schedule.executor import MicroBatch
-from hpcdist.strategies.sentinel import check_batch
+from hpcdist.strategies.core.exchange import pieces_of
+from hpcdist.strategies.core.replica_check import check_batch
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training import directory, settings
 from hpcdist.training import recipe as recipes
 from hpcdist.training.config import written

@@ -9,11 +9,11 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.collectives import nccl, node_shared, tuning
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.models.model import Model
-from hpcdist.strategies import logical_shards
-from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.strategies import build as parameter_server
+from hpcdist.strategies.core import logical_shards
 from hpcdist.training.origin import Origin
 from hpcdist.training.recipe import Recipe
 
@@ -61,7 +61,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
         return Selection(wanted, "recipe", nodes)
     kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
-    known = parameter_server.algorithms(recipe.parameter_server) if served else None
+    known = parameter_server.server_algorithms(recipe.parameter_server) if served else None
 
     def is_usable(name: str) -> bool:
         if _needs_gpus(name):

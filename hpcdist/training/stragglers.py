@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpcdist.strategies.parameter_server.backup import BackupExchange
-from hpcdist.strategies.parameter_server.served import ServedExchange
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
 from hpcdist.training.trainer import Trainer
 
 
@@ -18,7 +18,7 @@ def figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str,
     """
     exchange = trainer.exchange
     found: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
-    if not isinstance(exchange, ServedExchange):
+    if not isinstance(exchange, AsynchronousServerExchange):
         return found
     found["servers_fullest"] = exchange.fullest
     if isinstance(exchange, BackupExchange):

@@ -13,7 +13,7 @@ import numpy as np
 from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.energy.monitor import Monitor
-from hpcdist.strategies.schedule.executor import Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import catalogue, jobs
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.derived import Derived, Row
@@ -92,7 +92,7 @@ class Streaming:
             known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
             self._events.append(Event(kind, step, known, **more))
 
-    def stepped(self, step: int, found: Step, waited_s: float) -> None:
+    def stepped(self, step: int, found: StepResult, waited_s: float) -> None:
         """Take what this rank knows of a step that is done; it waited for its data for ``waited_s``."""
         self._done = step
         self._waited_s += waited_s

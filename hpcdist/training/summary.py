@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias
 from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.timing import Moved
-from hpcdist.strategies.grid import ORDER
+from hpcdist.strategies.core.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
 from hpcdist.training import architecture, consensus, noise, stragglers, utilisation
-from hpcdist.training.energy import described
+from hpcdist.training.energy_summary import described
 from hpcdist.training.outcome import Outcome
 from hpcdist.training.trainer import Trainer
 

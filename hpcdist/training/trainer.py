@@ -13,24 +13,26 @@ from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.save import make as save
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.models import factory as models_factory
 from hpcdist.models.model import Model
 from hpcdist.models.recompute import recomputing
 from hpcdist.optim import rates, scaling
-from hpcdist.strategies import build, loss_scale
-from hpcdist.strategies.compressed.decision import Decision
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.owner import OwnerExchange
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.partition_plan import Plan
-from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
+from hpcdist.strategies import build
+from hpcdist.strategies.compressed.autoselect import CompressionDecision
+from hpcdist.strategies.core import mixed_precision
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.pipeline.plan import PartitionPlan
+from hpcdist.strategies.schedule.executor import Executor, StepResult
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
 from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.schedule_file import Written
-from hpcdist.strategies.schedule.verify import Proof
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.training import chaos, compression_choice, data, exchanges, partitioning, pipelining, recheck, state
@@ -50,22 +52,22 @@ class Trainer:
 
     comm: Communicator
     recipe: Recipe
-    grid: Grid
-    seat: Seat
+    grid: ProcessGrid
+    seat: RankContext
     source: data.Source
     exchange: Exchange
     executor: Executor
     operations: list[Operation]
     ledger: Ledger
     selection: Selection
-    compression: Decision
+    compression: CompressionDecision
     first_step: int = 0
     sample_order: int = data.UNIFORM  # the rule, which a run keeps to its end
     shares: data.Shares | None = None  # where they are not even
     balance: data.Balance | None = None
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
     noise: NoiseMeter | None = None
-    plan: Plan | None = None  # of the stages, where there are several
+    plan: PartitionPlan | None = None  # of the stages, where there are several
     factory_seal: str = ""  # of the file that makes an imported model, on rank 0
 
     @property
@@ -109,7 +111,7 @@ class Trainer:
             return data.shards(batch, run.global_batch // run.logical_shards, _microbatches(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
-    def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> Step:
+    def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> StepResult:
         """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         return self.executor.run(self.operations, batches, samples, number, wishes, first)
@@ -159,7 +161,7 @@ class Trainer:
         """End what runs beside the steps. Collective; no step can be made afterwards."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
-        if isinstance(self.exchange, OwnerExchange):
+        if isinstance(self.exchange, ShardedUpdateExchange):
             self.exchange.close()
 
     def initialise(self) -> None:
@@ -197,7 +199,7 @@ def assemble(
     factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # of what is about to be executed
     # In a product every rank computes, and serves what its replicas share: `Seat.members`.
     roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None
-    grid = Grid.of(
+    grid = ProcessGrid.of(
         comm.size,
         data=parallel.data,
         pipeline=parallel.pipeline,
@@ -218,7 +220,7 @@ def assemble(
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
     executor.seed, precision = recipe.run.seed, recipe.precision
     growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
-    executor.loss_scale = loss_scale.build(precision.mode, precision.loss_scale, *growth)
+    executor.loss_scale = mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
     recheck.watch(executor, comm, recipe.run)
     microbatches = _microbatches(recipe, grid)
     pipelining.check_exchange(parallel, schedule, seat, accumulates=exchange.accumulates)
@@ -254,7 +256,7 @@ def _brought(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[d
     return source, recomputing(whole) if recipe.parallel.recomputes_layers else whole
 
 
-def _microbatches(recipe: Recipe, grid: Grid) -> int:
+def _microbatches(recipe: Recipe, grid: ProcessGrid) -> int:
     """Return how many micro-batches every rank has in a step, some perhaps without samples (local)."""
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches
 
@@ -262,26 +264,26 @@ def _microbatches(recipe: Recipe, grid: Grid) -> int:
 def _seat(
     session: Session,
     recipe: Recipe,
-    grid: Grid,
+    grid: ProcessGrid,
     roles: Roles | None,
     whole: Model,
     ledger: Ledger,
     origin: Origin | None,
-    schedule: Written | None,
-) -> tuple[Seat, Selection, Plan | None]:
+    schedule: ScheduleText | None,
+) -> tuple[RankContext, Selection, PartitionPlan | None]:
     """Return the place of this rank, where its algorithm comes from, and the cut of the model. Collective."""
     comm = session.comm
     given_models.check(recipe, whole)
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
-    axes = Axes(grid if computes else Grid(data=members.size), members)
+    axes = GridCommunicators(grid if computes else ProcessGrid(data=members.size), members)
     tensor = axes.tensor if grid.tensor > 1 else solo()
     selection = resolve(session, recipe, cut_model(whole, tensor), axes.data, origin)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
     model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
     plan = partitioning.planned(comm, recipe, grid, whole, model, schedule, origin) if computes else None
-    seat = Seat(
+    seat = RankContext(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,

@@ -13,9 +13,9 @@ from hpcdist.comm.solo import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import clip
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.exchange import LocalGradients
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.seat import Seat
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2, vocabulary=20)
 CONSTANT = {"decay": "constant", "warmup_steps": 0}
@@ -25,8 +25,8 @@ def layout() -> Layout:
     return models.build(MODEL, "float32", context=4).layout
 
 
-def seat_of(comm: Communicator, optimizer: dict[str, Any], bucket_bytes: int = 4000, on: str = "cpu") -> Seat:
-    return Seat(
+def seat_of(comm: Communicator, optimizer: dict[str, Any], bucket_bytes: int = 4000, on: str = "cpu") -> RankContext:
+    return RankContext(
         world=comm,
         data=comm,
         pipeline=solo(),

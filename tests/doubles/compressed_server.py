@@ -17,15 +17,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import Key
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed.catalogue import compressor
+from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.compressed.config import SUMMED, CompressionConfig
-from hpcdist.strategies.parameter_server.build import exchange
-from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange, Compression
+from hpcdist.strategies.compressed.registry import compressor
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange, PushCompression
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.keys import partition
-from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.seat import Seat
 
 SOME = CompressionConfig(density=0.1)
 STEPS, SEED = 10, 5
@@ -86,7 +85,7 @@ class Job:
         model: Any = SimpleNamespace(layout=case.layout, dtype=np.dtype(np.float32), stages=layers, skips=())
         part = case.roles.part_of(comm)
         self.case, self.comm = case, comm
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -98,8 +97,8 @@ class Job:
             working=None if case.working is None else dtype_of(case.working),
             on=case.on,
         )
-        compression = None if case.name == "none" else Compression(case.name, case.config, SEED)
-        self.exchange = exchange(self.seat, case.servers, None, compression)
+        compression = None if case.name == "none" else PushCompression(case.name, case.config, SEED)
+        self.exchange = server_exchange(self.seat, case.servers, None, compression)
         initial = FlatStore(case.layout, np.dtype(np.float32))
         initial.array[...] = start(case.layout)
         self.exchange.take(initial)
@@ -166,7 +165,7 @@ class OneProcess:
         self.case, layout = case, case.layout
         self.made = compressor(case.name, case.config)
         ranges = {layer: layout.units[layer] for layer in layout.units}
-        found = partition(layout, len(case.roles.servers)).messages(ranges)
+        found = partition_keys(layout, len(case.roles.servers)).messages(ranges)
         self.messages = [(part, case.roles.servers[index]) for part, index in found]
         self.residual = np.zeros((len(case.voices()), layout.size), np.float32)
         self.parameters = FlatStore(layout, np.dtype(np.float32))

@@ -17,7 +17,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.models import split
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from gpu_runs import Trained
 
-from hpcdist.strategies.schedule.booking import phase_of
+from hpcdist.strategies.schedule.observers import phase_of
 from hpcdist.strategies.schedule.operations import Kind
 
 BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")

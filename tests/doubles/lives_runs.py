@@ -6,8 +6,9 @@ from typing import Any
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
-from hpcdist.comm.threads import Death, run_threads
+from hpcdist.comm.session import Session
+from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads import run_threads
 from hpcdist.telemetry import metrics
 from hpcdist.training import chaos_faults, directory
 from hpcdist.training import recipe as recipes

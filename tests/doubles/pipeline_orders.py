@@ -2,8 +2,8 @@
 
 import random
 
-from hpcdist.strategies.schedule.pipelines import Pass, Passes
-from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes
+from hpcdist.strategies.schedule.placement import StagePlacement
 
 PASSES = {True: (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT), False: (Pass.FORWARD, Pass.BACKWARD)}
 
@@ -13,7 +13,7 @@ def parts(units: int, chunks: int, draw: random.Random) -> list[range]:
     return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
 
 
-def legal(placement: Placement, microbatches: int, split: bool, draw: random.Random) -> tuple[Passes, ...]:
+def legal(placement: StagePlacement, microbatches: int, split: bool, draw: random.Random) -> tuple[Passes, ...]:
     """A random order of all passes that keeps to what they need; each rank takes its own of them.
 
     Each chunk takes micro-batches in their order in every kind of pass: sums of gradients then have the same bits.

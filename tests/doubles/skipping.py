@@ -17,13 +17,13 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule.generators import interleave
-from hpcdist.strategies.schedule.pipelines import Passes, expand
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.generate.operation_list import insert_exchange
+from hpcdist.strategies.schedule.generate.passes import Passes, expand
+from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.verify.proof import verify
 
 WIDTH, SAMPLES, UNITS = 6, 7, 8
 TAKES = {3: (0, 1), 5: (0,), 6: (2, 4)}  # 4 -> 6 past one unit, 0 to two units
@@ -57,7 +57,7 @@ def model() -> Model:
 
 @dataclass(frozen=True)
 class Plan:
-    placement: Placement
+    placement: StagePlacement
     passes: tuple[Passes, ...]
     microbatches: int
 
@@ -70,7 +70,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
     """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors."""
     built = model()
-    seat = Seat(
+    seat = RankContext(
         world=comm,
         data=comm.split(comm.rank),
         pipeline=comm,
@@ -87,10 +87,10 @@ def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, 
         exchange.take(initial)
     executor = build_executor(seat, exchange)
     steps = expand(plan.passes[comm.rank], plan.placement, comm.rank)
-    steps = interleave(steps, exchange.plan(), seat.ranges)
+    steps = insert_exchange(steps, exchange.plan(), seat.ranges)
     everyone = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
-    grid = Grid(pipeline=comm.size)
+    grid = ProcessGrid(pipeline=comm.size)
     verify(everyone, grid=grid, units=units, microbatches=plan.microbatches, placement=plan.placement)
     whole = tuple(backend.place(values, on) for values in data())
     ends = [0, *accumulate(len(part) for part in np.array_split(range(SAMPLES), plan.microbatches))]

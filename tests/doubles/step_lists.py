@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpcdist.arrays.ranges import Range, cut, split
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_exchange, insert_gathers
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.schedule.verify import Proof, verify
-from hpcdist.strategies.zero_config import Degrees
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.verify.proof import Proof, verify
+from hpcdist.strategies.zero.config import ShardingDegrees
 
 UNIT = 24  # elements of a unit: not a multiple of the cuts
 # exchange -> (units are gathered and freed, and stay to the end of the step, gradients are added up first)
@@ -35,11 +35,11 @@ EXCHANGES = {
 class Step:
     """The lists of all ranks, and what they are verified against."""
 
-    grid: Grid
+    grid: ProcessGrid
     microbatches: int
-    placement: Placement
+    placement: StagePlacement
     accumulates: bool
-    degrees: Degrees | None
+    degrees: ShardingDegrees | None
     lists: list[list[Operation]] = field(default_factory=list)
 
     @property
@@ -72,16 +72,16 @@ def build(
     gathers, keep, accumulates = EXCHANGES[exchange]
     degrees = None
     if exchange != "allreduce":
-        degrees = Degrees(data if gathers else 1, 1 if accumulates else data, data)
-    step = Step(Grid(data=data, pipeline=ranks), microbatches, placement, accumulates, degrees)
+        degrees = ShardingDegrees(data if gathers else 1, 1 if accumulates else data, data)
+    step = Step(ProcessGrid(data=data, pipeline=ranks), microbatches, placement, accumulates, degrees)
     for rank in range(step.grid.size):
         place = step.grid.coordinates(rank)
         own = {unit: step.units[unit] for chunk in placement.of(place["pipeline"]) for unit in chunk}
-        steps = compute(schedule, microbatches, placement, place["pipeline"])
+        steps = compute_operations(schedule, microbatches, placement, place["pipeline"])
         if gathers:
-            steps = gathered(steps, {unit: [unit] for unit in own}, keep=keep)
+            steps = insert_gathers(steps, {unit: [unit] for unit in own}, keep=keep)
         plan = _plan(exchange, list(own.values()), data, place["data"])
-        step.lists.append(interleave(steps, plan, own, every_microbatch=not accumulates))
+        step.lists.append(insert_exchange(steps, plan, own, every_microbatch=not accumulates))
     return step
 
 

@@ -18,10 +18,10 @@ from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES, build_executor, operations, prove
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.schedule.executor import Executor, Step
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.placement import looped
-from hpcdist.strategies.seat import Seat
 
 VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -149,10 +149,10 @@ class Training:
 
     def __init__(self, comm: Communicator, model: Model, layout: Layout, seed: int = 0) -> None:
         self.comm, self.model, self.layout = comm, model, layout
-        self.grid = Grid.of(comm.size, data=0, pipeline=layout.pipeline)
-        axes = Axes(self.grid, comm)
+        self.grid = ProcessGrid.of(comm.size, data=0, pipeline=layout.pipeline)
+        axes = GridCommunicators(self.grid, comm)
         has_norms = any("norm" in segment.key for segment in model.layout.segments)
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -196,7 +196,7 @@ class Training:
         share: np.ndarray = np.array_split(values, self.seat.data.size)[self.seat.data.rank]
         return share
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> Step:
+    def step(self, x: np.ndarray, y: np.ndarray) -> StepResult:
         """Make a step on a batch that all ranks have. Collective."""
         parts = [np.array_split(self.mine(values), self.layout.microbatches) for values in (x, y)]
         first = sum(len(part) for part in np.array_split(x, self.seat.data.size)[: self.seat.data.rank])

@@ -19,12 +19,12 @@ from hpcdist.compression.blockwise import Blockwise
 from hpcdist.compression.compressor import Key
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed.catalogue import compressor
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.zero_exchange import CompressedZero
+from hpcdist.strategies.compressed.registry import compressor
+from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 RATE, SEED, STEPS = 0.125, 11, 10
@@ -49,7 +49,7 @@ class Driven:
         self.comm, self.microbatches, self.draw, self.step = comm, microbatches, draw, 0
         model = models.build(MODEL, "float32", context=8)
         self.layout = model.layout
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -179,7 +179,12 @@ class Defined:
     """The exchange as its definition has it, for all ranks in one place, sums in float64."""
 
     def __init__(
-        self, degrees: Degrees, ranks: int, name: str, coded: Callable[[int], bool] = lambda level: True, **keys: Any
+        self,
+        degrees: ShardingDegrees,
+        ranks: int,
+        name: str,
+        coded: Callable[[int], bool] = lambda level: True,
+        **keys: Any,
     ) -> None:
         self.layout = models.build(MODEL, "float32", context=8).layout
         self.degrees, self.ranks, self.name = degrees, ranks, name
@@ -298,7 +303,7 @@ def compare(driven: Driven, defined: Defined, steps: int) -> None:
                 np.testing.assert_allclose(kept, defined.owed[:, where.slice], rtol=1e-4, atol=1e-4)
 
 
-def cuts_of(layer: Range, degrees: Degrees, rank: int, itemsize: int = 4) -> list[Range]:
+def cuts_of(layer: Range, degrees: ShardingDegrees, rank: int, itemsize: int = 4) -> list[Range]:
     """The cuts of a rank of a layer, each inside the one before."""
     found = [layer]
     for inner, outer in pairwise((1, degrees.parameters, degrees.gradients, degrees.optimizer)):
@@ -308,7 +313,7 @@ def cuts_of(layer: Range, degrees: Degrees, rank: int, itemsize: int = 4) -> lis
 
 
 def rounded(
-    layout: Layout, exact: np.ndarray, degrees: Degrees, bits: int, levels: tuple[int, ...], dtype: np.dtype
+    layout: Layout, exact: np.ndarray, degrees: ShardingDegrees, bits: int, levels: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
     """What all compute with, where gathers over ``levels`` carry integers of ``exact`` weights, kept as ``dtype``."""
     found = exact.copy()

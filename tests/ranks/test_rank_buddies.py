@@ -9,7 +9,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import redistribute_moves
 from hpcdist.checkpoint.buddies import Buddies, recover
 from hpcdist.checkpoint.redistribute import lacking, redistribute
-from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.core.exchange import pieces_of
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
 FLOAT = np.dtype("float32")

@@ -11,7 +11,7 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code

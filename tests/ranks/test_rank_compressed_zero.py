@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 from rank_runs import losses, state, trainer_of

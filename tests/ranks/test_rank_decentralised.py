@@ -9,17 +9,17 @@ from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.decentralised.build import EXCHANGES
+from hpcdist.strategies.build import DECENTRALISED_EXCHANGES
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.graphs import build as build_graph
-from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.seat import Seat
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
@@ -59,7 +59,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         weight_decay=0.0,
         clip_norm=0.0,
     )
-    seat = Seat(
+    seat = RankContext(
         world=comm,
         data=comm,
         pipeline=solo(),
@@ -69,7 +69,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         algorithm="ring",
         bucket_bytes=20_000,
     )
-    exchange = EXCHANGES["gossip"](seat, DecentralisedConfig(graph=graph, order=order, report_every=0))
+    exchange = DECENTRALISED_EXCHANGES["gossip"](seat, DecentralisedConfig(graph=graph, order=order, report_every=0))
     x, goals = rng.standard_normal((2, comm.size, model.layout.size))  # the same draws on every rank
     mask = np.zeros(model.layout.size)
     for segment in model.layout.segments:
@@ -169,6 +169,6 @@ def test_rank_only_the_owner_of_a_nan_is_blamed(comm: Communicator, folder: Path
     with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
         trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
     with np.errstate(all="ignore"):
-        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
     assert [rank for rank in range(comm.size) if f"rank {rank}: " in said] == [culprit]
     np.testing.assert_array_equal(trainer.exchange.parameters.array, before)

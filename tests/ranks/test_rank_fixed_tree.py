@@ -13,9 +13,9 @@ from hpcdist.collectives.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
-from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble

@@ -7,9 +7,9 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
-from hpcdist.strategies.schedule.executor import Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer, assemble
 
@@ -36,7 +36,7 @@ def _abort(code: int) -> None:
     raise SystemExit(code)
 
 
-def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list[Step]]:
+def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list[StepResult]]:
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
     trainer = assemble(Session(comm, locate(comm, None), "test", _abort), recipe)
     steps = []

@@ -11,8 +11,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes

@@ -9,10 +9,10 @@ import pytest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
+from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry import metrics
 from hpcdist.training import recipe as recipes
 from hpcdist.training.asynchronous import AsynchronousLoop

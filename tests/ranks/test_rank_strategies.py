@@ -11,10 +11,10 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError, NonFiniteError
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
@@ -285,7 +285,7 @@ def _blamed(trainer: Trainer) -> list[int]:
     with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
         trainer.executor.run(trainer.operations, parts, samples, 1, np.zeros(2))
     with np.errstate(all="ignore"):
-        said = str(explain(trainer.comm, trainer.executor, trainer.operations, parts, failed.value))
+        said = str(explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, parts, failed.value))
     return [rank for rank in range(trainer.comm.size) if f"rank {rank}: " in said]
 
 

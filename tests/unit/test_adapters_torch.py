@@ -16,7 +16,8 @@ import torch_models
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters.torch import load, wrap
+from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch_state import load
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from hpcdist.adapters import torch_arrays
-from hpcdist.adapters.torch import load, wrap
+from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch_state import load
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.models.arena import Arena

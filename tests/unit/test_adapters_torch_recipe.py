@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from hpcdist.adapters import torch_recipe
-from hpcdist.adapters.torch import recipe_of, wrap
-from hpcdist.adapters.torch_recipe import DEFAULTS
+from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch_recipe import DEFAULTS, recipe_of
 
 
 def modules() -> nn.Sequential:

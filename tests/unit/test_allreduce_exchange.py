@@ -12,11 +12,11 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange, buckets
+from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 
 SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere
 MODEL = ModelConfig(layers=1, hidden=16, heads=2)
@@ -28,7 +28,7 @@ class Run:
     def __init__(self, comm: Communicator, dtype: str, algorithm: str, microbatches: int):
         self.comm, self.microbatches = comm, microbatches
         self.model = models.build(MODEL, dtype, context=8)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -95,7 +95,7 @@ def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng: np.random.Gener
         try:
             run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
         except NonFiniteError as error:
-            said = explain(comm, run.executor, run.operations, batches, error)
+            said = explain_nonfinite(comm, run.executor, run.operations, batches, error)
             return str(said), bool(np.array_equal(before, run.parameters.array, equal_nan=True))
         return "no error", False
 
@@ -120,7 +120,7 @@ def test_wishes_are_summed_over_the_ranks(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 256, 1000, 10**9])
 def test_buckets_tile_the_space_from_the_end(bucket_bytes: int) -> None:
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
-    found = buckets(layout, 4, bucket_bytes)
+    found = buckets_of_layers(layout, 4, bucket_bytes)
     ordered = sorted(found)
     assert ordered[0].start == 0 and ordered[-1].stop == layout.size
     assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
@@ -131,6 +131,6 @@ def test_buckets_of_a_part_tile_it() -> None:
     layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
     part = Range(layout.units[1].start, layout.units[2].stop)
     for bucket_bytes in (1, 256, 10**9):
-        ordered = sorted(buckets(layout, 4, bucket_bytes, part))
+        ordered = sorted(buckets_of_layers(layout, 4, bucket_bytes, part))
         assert ordered[0].start == part.start and ordered[-1].stop == part.stop
         assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))

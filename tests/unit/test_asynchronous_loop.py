@@ -12,12 +12,12 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.schedule.executor import MicroBatch
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry import metrics as files
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training import metrics

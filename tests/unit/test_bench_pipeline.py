@@ -21,23 +21,23 @@ from hpcdist.cli.bench import command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError, StorageError, UsageError
-from hpcdist.strategies.partition_measured import Seconds
-from hpcdist.strategies.schedule import simulate
+from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind
-from hpcdist.strategies.schedule.pipelines import expand
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link
+from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
 
 TINY = Shape(layers=4, hidden=8, context=8, samples=2)
 WANTED = Wanted(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
 
 
-def made(case: Case, costs: Costs, steps: int = 3, overhead_s: float = 0.0) -> Measured:
+def made(case: Case, costs: StepCosts, steps: int = 3, overhead_s: float = 0.0) -> Measured:
     """Return what would be measured of a machine that does what the simulator says, and ``overhead_s`` at each SEND."""
     of = generated(case.schedule, case.ranks, case.microbatches, case.chunks)
     placement = of.place([range(unit, unit + 1) for unit in range(case.ranks * case.chunks)])
     lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
-    timeline = simulate.lists(lists, placement, costs)
+    timeline = simulate_timeline.simulate_lists(lists, placement, costs)
     samples = []
     for rank, row in enumerate(lists):
         at = timeline.program.row(rank)
@@ -59,7 +59,7 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
     draw = np.random.default_rng(3)
     rows = draw.uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
     names = ("forward_s", "backward_s", "input_s", "weight_s")
-    costs = Costs(**dict(zip(names, rows, strict=True)), link=Link(latency_s=0.25))
+    costs = StepCosts(**dict(zip(names, rows, strict=True)), link=LinkCost(latency_s=0.25))
     found = made(case(name, 6, chunks), costs)
     assert reports.bubbles(found) == pytest.approx([found.simulated] * 3)
     assert found.replayed == pytest.approx([found.simulated] * 3) and 0 < found.simulated < 0.5
@@ -70,8 +70,8 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
 
 
 def test_overhead_is_neither_computing_nor_waiting() -> None:
-    quick = made(case("1f1b", 8), Costs.equal(2, 1.0, 1.0, 1.0))
-    slow = made(case("1f1b", 8), Costs.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
+    quick = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0))
+    slow = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
     rows = reports.rows(Results({}, (quick,))), reports.rows(Results({}, (slow,)))
     (without,), (with_it,) = rows
     assert without.overhead == pytest.approx(0.0, abs=1e-12) and without.operation_us == pytest.approx(0.0, abs=1e-6)
@@ -82,14 +82,14 @@ def test_overhead_is_neither_computing_nor_waiting() -> None:
 
 
 def test_closed_forms_are_those_of_the_mean_stage() -> None:
-    found = made(case("1f1b", 8), Costs.equal(2, 1.0, 2.0, 1.0))
+    found = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 2.0, 1.0))
     assert found.closed == pytest.approx(1 / 9)
-    assert made(case("zb-h1", 8), Costs.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
-    assert made(case("zb-h1", 8), Costs.equal(2, 1.0, 1.0, 2.0)).closed is None
+    assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
+    assert made(case("zb-h1", 8), StepCosts.equal(2, 1.0, 1.0, 2.0)).closed is None
 
 
 def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
-    costs = Costs.equal(2, 1.0, 1.0, 1.0)
+    costs = StepCosts.equal(2, 1.0, 1.0, 1.0)
     one, split = (made(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
     ideal = replace(one, ideal_s=np.full((3, 2), 48.0))  # 8 micro-batches of 6 s
     first, second = reports.rows(Results({}, (ideal, replace(split, ideal_s=ideal.ideal_s))))
@@ -111,7 +111,7 @@ def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
 
 def test_stages_are_cut_by_what_their_schedule_computes() -> None:
     """The head is slow, but only where its weights are not a pass of their own."""
-    seconds = [Seconds(1.0, 2.0, 1.0, 1.0)] * 5 + [Seconds(1.0, 8.0, 1.0, 1.0)]
+    seconds = [PassSeconds(1.0, 2.0, 1.0, 1.0)] * 5 + [PassSeconds(1.0, 8.0, 1.0, 1.0)]
     assert place(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
     assert place(case("zb-h1"), seconds).chunks == (range(3), range(3, 6))
     assert place(case("zb-v", chunks=2), seconds).ranks == (0, 1, 1, 0)

@@ -5,7 +5,7 @@ import pytest
 from hpcdist.bench import place
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 

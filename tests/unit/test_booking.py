@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.strategies.schedule import booking
-from hpcdist.strategies.schedule.booking import PHASES, Booking, phase_of
+from hpcdist.strategies.schedule import observers
+from hpcdist.strategies.schedule.observers import PHASES, PhaseTimer, phase_of
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 OPERATIONS = [
@@ -36,12 +36,12 @@ class Kept:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is 10 ns later than the one before."""
     times = itertools.count(1000, 10)
-    monkeypatch.setattr(booking, "now_ns", lambda: next(times))
+    monkeypatch.setattr(observers, "now_ns", lambda: next(times))
 
 
 def booked(kept: Kept | None) -> dict[str, float]:
     seconds = dict.fromkeys(("compute_s", "communication_s", "update_s"), 0.0)
-    book = Booking(OPERATIONS, seconds, 7, ARRAY, *([] if kept is None else [kept]))
+    book = PhaseTimer(OPERATIONS, seconds, 7, ARRAY, *([] if kept is None else [kept]))
     for place in range(len(OPERATIONS)):
         book.done(place)
     return {name: round(value * 1e9) for name, value in seconds.items()}

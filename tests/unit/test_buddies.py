@@ -18,9 +18,10 @@ from hpcdist.checkpoint import redistribute as redistributing
 from hpcdist.checkpoint.buddies import Buddies, keepers, recover
 from hpcdist.checkpoint.redistribute import redistribute
 from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import Death, run_threads
+from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import RankDiedError
-from hpcdist.strategies.exchange import pieces_of as stored
+from hpcdist.strategies.core.exchange import pieces_of as stored
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
 FLOAT = np.dtype("float32")

@@ -15,9 +15,8 @@ from hpcdist.checkpoint.restore import newest, restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.sentinel import check_replicas
 from hpcdist.training import chaos, chaos_faults
 from hpcdist.training import recipe as recipes
 from hpcdist.training.chaos_config import ChaosConfig
@@ -178,7 +177,7 @@ def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_p
             parts = trainer.cut(trainer.place(next(iter(batches))))
         with pytest.raises(NonFiniteError) as failed:
             trainer.step(3, parts, np.zeros(2))
-        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
         assert (before == trainer.exchange.parameters.array).all()
         return said
 

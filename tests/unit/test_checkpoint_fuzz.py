@@ -32,7 +32,7 @@ from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.optim.noise import Smoothed
-from hpcdist.strategies.loss_scale import DynamicScale
+from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
 from hpcdist.training import recipe as recipes
 from hpcdist.training.origin import Stored
@@ -236,7 +236,7 @@ def small_run(tmp_path, rng):
     keys = SMALL | {"data.path": tmp_path / "table.h5", "data.validation_fraction": 0.2}
     trainer = trainer_of(solo(), keys)
     trainer.share_by_speed()
-    trainer.executor.loss_scale = DynamicScale()
+    trainer.executor.loss_scale = DynamicLossScale()
     trainer.noise = SimpleNamespace(smoothed=Smoothed())
     path = trainer.save(tmp_path / "run/checkpoints", 3, val_loss=1.5)
     (tmp_path / "run/recipe.toml").write_text(recipes.dump(trainer.recipe))

@@ -9,7 +9,7 @@ from gpu_runs import assembled, write_text
 from hpcdist.checkpoint import catalogue
 from hpcdist.checkpoint.retention import loss_of
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.telemetry import metrics as files

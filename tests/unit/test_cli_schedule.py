@@ -13,8 +13,8 @@ from hpcdist.bench import pipeline_timeline as pictures
 from hpcdist.bench.pipeline_schedules import Wanted
 from hpcdist.cli.schedule import command
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
-from hpcdist.strategies.schedule import verify
-from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.verify import proof
 
 
 def run(*arguments: object) -> str:
@@ -97,7 +97,7 @@ def test_the_lists_of_small_schedules_are_verified(monkeypatch: pytest.MonkeyPat
 
     def look(lists: Any, **about: Any) -> Any:
         seen.append(len(lists))
-        return verify.verify(lists, **about)
+        return proof.verify(lists, **about)
 
     monkeypatch.setattr(schedules, "verify", look)
     for name in ("1f1b", "zb-h1", "zb-v"):

@@ -17,8 +17,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import nonblocking, resumable
-from hpcdist.collectives.nonblocking import Handle, PollProgress, Progress
-from hpcdist.collectives.polled import _Operation
+from hpcdist.collectives.polled import PollProgress, _Operation
+from hpcdist.collectives.progress import Handle, Progress
 from hpcdist.collectives.resumable import Lane
 from hpcdist.collectives.selection import Choice
 from hpcdist.comm.communicator import Communicator

@@ -15,7 +15,7 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.compressed import onebit_stretches
+from hpcdist.strategies.compressed import onebit
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 
@@ -26,7 +26,7 @@ LEAST = 32  # elements of a chunk of a tensor that is encoded by itself, so that
 
 @pytest.fixture(autouse=True)
 def some_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onebit_stretches, "LEAST", LEAST)
+    monkeypatch.setattr(onebit, "LEAST", LEAST)
 
 
 def adamw(**keys: object) -> dict[str, object]:
@@ -186,7 +186,7 @@ def bytes_of(space: Layout, ranks: int) -> list[int]:
     of_chunk = []
     for rank in range(ranks):
         end = 0
-        for stretch in onebit_stretches.stretches(space, Range(0, space.size), ranks):
+        for stretch in onebit.scale_groups(space, Range(0, space.size), ranks):
             lines, size = -(-stretch.size // 16), stretch.size
             first = 16 * (rank * (lines // ranks) + min(rank, lines % ranks))
             chunk = max(0, min(size, first + 16 * (lines // ranks + (rank < lines % ranks))) - first)

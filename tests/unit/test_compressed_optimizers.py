@@ -21,13 +21,13 @@ from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.compressed.onebit import OneBitExchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer
 
@@ -265,7 +265,7 @@ def test_lists_that_send_too_early_or_too_little_are_refused() -> None:
 
     def check(change: Callable[[list[Operation]], list[Operation]], ranks: tuple[int, ...] = (0, 1)) -> None:
         lists = [change(steps) if rank in ranks else steps for rank, steps in enumerate(good)]
-        verify(lists, grid=Grid(data=2), units=units, microbatches=1)
+        verify(lists, grid=ProcessGrid(data=2), units=units, microbatches=1)
 
     def without(kind: Kind) -> Callable[[list[Operation]], list[Operation]]:
         return lambda steps: [op for op in steps if op.kind is not kind]

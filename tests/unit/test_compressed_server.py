@@ -13,8 +13,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.compressed.catalogue import compressor
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SPARSE, CompressionConfig
+from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 

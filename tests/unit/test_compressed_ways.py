@@ -17,15 +17,20 @@ from hpcdist.compression.feedback import ErrorFeedback
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed import ways
-from hpcdist.strategies.compressed.across_nodes import AcrossNodes, between_nodes
-from hpcdist.strategies.compressed.build import summing
-from hpcdist.strategies.compressed.catalogue import compressor
-from hpcdist.strategies.compressed.coder import Coder, Unit
+from hpcdist.strategies.compressed import reduction
+from hpcdist.strategies.compressed.coder import CodedUnit, GradientCoder
 from hpcdist.strategies.compressed.config import COMPRESSORS, LOW_RANK, QUANTISED, SUMMED, CompressionConfig
-from hpcdist.strategies.compressed.low_rank import LowRank
-from hpcdist.strategies.compressed.ways import Gathered, Quantised, Summed, Way
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
+from hpcdist.strategies.compressed.reduction import (
+    CompressedReduction,
+    GatheredReduction,
+    InterNodeReduction,
+    PayloadAllreduce,
+    QuantisedReduction,
+    inter_node,
+)
+from hpcdist.strategies.compressed.registry import bucket_reduction, compressor
+from hpcdist.strategies.core.rank_context import RankContext
 
 SPECS = [
     TensorSpec(0, "embedding", (40, 24)),
@@ -43,12 +48,12 @@ STEPS = 3
 class Made:
     """What one rank sums with."""
 
-    codes: Coder | LowRank
-    way: Way
+    codes: GradientCoder | PowerSgdReduction
+    way: CompressedReduction
 
     def step(self, number: int, gradient: np.ndarray) -> np.ndarray:
         found = gradient.copy()
-        if isinstance(self.codes, Coder):
+        if isinstance(self.codes, GradientCoder):
             self.codes.step = number
         for part in PARTS:
             self.way.allreduce(found[part.slice], part)
@@ -59,16 +64,16 @@ class Made:
 
 def make(comm: Communicator, name: str, *, feedback: bool, across: bool = False, seed: int = 3) -> Made:
     config = replace(CONFIG, error_feedback=feedback)
-    over = between_nodes(comm) if across else comm
-    codes: Coder | LowRank
-    way: Way
+    over = inter_node(comm) if across else comm
+    codes: GradientCoder | PowerSgdReduction
+    way: CompressedReduction
     if name in LOW_RANK:
-        codes = way = LowRank(over, LAYOUT, PARTS, config.rank, seed, "ring")
+        codes = way = PowerSgdReduction(over, LAYOUT, PARTS, config.rank, seed, "ring")
     else:
-        codes = Coder(LAYOUT, compressor(name, config), seed, 0 if name in SUMMED else over.rank)
-        gathered = Summed(over, codes, "ring") if name in SUMMED else Gathered(over, codes)
-        way = Quantised(over, codes) if name in QUANTISED else gathered
-    way = AcrossNodes(comm, way) if across else way
+        codes = GradientCoder(LAYOUT, compressor(name, config), seed, 0 if name in SUMMED else over.rank)
+        gathered = PayloadAllreduce(over, codes, "ring") if name in SUMMED else GatheredReduction(over, codes)
+        way = QuantisedReduction(over, codes) if name in QUANTISED else gathered
+    way = InterNodeReduction(comm, way) if across else way
     if feedback:
         codes.feedback = ErrorFeedback(LAYOUT, sorted((k for p in PARTS for k in way.kept(p)), key=lambda k: k.start))
     return Made(codes, way)
@@ -185,7 +190,7 @@ def test_powersgd_takes_the_projection_of_the_mean(rng: np.random.Generator) -> 
 
     def run(comm: Communicator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         made = make(comm, "powersgd", feedback=True)
-        assert isinstance(made.codes, LowRank)
+        assert isinstance(made.codes, PowerSgdReduction)
         first = {key: matrix.query.copy() for key, matrix in made.codes.matrices.items()}
         return [made.step(step, given[step][comm.rank]) for step in range(STEPS)], first
 
@@ -272,7 +277,7 @@ def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
 
     def run(comm: Communicator) -> np.ndarray:
         way = make(comm, "float16", feedback=False).way
-        assert isinstance(way, Quantised)
+        assert isinstance(way, QuantisedReduction)
         found = given[0].copy()
         way.reduce_scatter(found, Range(0, LAYOUT.size), [Range(0, LAYOUT.size)])
         return found
@@ -284,7 +289,7 @@ def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
 def test_long_messages_travel_in_segments_between_nodes(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(ways, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(reduction, "SEGMENT_BYTES", 100)
     given = gradients(rng, 3)
 
     def run(comm: Communicator) -> tuple[np.ndarray, int, int]:
@@ -315,19 +320,19 @@ def test_draws_of_no_two_pieces_have_the_same_name(
 ) -> None:
     """However short buckets are, in both phases and on all ranks."""
     found: list[Key] = []
-    named = Coder._key
+    named = GradientCoder._key
 
-    def noted(coder: Coder, unit: Unit) -> Key:
+    def noted(coder: GradientCoder, unit: CodedUnit) -> Key:
         found.append(named(coder, unit))
         return found[-1]
 
-    monkeypatch.setattr(Coder, "_key", noted)
+    monkeypatch.setattr(GradientCoder, "_key", noted)
 
     def run(comm: Communicator) -> None:
         made = models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64), "float32", context=8)
         given = {"world": comm, "data": comm, "pipeline": comm.split(comm.rank), "model": made, "total_steps": 1}
-        seat = Seat(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
-        sums = summing(seat, "qsgd", CompressionConfig(), 3)
+        seat = RankContext(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
+        sums = bucket_reduction(seat, "qsgd", CompressionConfig(), 3)
         for part in sums.buckets:
             sums.way.allreduce(np.ones(part.size, np.float32), part)
 
@@ -347,7 +352,7 @@ def test_powersgd_sends_stacked_biases_as_they_are(rng: np.random.Generator, ran
 
         def run(comm: Communicator, layout: Layout = layout, given: np.ndarray = given) -> tuple[np.ndarray, set[str]]:
             parts = list(layout.units.values())
-            way, found = LowRank(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
+            way, found = PowerSgdReduction(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
             for part in parts:
                 way.allreduce(found[part.slice], part)
             return found, set(way.matrices)

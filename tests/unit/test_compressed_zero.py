@@ -14,7 +14,7 @@ from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 
 STEPS = 10
 HPZ = ZeroConfig(parameters=2)
@@ -86,7 +86,7 @@ def test_all_degrees_and_micro_batches_are_those_of_the_definition(
 def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(
     zero: ZeroConfig, bits: int, across: bool, levels: tuple[int, ...], working: str | None
 ) -> None:
-    def body(comm: Communicator) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray], Degrees]:
+    def body(comm: Communicator) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray], ShardingDegrees]:
         run = Driven(comm, 3, zero, "none", working, parameters=f"int{bits}", across_nodes=across)
         plain = Driven(comm, 3, zero, "none", working)
         for driven in (run, plain):

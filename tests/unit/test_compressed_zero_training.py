@@ -10,8 +10,8 @@ from rank_runs import losses, state, trainer_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.compressed.zero_exchange import CompressedZero
-from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
+from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 

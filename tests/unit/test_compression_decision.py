@@ -13,11 +13,11 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.compression.compressor import Compressor
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed import decision, ways
+from hpcdist.strategies.compressed import autoselect, reduction
+from hpcdist.strategies.compressed.autoselect import CandidateTiming, CompressionDecision, decide
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.decision import Decision, Measured, decide
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.placement import StagePlacement
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 
@@ -39,7 +39,7 @@ class Time:
 def costs(monkeypatch: pytest.MonkeyPatch) -> tuple[Time, dict[str, float]]:
     """The clock, and what a dense sum, a compressed one and encoding a bucket take on it."""
     time, taken = Time(), {"dense": 0.0, "compressed": 0.0, "codec": 0.0}
-    monkeypatch.setattr(decision, "MOST", decision.FEWEST)
+    monkeypatch.setattr(autoselect, "MOST", autoselect.FEWEST)
 
     def slower(call: Callable[..., Any], what: str) -> Callable[..., Any]:
         def called(*args: Any, **keys: Any) -> Any:
@@ -49,13 +49,15 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> tuple[Time, dict[str, float]]:
         return called
 
     monkeypatch.setattr(collectives, "allreduce", slower(collectives.allreduce, "dense"))
-    monkeypatch.setattr(ways.Quantised, "allreduce", slower(ways.Quantised.allreduce, "compressed"))
-    monkeypatch.setattr(ways.Coder, "encode", slower(ways.Coder.encode, "codec"))
+    monkeypatch.setattr(
+        reduction.QuantisedReduction, "allreduce", slower(reduction.QuantisedReduction.allreduce, "compressed")
+    )
+    monkeypatch.setattr(reduction.GradientCoder, "encode", slower(reduction.GradientCoder.encode, "codec"))
     return time, taken
 
 
-def seat_of(comm: Communicator) -> Seat:
-    return Seat(
+def seat_of(comm: Communicator) -> RankContext:
+    return RankContext(
         world=comm,
         data=comm,
         pipeline=comm.split(comm.rank),
@@ -66,7 +68,7 @@ def seat_of(comm: Communicator) -> Seat:
     )
 
 
-def decided(time: Time, ranks: int = 2, **keys: Any) -> Decision:
+def decided(time: Time, ranks: int = 2, **keys: Any) -> CompressionDecision:
     config = CompressionConfig(**keys)
     found = run_threads(ranks, lambda comm: decide(seat_of(comm), config, 1, halved=False, clock=time))
     assert all(own == found[0] for own in found), "the same on all ranks, figures included"
@@ -110,7 +112,7 @@ def test_every_candidate_runs_on_several_nodes_and_by_halves() -> None:
     config = CompressionConfig(candidates=("int8", "topk", "randomk", "powersgd"), across_nodes=True, density=0.1)
     half = CompressionConfig(candidates=("int8", "topk"), density=0.1, error_feedback=False)
 
-    def run(comm: Communicator) -> list[Decision]:
+    def run(comm: Communicator) -> list[CompressionDecision]:
         seat = seat_of(comm)
         kept = {"budget_s": 0.0}
         return [decide(seat, config, 1, halved=False, **kept), decide(seat, half, 1, halved=True, **kept)]
@@ -136,13 +138,13 @@ def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, flo
     taken |= {"dense": 0.1}  # and factors, which are summed by two of them, take 0.2 times their part
     config = CompressionConfig(candidates=("powersgd",))
     model = models.build(replace(MODEL, vocabulary=512), "float32", context=8)
-    placement = Placement((range(1), range(1, len(model.stages))), (0, 1), model.skips)
+    placement = StagePlacement((range(1), range(1, len(model.stages))), (0, 1), model.skips)
 
-    def run(comm: Communicator) -> tuple[Decision, float]:
+    def run(comm: Communicator) -> tuple[CompressionDecision, float]:
         data, pipeline = comm.split(comm.rank % 2), comm.split(comm.rank // 2)
         given = replace(seat_of(comm), data=data, pipeline=pipeline, model=model, placement=placement)
         seat = replace(given, bucket_bytes=1 << 14)  # less than the embeddings, which are one layer
-        return decide(seat, config, 1, halved=False, clock=time), decision._Candidate(
+        return decide(seat, config, 1, halved=False, clock=time), autoselect._Candidate(
             seat, "powersgd", config, 1, False
         ).share
 
@@ -153,7 +155,7 @@ def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, flo
 
 def test_many_rounds_encode_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of sums on many ranks soon are beyond float32, and nobody would encode them."""
-    monkeypatch.setattr(decision, "MOST", 140)
+    monkeypatch.setattr(autoselect, "MOST", 140)
 
     def poison(*args: Any) -> None:
         raise AssertionError("nothing was to be measured of values that are not finite")
@@ -165,9 +167,9 @@ def test_many_rounds_encode_what_is_finite(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_choice_of_the_recipe_is_not_explained() -> None:
-    assert Decision("int8", "recipe").described() == ""
-    kept = Decision("int8", "checkpoint").described()
+    assert CompressionDecision("int8", "recipe").described() == ""
+    kept = CompressionDecision("int8", "checkpoint").described()
     assert "kept from the checkpoint" in kept and "int8" in kept
-    row = Measured("int8", 0.002, 0.0005)
+    row = CandidateTiming("int8", 0.002, 0.0005)
     assert str(row) == "int8 2.00 ms (0.50 of it encoding and decoding)"
-    assert decision.CLEARLY < 1
+    assert autoselect.CLEARLY < 1

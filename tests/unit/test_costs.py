@@ -12,7 +12,7 @@ from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.split import narrow, splitting
-from hpcdist.strategies.costs import Split, attended, unit_costs
+from hpcdist.strategies.pipeline.costs import TensorSplit, attention_scores, unit_costs
 
 SAMPLES = 3
 ALIGNED = 64  # bytes to which the arena rounds each of its blocks
@@ -141,7 +141,7 @@ def test_memory_is_that_of_the_arena(build: Any) -> None:
 def test_parameters_count_what_a_rank_keeps() -> None:
     model, _ = gpt(40)
     assert sum(cost.parameters for cost in unit_costs(model, 1)) == model.layout.size
-    halves = unit_costs(model, 1, Split(ranks=2))
+    halves = unit_costs(model, 1, TensorSplit(ranks=2))
     assert [cost.flop for cost in halves] == [cost.flop for cost in unit_costs(model, 1)]
     assert all(half.parameters < cost.parameters for half, cost in zip(halves, unit_costs(model, 1), strict=True))
 
@@ -156,4 +156,4 @@ def test_borders_are_the_outputs() -> None:
 @pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 200])
 def test_scores_are_those_of_the_blocks(context: int) -> None:
     blocks = [list(range(first, min(first + 64, context))) for first in range(0, context, 64)]
-    assert attended(context) == sum(len(block) * (block[-1] + 1) for block in blocks)
+    assert attention_scores(context) == sum(len(block) * (block[-1] + 1) for block in blocks)

@@ -5,12 +5,13 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from hpcdist.strategies.schedule import simulate, simulate_passes
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.simulate_costs import Costs, Rate
-from hpcdist.strategies.schedule.simulate_costs import Link as Wire
-from hpcdist.strategies.schedule.simulate_program import RECV, SEND
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.simulate import passes
+from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost as Wire
+from hpcdist.strategies.schedule.simulate.costs import Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.program import RECV, SEND
 from hpcdist.telemetry import critical
 from hpcdist.telemetry.critical import Link, critical_path
 from hpcdist.telemetry.timeline import Piece
@@ -221,10 +222,10 @@ def test_it_agrees_with_the_simulator(name, rng):
             costs = rng.integers(1, 9, (4, units)).astype(float).tolist()
             names = ("forward_s", "backward_s", "input_s", "weight_s")
             zeros = {name: [0] * units for name in ("message_bytes", "kept_bytes", "held_bytes")}
-            timeline = simulate.passes(
-                [simulate_passes.compact(row) for row in written.passes],
+            timeline = simulate_timeline.simulate_passes(
+                [passes.compact(row) for row in written.passes],
                 place,
-                Costs(**dict(zip(names, costs, strict=True)), **zeros, link=wire),
+                StepCosts(**dict(zip(names, costs, strict=True)), **zeros, link=wire),
             )
             pieces = simulated(timeline)
             path = critical_path(pieces)

@@ -12,12 +12,12 @@ from gpu_runs import assembled, write_text
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.hdf5 import files, tables
-from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.telemetry.shares import TABLE
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import shares as module
@@ -83,7 +83,7 @@ def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: in
     """The shares of every batch on every rank, where rank r needs ``needs[r]`` for a sample."""
 
     def body(comm: Communicator) -> list[Sizes]:
-        axes = Axes(Grid(data=comm.size // pipeline, pipeline=pipeline), comm)
+        axes = GridCommunicators(ProcessGrid(data=comm.size // pipeline, pipeline=pipeline), comm)
         shares = Shares(samples, axes.data.size)
         balance = Balance(axes.data, axes.pipeline, shares)
         for step in range(1, steps + 1):
@@ -112,8 +112,10 @@ def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
 
 
 def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
-    grid = Grid(data=2, pipeline=2)
-    slow = run_threads(4, lambda comm: (Axes(grid, comm).data.rank, Axes(grid, comm).pipeline.rank) == (1, 1))
+    grid = ProcessGrid(data=2, pipeline=2)
+    slow = run_threads(
+        4, lambda comm: (GridCommunicators(grid, comm).data.rank, GridCommunicators(grid, comm).pipeline.rank) == (1, 1)
+    )
     found = balanced([3.0 if one else 1.0 for one in slow], 2 * EVERY_STEPS, pipeline=2)
     assert all(one == found[0] for one in found) and found[0][-1] == (18, 6)
 

@@ -20,18 +20,17 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.build import DECENTRALISED_EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.decentralised.build import EXCHANGES
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.graphs import build as build_graph
 from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.verify.proof import verify
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2)
 SGD: dict[str, Any] = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "decay": "constant", "warmup_steps": 0}
@@ -39,9 +38,9 @@ SGD |= {"weight_decay": 0.0, "clip_norm": 0.0}
 STEPS = 7
 
 
-def seat_of(comm: Communicator, optimizer: dict[str, Any], dtype: str = "float64") -> Seat:
+def seat_of(comm: Communicator, optimizer: dict[str, Any], dtype: str = "float64") -> RankContext:
     model = models.build(MODEL, dtype, context=4)
-    return Seat(
+    return RankContext(
         world=comm,
         data=comm,
         pipeline=solo(),
@@ -101,7 +100,7 @@ def trails(
 
     def body(comm: Communicator) -> tuple[np.ndarray, dict[int, float], np.ndarray]:
         seat = seat_of(comm, optimizer)
-        exchange = EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
+        exchange = DECENTRALISED_EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
         mask = np.zeros(seat.layout.size)
         for segment in seat.layout.segments:
             mask[segment.range.slice] = 1
@@ -226,7 +225,9 @@ def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng: np.random
     steps = 80
 
     def body(comm: Communicator) -> tuple[np.ndarray, float]:
-        exchange = EXCHANGES["gossip"](seat_of(comm, SGD | {"learning_rate": rate}), DecentralisedConfig())
+        exchange = DECENTRALISED_EXCHANGES["gossip"](
+            seat_of(comm, SGD | {"learning_rate": rate}), DecentralisedConfig()
+        )
         mask = exchange.parameters.array * 0
         for segment in exchange.seat.layout.segments:
             mask[segment.range.slice] = 1
@@ -442,7 +443,7 @@ def test_equal_replicas_stay_what_they_are_in_float32(rng: np.random.Generator) 
         same = True
         for strategy in ("gossip", "local_sgd"):
             config = DecentralisedConfig(**({"period": 1} if strategy == "local_sgd" else {}))
-            exchange = EXCHANGES[strategy](seat_of(comm, SGD, "float32"), config)
+            exchange = DECENTRALISED_EXCHANGES[strategy](seat_of(comm, SGD, "float32"), config)
             values = exchange.parameters.array
             values[...] = start
             for _ in range(60):
@@ -477,7 +478,7 @@ def listed(
     comm: Communicator, strategy: str, keys: dict[str, Any], optimizer: str, microbatches: int
 ) -> list[Operation]:
     seat = seat_of(comm, {"name": optimizer})
-    exchange = EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
+    exchange = DECENTRALISED_EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
     executor = build_executor(seat, exchange)
     return operations(seat, exchange, executor.copies, ParallelConfig(strategy=strategy, microbatches=microbatches))
 
@@ -491,7 +492,7 @@ def lists_of(
 def verified(lists: list[list[Operation]], size: int, microbatches: int = 1) -> None:
     model = models.build(MODEL, "float64", context=4)
     units = dict(enumerate(model.layout.units.values()))
-    verify(lists, grid=Grid(data=size), units=units, microbatches=microbatches, needs=model.needs)
+    verify(lists, grid=ProcessGrid(data=size), units=units, microbatches=microbatches, needs=model.needs)
 
 
 def test_mixing_goes_beside_the_gradient_where_it_comes_first() -> None:
@@ -557,7 +558,7 @@ def test_what_is_told_of_a_run() -> None:
 
 def test_distances_of_nothing_are_no_numbers() -> None:
     def body(comm: Communicator) -> float:
-        exchange = EXCHANGES["gossip"](seat_of(comm, SGD), DecentralisedConfig())
+        exchange = DECENTRALISED_EXCHANGES["gossip"](seat_of(comm, SGD), DecentralisedConfig())
         exchange.measure()
         return exchange.distances[0]
 

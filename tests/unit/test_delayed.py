@@ -20,14 +20,14 @@ from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.delayed import DelayedExchange
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.partition import cut
+from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.placement import looped
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer
@@ -58,14 +58,14 @@ class Run:
         pipeline: int = 1,
     ):
         self.comm, self.microbatches, self.model = comm, microbatches, gpt()
-        self.grid = Grid(data=comm.size // pipeline, pipeline=pipeline)
-        axes = Axes(self.grid, comm)
-        self.seat = Seat(
+        self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
+        axes = GridCommunicators(self.grid, comm)
+        self.seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            placement=looped(cut(self.model, pipeline), pipeline),
+            placement=looped(split_by_parameters(self.model, pipeline), pipeline),
             optimizer=optimizer,
             total_steps=STEPS,
             algorithm=algorithm,
@@ -320,7 +320,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
             before = run.exchange.parameters.array.tobytes()
             with pytest.raises(NonFiniteError) as caught:
                 run.step(data[1], 2)
-            said = explain(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
+            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
             assert "step 2" in str(said) and "rank 1: parameter" in str(said)
             assert run.exchange.parameters.array.tobytes() == before
 
@@ -337,7 +337,7 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
                 run.flush()
             with pytest.raises(NonFiniteError, match=r"step 2: loss [0-9.]+, gradient norm of step 1 inf") as caught:
                 run.step(data[1], 2)
-            said = explain(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
+            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
             key = run.model.layout.segments[0].key
             assert f"the step before left it in the gradient of {key}, summed" in str(said)
             assert "samples of that step" in str(said) and "rank 0:" not in str(said)

@@ -21,7 +21,8 @@ from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
 from hpcdist.training import energy
-from hpcdist.training.energy import Energy, described, energy_attributes, summary
+from hpcdist.training.energy import Energy
+from hpcdist.training.energy_summary import described, energy_attributes, summary
 from hpcdist.training.recipe import load
 
 

@@ -22,15 +22,15 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.build import server_exchange as served
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.parameter_server.build import exchange as served
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.zero.exchange import ZeroExchange
 
 SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
 FEATURES, CLASSES = 5, 4
@@ -46,7 +46,7 @@ OPTIMIZERS = {
 }
 COLOCATED = ParameterServerConfig(placement="colocated")
 # How the exchange of a rank is made, and who serves where somebody does.
-WAYS: dict[str, tuple[Callable[[Seat], Exchange], ParameterServerConfig | None]] = {
+WAYS: dict[str, tuple[Callable[[RankContext], Exchange], ParameterServerConfig | None]] = {
     "allreduce": (AllreduceExchange, None),
     "zero1": (partial(ZeroExchange, stage=1), None),
     "zero2": (partial(ZeroExchange, stage=2), None),
@@ -63,7 +63,7 @@ class Run:
         make, servers = WAYS[way]
         roles = Roles.of(servers, comm.size) if servers else None
         self.model = models.build(MODEL, dtype, features=FEATURES, classes=CLASSES)
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=roles.part_of(comm) if roles else comm,
             pipeline=solo(),

@@ -16,11 +16,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
-from hpcdist.strategies import logical_shards
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core import logical_shards
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer
@@ -122,7 +122,7 @@ def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], 
     for old, new in changes.items():  # of the first of its kind
         at = next(index for index, op in enumerate(trainer.operations) if op.kind is old)
         steps[at : at + 1] = [] if new is None else [replace(steps[at], kind=new)]
-    grid = Grid(data=2)  # a step of one rank alone needs no exchange
+    grid = ProcessGrid(data=2)  # a step of one rank alone needs no exchange
     units = dict(trainer.seat.ranges)
     verify([trainer.operations] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
     with pytest.raises(ScheduleError, match=match):
@@ -165,7 +165,7 @@ def test_only_the_rank_with_a_bad_value_is_blamed(text: Path) -> None:
             parts = trainer.cut(next(iter(batches)))
         with pytest.raises(NonFiniteError) as failed:
             trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.zeros(2))
-        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
 
     said = run_threads(3, body)[0]
     assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
@@ -176,7 +176,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
         return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
 
     saved = run_threads(2, lambda comm: start(comm).save(tmp_path / "checkpoints", 1))[0]
-    monkeypatch.setattr(logical_shards, "arithmetic", lambda dtype: "0123abcd")
+    monkeypatch.setattr(logical_shards, "fp_fingerprint", lambda dtype: "0123abcd")
     with pytest.raises(ConfigurationError, match="arithmetic .*, and here it is 0123abcd.*OMP_NUM_THREADS"):
         run_threads(2, lambda comm: start(comm, saved))
     resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
@@ -184,7 +184,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
 
     def two(comm: Communicator) -> None:
         names = ["0123abcd", "4567cdef"]
-        monkeypatch.setattr(logical_shards, "arithmetic", lambda dtype: names.pop())
+        monkeypatch.setattr(logical_shards, "fp_fingerprint", lambda dtype: names.pop())
         comm.barrier()
         start(comm)
 

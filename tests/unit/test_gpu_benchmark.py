@@ -15,7 +15,7 @@ import pytest
 from hpcdist.arrays import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError, UsageError
 from hpcdist.training import recipe as recipes

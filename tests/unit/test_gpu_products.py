@@ -22,9 +22,8 @@ from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import DivergenceError, NonFiniteError
-from hpcdist.strategies import partition_measured
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.sentinel import check_tensor_axis
+from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
+from hpcdist.strategies.pipeline import measured
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
         looks.append(gpu.LOG.kernels_pending())
         return time.perf_counter()
 
-    monkeypatch.setattr(partition_measured, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=look))
     _, keys = PRODUCTS["zb-h2, measured"]
     plans = run_threads(2, lambda comm: assembled(comm, {**text, **keys, "run.device": "gpu"}).plan)
     assert plans[0] is not None and looks and not any(looks)
@@ -102,7 +101,7 @@ def test_a_nan_in_a_product_is_explained(gpu: ModuleType, text: dict[str, object
         try:
             trainer.step(1, parts, np.zeros(2))
         except NonFiniteError as error:
-            return str(explain(comm, trainer.executor, trainer.operations, parts, error))
+            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, error))
         return "no error"
 
     assert all(f"rank {ranks - 1}: parameter " in said for said in run_threads(ranks, body))

@@ -18,8 +18,7 @@ from hpcdist.arrays import backend, device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError, NonFiniteError
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.training import inference
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
@@ -191,7 +190,7 @@ def test_a_nan_on_the_device_is_explained(gpu: ModuleType, text: dict[str, objec
         try:
             trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
         except NonFiniteError as error:
-            return str(explain(comm, trainer.executor, trainer.operations, parts, error))
+            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, error))
         return "no error"
 
     assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))

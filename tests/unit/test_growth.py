@@ -13,7 +13,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.deaths import is_death
 from hpcdist.comm.growth import Member, declared_nodes
 from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import Death, run_threads
+from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import MissingCapabilityError, RankDiedError, UsageError
 
 CONNECTION_BROKE, PROC_FAILED, UNKNOWN = 16, 75, 13

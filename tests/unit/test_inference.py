@@ -8,8 +8,8 @@ import pytest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.training import inference

@@ -16,7 +16,7 @@ from lives_runs import survive
 
 from hpcdist.checkpoint.buddies import Buddies
 from hpcdist.checkpoint.restore import newest_complete
-from hpcdist.comm.threads import Death
+from hpcdist.comm.thread_deaths import Death
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
 from hpcdist.training import combinations, job, lives
 from hpcdist.training import recipe as recipes

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from lives_runs import survive
 
-from hpcdist.comm.threads import Death, ThreadCommunicator
+from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads import ThreadCommunicator
 from hpcdist.telemetry import metrics
 from hpcdist.training.lives import Lives
 

@@ -10,12 +10,21 @@ import pytest
 
 from hpcdist.errors import NonFiniteError
 from hpcdist.hdf5 import files, tables
-from hpcdist.strategies.loss_scale import LEAST, MOST, PATIENCE, START, DynamicScale, FixedScale, Unscaled, build
+from hpcdist.strategies.core.mixed_precision import (
+    INITIAL_SCALE,
+    MAXIMUM_OVERFLOWS,
+    MAXIMUM_SCALE,
+    MINIMUM_SCALE,
+    DynamicLossScale,
+    FixedLossScale,
+    NoLossScale,
+    build_loss_scale,
+)
 from hpcdist.telemetry import loss_scales
 from hpcdist.telemetry.metrics import SCHEMA, VERSION, MetricsWriter
 
 
-def scales(scale: DynamicScale, norms: str) -> list[float]:
+def scales(scale: DynamicLossScale, norms: str) -> list[float]:
     """The scale after each of ``norms``: "." is finite, "x" is not."""
     found = []
     for norm in norms:
@@ -25,15 +34,15 @@ def scales(scale: DynamicScale, norms: str) -> list[float]:
 
 
 def test_it_halves_at_the_overflow_number_h_in_a_row_and_at_each_that_follows() -> None:
-    assert scales(DynamicScale(64.0, hysteresis=1), "x.x") == [32, 32, 16]
-    assert scales(DynamicScale(64.0, hysteresis=2), "x.xx.xxx") == [64, 64, 64, 32, 32, 32, 16, 8]
-    assert scales(DynamicScale(64.0, hysteresis=3), "xxxx") == [64, 64, 32, 16]
+    assert scales(DynamicLossScale(64.0, hysteresis=1), "x.x") == [32, 32, 16]
+    assert scales(DynamicLossScale(64.0, hysteresis=2), "x.xx.xxx") == [64, 64, 64, 32, 32, 32, 16, 8]
+    assert scales(DynamicLossScale(64.0, hysteresis=3), "xxxx") == [64, 64, 32, 16]
 
 
 def test_it_doubles_after_an_interval_without_overflow() -> None:
-    assert scales(DynamicScale(8.0, interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
-    assert scales(DynamicScale(8.0, interval=3, hysteresis=2), "..x...") == [8, 8, 8, 8, 8, 16], "it counts anew"
-    assert scales(DynamicScale(MOST, interval=1), "..") == [MOST, MOST]
+    assert scales(DynamicLossScale(8.0, interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
+    assert scales(DynamicLossScale(8.0, interval=3, hysteresis=2), "..x...") == [8, 8, 8, 8, 8, 16], "it counts anew"
+    assert scales(DynamicLossScale(MAXIMUM_SCALE, interval=1), "..") == [MAXIMUM_SCALE, MAXIMUM_SCALE]
 
 
 def by_runs(norms: str, start: float, interval: int, hysteresis: int, least: float) -> tuple[list[float], int | None]:
@@ -42,11 +51,11 @@ def by_runs(norms: str, start: float, interval: int, hysteresis: int, least: flo
     for kind, run in groupby(norms):
         length, first = len(list(run)), found[-1] if found else start
         if kind == ".":
-            found += [min(first * 2.0 ** ((n + 1) // interval), MOST) for n in range(length)]
+            found += [min(first * 2.0 ** ((n + 1) // interval), MAXIMUM_SCALE) for n in range(length)]
             continue
         to_least = int(math.log2(first / least))
         found += [max(first / 2.0 ** max(0, n + 2 - hysteresis), least) for n in range(length)]
-        stops = (hysteresis - 1 + to_least if to_least else 0) + PATIENCE - 1  # of the run, from 0
+        stops = (hysteresis - 1 + to_least if to_least else 0) + MAXIMUM_OVERFLOWS - 1  # of the run, from 0
         if length > stops:
             return found[: len(found) - length + stops], len(found) - length + stops
     return found, None
@@ -60,11 +69,13 @@ def test_random_overflows_move_it_as_the_rules_say(hysteresis: int, rng: np.rand
         norms = "".join(rng.choice([".", "x"], 60, p=[1 - likely, likely]))
         start = max(2.0 ** int(rng.integers(0, 24)), least)
         expected, stops = by_runs(norms, start, interval, hysteresis, least)
-        scale = DynamicScale(start, interval=interval, hysteresis=hysteresis, least=least)
+        scale = DynamicLossScale(start, interval=interval, hysteresis=hysteresis, least=least)
         assert scales(scale, norms[:stops]) == expected
         if stops is not None:
             stopped += 1
-            with pytest.raises(NonFiniteError, match=f"for {PATIENCE} steps in a row at the loss scale {least:g}; "):
+            with pytest.raises(
+                NonFiniteError, match=f"for {MAXIMUM_OVERFLOWS} steps in a row at the loss scale {least:g}; "
+            ):
                 scale.after("", math.inf)
     assert 0 < stopped < 200, "both ends were met"
 
@@ -72,7 +83,7 @@ def test_random_overflows_move_it_as_the_rules_say(hysteresis: int, rng: np.rand
 def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-    mine = DynamicScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
+    mine = DynamicLossScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
     weight = torch.zeros(1, requires_grad=True)
     taken: list[int] = []
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: taken.append(1))
@@ -83,28 +94,32 @@ def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng: np.random.Gene
         theirs.step(optimizer)
         assert mine.after("", math.inf if overflows else 1.0) == (len(taken) > before)
         theirs.update()
-        assert mine.scale == theirs.get_scale() and 2.0**-24 < mine.scale < MOST
+        assert mine.scale == theirs.get_scale() and 2.0**-24 < mine.scale < MAXIMUM_SCALE
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_skipped_steps_are_counted(bad: float) -> None:
-    scale = DynamicScale()
+    scale = DynamicLossScale()
     assert [scale.after("", norm) for norm in (1.0, bad, bad, 0.0, bad)] == [True, False, False, True, False]
     assert scale.skipped == 3
 
 
 def test_at_the_least_scale_it_gives_up_after_some_steps_in_a_row() -> None:
-    scale = DynamicScale(2.0 * LEAST, hysteresis=1)
-    assert scales(scale, "x" + "x" * (PATIENCE - 1) + "." + "x" * (PATIENCE - 1))[-1] == LEAST
-    with pytest.raises(NonFiniteError, match=rf"step 9: it has overflowed float16 for {PATIENCE} steps .* scale 1;"):
+    scale = DynamicLossScale(2.0 * MINIMUM_SCALE, hysteresis=1)
+    assert scales(scale, "x" + "x" * (MAXIMUM_OVERFLOWS - 1) + "." + "x" * (MAXIMUM_OVERFLOWS - 1))[-1] == MINIMUM_SCALE
+    with pytest.raises(
+        NonFiniteError, match=rf"step 9: it has overflowed float16 for {MAXIMUM_OVERFLOWS} steps .* scale 1;"
+    ):
         scale.after("step 9", math.nan)
 
 
 def test_a_fixed_scale_stays_and_gives_up_too() -> None:
-    scale = FixedScale(256.0)
-    assert [scale.after("", norm) for norm in [math.inf] * (PATIENCE - 1) + [1.0]] == [False] * (PATIENCE - 1) + [True]
-    assert scale.scale == 256.0 and scale.skipped == PATIENCE - 1
-    assert [scale.after("", norm) for norm in [math.inf] * (PATIENCE - 1)] == [False] * (PATIENCE - 1)
+    scale = FixedLossScale(256.0)
+    assert [scale.after("", norm) for norm in [math.inf] * (MAXIMUM_OVERFLOWS - 1) + [1.0]] == [False] * (
+        MAXIMUM_OVERFLOWS - 1
+    ) + [True]
+    assert scale.scale == 256.0 and scale.skipped == MAXIMUM_OVERFLOWS - 1
+    assert [scale.after("", norm) for norm in [math.inf] * (MAXIMUM_OVERFLOWS - 1)] == [False] * (MAXIMUM_OVERFLOWS - 1)
     with pytest.raises(NonFiniteError, match=r"scale 256; try a smaller precision\.loss_scale"):
         scale.after("", math.inf)
 
@@ -112,7 +127,7 @@ def test_a_fixed_scale_stays_and_gives_up_too() -> None:
 def test_a_restored_scale_goes_on_as_the_one_that_was_saved() -> None:
     script = "..x...xx..x.x" * 4
     for cut in range(0, len(script), 5):
-        whole, first, second = (DynamicScale(2.0**10, interval=3, hysteresis=2) for _ in range(3))
+        whole, first, second = (DynamicLossScale(2.0**10, interval=3, hysteresis=2) for _ in range(3))
         expected = scales(whole, script)
         before = scales(first, script[:cut])
         second.restore(first.state())
@@ -121,26 +136,28 @@ def test_a_restored_scale_goes_on_as_the_one_that_was_saved() -> None:
 
 
 def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it() -> None:
-    scale = DynamicScale()
-    scale.restore(Unscaled().state())
-    assert scale.scale == START
-    Unscaled().restore(scale.state())
-    higher = DynamicScale(least=8.0)
-    higher.restore(DynamicScale(4.0).state())
+    scale = DynamicLossScale()
+    scale.restore(NoLossScale().state())
+    assert scale.scale == INITIAL_SCALE
+    NoLossScale().restore(scale.state())
+    higher = DynamicLossScale(least=8.0)
+    higher.restore(DynamicLossScale(4.0).state())
     assert higher.scale == 8.0, "the least of this run"
-    fixed = FixedScale(8.0)
-    fixed.restore(DynamicScale(4.0, skipped=3).state())
+    fixed = FixedLossScale(8.0)
+    fixed.restore(DynamicLossScale(4.0, skipped=3).state())
     assert (fixed.scale, fixed.skipped) == (8.0, 3)
 
 
 def test_only_float16_has_one() -> None:
-    assert type(build("bfloat16", 0.0, 10, 2)) is Unscaled
-    assert type(build("float32", 0.0, 10, 2)) is Unscaled
-    assert build("float16", 8.0, 10, 2) == FixedScale(8.0)
-    assert build("float16", 0.0, 10, 3) == DynamicScale(START, interval=10, hysteresis=3)
-    assert build("float16", 0.0, 10, 3, 8.0) == DynamicScale(START, interval=10, hysteresis=3, least=8.0)
+    assert type(build_loss_scale("bfloat16", 0.0, 10, 2)) is NoLossScale
+    assert type(build_loss_scale("float32", 0.0, 10, 2)) is NoLossScale
+    assert build_loss_scale("float16", 8.0, 10, 2) == FixedLossScale(8.0)
+    assert build_loss_scale("float16", 0.0, 10, 3) == DynamicLossScale(INITIAL_SCALE, interval=10, hysteresis=3)
+    assert build_loss_scale("float16", 0.0, 10, 3, 8.0) == DynamicLossScale(
+        INITIAL_SCALE, interval=10, hysteresis=3, least=8.0
+    )
     with pytest.raises(NonFiniteError, match="step 4"):
-        Unscaled().after("step 4", math.nan)
+        NoLossScale().after("step 4", math.nan)
 
 
 def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.models.arena import Arena
 from hpcdist.optim.clip import clip_scale
 from hpcdist.optim.master import BLOCK
-from hpcdist.strategies.loss_scale import DynamicScale
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core.mixed_precision import DynamicLossScale
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -262,7 +262,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text: Path, size: int, strate
     def body(comm: Communicator) -> tuple[list[Any], dict[tuple[str, str], np.ndarray]]:
         trainer = trainer_of(comm, text, keys)
         scale, found = trainer.executor.loss_scale, []
-        assert isinstance(scale, DynamicScale)
+        assert isinstance(scale, DynamicLossScale)
         scale.scale = 1024.0
         healthy = trainer.model.loss.backward
         with trainer.batches(6) as batches:
@@ -323,7 +323,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text: Path, mod
         with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
             trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.zeros(2))
         with np.errstate(all="ignore"):
-            return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+            return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
 
     for said in run_threads(2, body):
         assert "step 1: loss nan" in said and "rank 1: parameter" in said and "rank 0:" not in said

@@ -16,10 +16,10 @@ from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
-from hpcdist.strategies.loss_scale import PATIENCE
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.schedule.executor import MicroBatch
+from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training.trainer import Trainer
 
 Keys = dict[str, Any]
@@ -299,7 +299,7 @@ def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text
         with pytest.raises(NonFiniteError, match="step 1: loss .*, gradient norm inf") as failed:
             trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.ones(2))
         assert everything(trainer) == before
-        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
 
     assert len(set(run_threads(4, body))) == 1
 
@@ -308,7 +308,7 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text: Keys) -> None:
     keys = (
         text | PIPELINE | {"precision.mode": "float16", "precision.minimum_scale": 2.0**15, "precision.hysteresis": 3}
     )
-    last = 3 + PATIENCE  # two at the first scale, the third lowers it
+    last = 3 + MAXIMUM_OVERFLOWS  # two at the first scale, the third lowers it
 
     def body(comm: Communicator) -> str:
         trainer = trainer_of(comm, keys)
@@ -328,7 +328,7 @@ def test_at_the_least_scale_all_ranks_stop_with_one_message(text: Keys) -> None:
 
     (said,) = set(run_threads(4, body))
     assert said.startswith(f"step {last}: ") and "\n" not in said
-    assert f"overflowed float16 for {PATIENCE} steps in a row at the loss scale 32768; try " in said
+    assert f"overflowed float16 for {MAXIMUM_OVERFLOWS} steps in a row at the loss scale 32768; try " in said
     assert "optimizer.learning_rate" in said and "precision.minimum_scale" in said
 
 

@@ -15,7 +15,7 @@ from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.noise import SMOOTHING, Smoothed, estimate
-from hpcdist.strategies.schedule.executor import Step
+from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import noise_scales
 from hpcdist.telemetry.metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
@@ -136,7 +136,7 @@ LAYOUTS: dict[str, tuple[int, Settings, int]] = {
 class Measured:
     """What one rank found: of its replica the first sample, and the samples of each micro-batch that is one."""
 
-    steps: list[Step]
+    steps: list[StepResult]
     parts: list[tuple[int, int]]
     kept: dict[str, float]
 
@@ -152,7 +152,7 @@ def trained(ranks: int, settings: Settings) -> list[Measured]:
         if "chaos.overflow" in settings:
             run = Path(str(settings["data.path"])).parent
             chaos.arm(trainer, saver_of(trainer, run / "checkpoints"), run)
-        found: list[Step] = []
+        found: list[StepResult] = []
         with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(batches, start=1):
                 found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)))

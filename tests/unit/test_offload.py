@@ -23,10 +23,10 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, StorageError
 from hpcdist.optim import clip, norms, optimizer
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.offload import BlockedOptimizer
+from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer
@@ -47,7 +47,7 @@ LAYOUT = Layout.of(
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filestore, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(transfer, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("hpcdist.strategies.offload.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
 
 
 def filled(rng: np.random.Generator, dtype: str = "float64") -> FlatStore:
@@ -439,7 +439,7 @@ def test_a_nan_in_a_file_is_explained(text: dict[str, object], tmp_path: Path) -
             parts = microbatches(trainer.place(next(iter(batches))), 2)
         with pytest.raises(NonFiniteError) as failed:
             trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
-        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        return str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
 
     assert all("rank 1: parameter" in said and "rank 0:" not in said for said in run_threads(2, body))
 

@@ -20,13 +20,13 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.partition import cut
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.placement import looped
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.outcome import Steps
 from hpcdist.training.summary import overlap_figures
@@ -39,18 +39,18 @@ class Run:
     """A run of a tiny gpt on one rank of ``grid``; a context manager."""
 
     def __init__(
-        self, comm: Communicator, overlap: str, algorithm: str, grid: Grid | None = None, microbatches: int = 1
+        self, comm: Communicator, overlap: str, algorithm: str, grid: ProcessGrid | None = None, microbatches: int = 1
     ):
         self.comm, self.microbatches = comm, microbatches
-        self.grid = grid or Grid(data=comm.size)
-        axes = Axes(self.grid, comm)
+        self.grid = grid or ProcessGrid(data=comm.size)
+        axes = GridCommunicators(self.grid, comm)
         self.model = models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float32", context=8)
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            placement=looped(cut(self.model, self.grid.pipeline), self.grid.pipeline),
+            placement=looped(split_by_parameters(self.model, self.grid.pipeline), self.grid.pipeline),
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
             total_steps=STEPS,
             algorithm=algorithm,
@@ -119,7 +119,7 @@ def test_microbatches_and_pipelines_train_to_the_same_bits(
     overlap: str, pipeline: int, rng: np.random.Generator
 ) -> None:
     data = text(rng)
-    keys = {"grid": Grid(data=2, pipeline=pipeline), "microbatches": 3}
+    keys = {"grid": ProcessGrid(data=2, pipeline=pipeline), "microbatches": 3}
     ranks = 2 * pipeline
     assert trained(overlap, "ring", data, ranks, **keys) == trained("none", "ring", data, ranks, **keys)
 
@@ -141,7 +141,7 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, r
                 run.step(data[0], 17)
             except NonFiniteError as error:
                 mine = np.array_split(data[0], comm.size)[comm.rank]
-                said = explain(comm, run.executor, run.operations, [(mine[:, :-1], mine[:, 1:])], error)
+                said = explain_nonfinite(comm, run.executor, run.operations, [(mine[:, :-1], mine[:, 1:])], error)
                 return str(said), before == run.exchange.parameters.array.tobytes()
             return "no error", False
 
@@ -172,7 +172,7 @@ def test_what_is_exposed_is_measured(overlap: str, rng: np.random.Generator) -> 
 # --- the list -------------------------------------------------------------------------------------------------------
 
 
-def lists(overlap: str, grid: Grid, microbatches: int) -> tuple[list[list[Operation]], Run]:
+def lists(overlap: str, grid: ProcessGrid, microbatches: int) -> tuple[list[list[Operation]], Run]:
     def body(comm: Communicator) -> Run:
         with Run(comm, overlap, "ring", grid, microbatches) as run:
             return run
@@ -187,8 +187,10 @@ def prove(steps: list[list[Operation]], run: Run) -> None:
 
 
 @pytest.mark.parametrize("overlap", KINDS)
-@pytest.mark.parametrize("grid", [Grid(data=1), Grid(data=2), Grid(data=3), Grid(data=2, pipeline=2)], ids=str)
-def test_the_list_is_proven(overlap: str, grid: Grid) -> None:
+@pytest.mark.parametrize(
+    "grid", [ProcessGrid(data=1), ProcessGrid(data=2), ProcessGrid(data=3), ProcessGrid(data=2, pipeline=2)], ids=str
+)
+def test_the_list_is_proven(overlap: str, grid: ProcessGrid) -> None:
     steps, run = lists(overlap, grid, 3)
     prove(steps, run)
     for own in steps:
@@ -226,7 +228,7 @@ def where(steps: list[Operation], kind: Kind) -> int:
     ],
 )
 def test_a_broken_list_is_refused(damage: Break, match: str) -> None:
-    steps, run = lists("thread", Grid(data=2), 1)
+    steps, run = lists("thread", ProcessGrid(data=2), 1)
     damage(steps[1])
     with pytest.raises(ScheduleError, match=rf"rank 1: .*{match}"):
         prove(steps, run)
@@ -234,7 +236,7 @@ def test_a_broken_list_is_refused(damage: Break, match: str) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.START, Kind.WAIT])
 def test_another_order_on_one_rank_is_refused(kind: Kind) -> None:
-    steps, run = lists("thread", Grid(data=2), 1)
+    steps, run = lists("thread", ProcessGrid(data=2), 1)
     own = steps[1]
     indices = [index for index, op in enumerate(own) if op.kind is kind]
     first, second = indices[-2:]  # of START: both complete behind the last BACKWARD, or the check before refuses
@@ -247,7 +249,7 @@ def test_another_order_on_one_rank_is_refused(kind: Kind) -> None:
 
 
 def test_a_direction_before_the_wait_is_refused() -> None:
-    steps, run = lists("thread", Grid(data=2), 1)
+    steps, run = lists("thread", ProcessGrid(data=2), 1)
     for own in steps:  # no AGREE says so before
         own.pop(where(own, Kind.AGREE))
         own.append(own.pop(where(own, Kind.WAIT)))

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.interval import daly
+from hpcdist.strategies.daly_interval import daly
 from hpcdist.training import recipe as recipes
 from hpcdist.training.pace import GUESS_BYTES_PER_S, GUESS_S, JOB_END, LEAVING_S, Pace, end_of_job, quantile
 from hpcdist.training.starts import Starts

@@ -20,13 +20,13 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
+from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
-from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 SAMPLES, STEPS = 2, 6
 MODEL = ModelConfig(layers=1, hidden=32, heads=2)
@@ -56,7 +56,7 @@ class Run:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm)
         self.comm, self.model, self.steps = comm, models.build(MODEL, "float32", context=8), steps
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -67,7 +67,7 @@ class Run:
             on=on,
             computes=comm.rank in roles.workers,
         )
-        found = exchange(self.seat, config)
+        found = server_exchange(self.seat, config)
         assert isinstance(found, AsynchronousExchange)
         self.exchange = found
         initial = FlatStore(self.model.layout, self.model.dtype)
@@ -183,7 +183,7 @@ def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -
 def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]:
     """The same steps in lock-step with nobody."""
     run = Run(comm, COLOCATED)
-    lockstep = exchange(run.seat, replace(COLOCATED, consistency="bsp"))
+    lockstep = server_exchange(run.seat, replace(COLOCATED, consistency="bsp"))
     initial = FlatStore(run.model.layout, run.model.dtype)
     run.model.initialise(initial, seed=3)
     lockstep.take(initial)

@@ -16,15 +16,15 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
+from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.parameter_server.backup import BackupExchange
-from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.seat import Seat
 
 STEPS, SAMPLES = 5, 3  # of each worker
 MODEL = ModelConfig(layers=1, hidden=32, heads=2)
@@ -39,7 +39,7 @@ class Place:
         part = roles.part_of(comm)
         self.comm, self.workers = comm, len(roles.workers)
         model = models.build(MODEL, "float64", context=8)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -50,7 +50,7 @@ class Place:
             on=on,
             computes=comm.rank in roles.workers,
         )
-        self.exchange: Exchange = exchange(seat, config)
+        self.exchange: Exchange = server_exchange(seat, config)
         initial = FlatStore(model.layout, model.dtype)
         model.initialise(initial, seed=3)
         self.exchange.take(initial)

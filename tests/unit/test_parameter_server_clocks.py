@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from hpcdist.strategies.parameter_server.clocks import Clocks
+from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import VersionVector
 
 SCHEDULES = 10_000
 
@@ -22,7 +22,7 @@ class World:
         self.draw = draw
         self.workers, self.steps = range(draw.randint(1, 4)), draw.randint(1, 5)
         self.shards, self.bound = draw.randint(1, 2), draw.choice([0, 1, 2, 3, math.inf])
-        self.clocks = [Clocks(self.workers, self.bound) for _ in range(self.shards)]
+        self.clocks = [VersionVector(self.workers, self.bound) for _ in range(self.shards)]
         self.applied = [dict.fromkeys(self.workers, 0) for _ in range(self.shards)]
         self.lines = {(w, shard): deque() for w in self.workers for shard in range(self.shards)}
         self.made = dict.fromkeys(self.workers, 0)  # iterations whose push was sent
@@ -116,7 +116,7 @@ def test_no_read_breaks_the_bound_and_nobody_waits_for_ever() -> None:
 
 
 def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_questions() -> None:
-    clocks = Clocks([3, 5, 7], 1)
+    clocks = VersionVector([3, 5, 7], 1)
     for worker in (7, 5):
         for clock in (1, 2):
             assert clocks.push(worker, clock)
@@ -128,7 +128,7 @@ def test_the_answer_waits_for_the_slowest_and_comes_in_the_order_of_the_question
 
 
 def test_who_left_is_not_waited_for_and_returns_where_the_others_are() -> None:
-    clocks = Clocks([0, 1], 0)
+    clocks = VersionVector([0, 1], 0)
     clocks.push(0, 1)
     clocks.ask(0)
     assert clocks.answerable() == []
@@ -143,7 +143,7 @@ def test_who_left_is_not_waited_for_and_returns_where_the_others_are() -> None:
 
 
 def test_after_a_meeting_all_go_on_from_their_own_clocks() -> None:
-    clocks = Clocks(range(3), 1)
+    clocks = VersionVector(range(3), 1)
     for worker in range(3):
         clocks.leave(worker)
     clocks.convene({0: 4, 1: 2, 2: 3})
@@ -153,4 +153,4 @@ def test_after_a_meeting_all_go_on_from_their_own_clocks() -> None:
 
 def test_a_missing_push_is_an_error() -> None:
     with pytest.raises(ValueError, match="push 2 of worker 0 came after push 0"):
-        Clocks([0], 1).push(0, 2)
+        VersionVector([0], 1).push(0, 2)

@@ -7,7 +7,7 @@ import pytest
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.partition import Roles
 
 
 @pytest.mark.parametrize(

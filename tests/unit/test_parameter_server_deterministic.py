@@ -14,7 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -146,7 +146,7 @@ def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_s
             parts = trainer.cut(next(iter(batches))) if trainer.seat.computes else []
         with pytest.raises(NonFiniteError) as failed:
             trainer.executor.run(trainer.operations, parts, SAMPLES, 2, np.zeros(2))
-        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
         assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
         parameters.array[...] = kept
         trainer.first_step = 1

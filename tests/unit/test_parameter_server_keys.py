@@ -9,20 +9,20 @@ from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.strategies.parameter_server.keys import BALANCE, Partition, partition
+from hpcdist.strategies.parameter_server.partition import BALANCE, KeyPartition, partition_keys
 
 
 def layout_of(*sizes: int) -> Layout:
     return Layout.of([TensorSpec(index // 3, f"w{index}", (size,)) for index, size in enumerate(sizes)])
 
 
-def loads(found: Partition) -> list[int]:
+def loads(found: KeyPartition) -> list[int]:
     return [sum(part.size for part in found.parts(server)) for server in range(found.servers)]
 
 
-def check(layout: Layout, servers: int) -> Partition:
-    found = partition(layout, servers)
-    assert found == partition(layout, servers), "the same on every rank"
+def check(layout: Layout, servers: int) -> KeyPartition:
+    found = partition_keys(layout, servers)
+    assert found == partition_keys(layout, servers), "the same on every rank"
     assert [0, *(key.stop for key in found.keys)] == [*(key.start for key in found.keys), layout.size], "keys tile"
     assert all(key.start % ALIGN_ELEMENTS == 0 for key in found.keys)
     assert set(found.owners) == set(range(servers)), "every server has a key"
@@ -34,7 +34,7 @@ def check(layout: Layout, servers: int) -> Partition:
     return found
 
 
-def check_messages(layout: Layout, found: Partition) -> None:
+def check_messages(layout: Layout, found: KeyPartition) -> None:
     messages = found.messages(layout.units)
     assert sum(part.size for part, _ in messages) == layout.size
     assert all(any(part.intersect(own) == part for own in found.parts(server)) for part, server in messages)
@@ -49,7 +49,7 @@ def test_any_layout_and_number_of_servers(sizes: list[int], servers: int) -> Non
     layout = layout_of(*sizes)
     if layout.size // ALIGN_ELEMENTS < servers:
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* to at most"):
-            partition(layout, servers)
+            partition_keys(layout, servers)
     else:
         check(layout, servers)
 
@@ -67,7 +67,7 @@ def test_models_are_shared_within_a_hundredth(config: ModelConfig, servers: int)
 
 def test_one_server_has_uncut_tensors_and_one_message_a_layer() -> None:
     layout = layout_of(100, 5, 64, 300, 1, 2)
-    found = partition(layout, 1)
+    found = partition_keys(layout, 1)
     assert found.parts(0) == [Range(0, layout.size)]
     assert found.messages(layout.units) == [(layout.units[1], 0), (layout.units[0], 0)]
     assert len(found.keys) == len(layout.segments)
@@ -84,13 +84,13 @@ def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows: int) -> None:
 
 def test_the_largest_go_first_to_the_least_loaded() -> None:
     layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
-    found = partition(layout, 2)
+    found = partition_keys(layout, 2)
     assert found.owners == (1, 0, 1)
 
 
 def test_empty_tensors_are_no_keys() -> None:
     layout = layout_of(64, 0, 64)
-    assert len(partition(layout, 2).keys) == 2
+    assert len(partition_keys(layout, 2).keys) == 2
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
@@ -98,9 +98,9 @@ def test_whole_tensors_have_one_server(sizes: list[int], servers: int) -> None:
     layout = layout_of(*sizes)
     if len(sizes) < servers:
         with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* {len(sizes)} tensors.*at most"):
-            partition(layout, servers, whole=True)
+            partition_keys(layout, servers, whole=True)
         return
-    found = partition(layout, servers, whole=True)
+    found = partition_keys(layout, servers, whole=True)
     assert [key.start for key in found.keys] == [segment.range.start for segment in layout.segments]
     check_messages(layout, found)
     assert found.fullest == max(loads(found)) * servers / layout.size

@@ -17,17 +17,17 @@ from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
+from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.owner import Owner
-from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.parameter_server.config import PLACEMENTS, ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.mirror import shift
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.schedule.verify.proof import verify
 
 SAMPLES, STEPS = 7, 4
 MODEL = ModelConfig(layers=1, hidden=32, heads=2)
@@ -45,7 +45,7 @@ class Run:
         self.roles = Roles.of(config, comm.size)
         part = self.roles.part_of(comm)
         self.model = models.build(MODEL, dtype, context=8)
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -57,7 +57,7 @@ class Run:
             on=on,
             ledger=self.ledger,
         )
-        self.exchange = exchange(self.seat, config)
+        self.exchange = server_exchange(self.seat, config)
         assert isinstance(self.exchange, LockStepExchange)
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
@@ -260,7 +260,7 @@ def test_nan_names_the_worker_and_updates_nothing(transport: str, placement: str
         batches = run.batches(data[0])
         with pytest.raises(NonFiniteError) as caught:
             run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
-        said = explain(comm, run.executor, run.operations, batches, caught.value)
+        said = explain_nonfinite(comm, run.executor, run.operations, batches, caught.value)
         return str(said), bool(np.array_equal(before, run.exchange.parameters.array, equal_nan=True))
 
     for said, untouched in run_threads(3, body):
@@ -275,7 +275,7 @@ def test_the_lists_of_all_ranks_are_proven(name: str) -> None:
             model = runs[0].model
             proof = verify(
                 [run.operations for run in runs],
-                grid=Grid(data=len(runs[0].roles.workers)),
+                grid=ProcessGrid(data=len(runs[0].roles.workers)),
                 units=dict(enumerate(model.layout.units.values())),
                 microbatches=2,
                 needs=model.needs,
@@ -433,13 +433,13 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
         }
         return losses, run.served(), run.weights(), own, mirrored
 
-    def wipe(owner: Owner, transport: str) -> None:
+    def wipe(owner: ShardedUpdate, transport: str) -> None:
         """Lose what the rank serves; what workers of its node read of others is not its own in shared memory."""
         for store in stores_of(owner):
             for part in owner.parts if transport == "shared" else store.parts:
                 store.range(part)[...] = np.nan
 
-    def stores_of(owner: Owner) -> list[FlatStore]:
+    def stores_of(owner: ShardedUpdate) -> list[FlatStore]:
         return [owner.parameters, *owner.slots().values()]
 
     for size, config in ((4, dict(servers=2)), (2, dict(placement="colocated")), (3, dict(placement="colocated"))):
@@ -533,7 +533,7 @@ def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport: 
         batches = run.batches(data[0])
         with pytest.raises(NonFiniteError) as caught:
             run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
-        assert "rank 2: parameter" in str(explain(comm, run.executor, run.operations, batches, caught.value))
+        assert "rank 2: parameter" in str(explain_nonfinite(comm, run.executor, run.operations, batches, caught.value))
         store.array[...] = before
         comm.barrier()
         return run.losses(data)

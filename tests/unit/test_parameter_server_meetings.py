@@ -2,9 +2,13 @@
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.strategies.parameter_server.meetings import Meetings
-from hpcdist.strategies.parameter_server.notes import Fields, Note, Notes
-from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
+    ControlChannel,
+    ControlFields,
+    ControlKind,
+    Rendezvous,
+)
+from hpcdist.strategies.parameter_server.partition import Roles
 
 ROLES = Roles(range(1, 3), range(1))  # rank 0 serves
 
@@ -14,17 +18,17 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
 
     def body(comm: Communicator) -> list[str]:
         said: list[str] = []
-        notes = Notes(comm.dup("notes"))
-        notes.answers[Note.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
-        meetings = Meetings(comm.rank, ROLES, notes)
+        notes = ControlChannel(comm.dup("notes"))
+        notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
+        meetings = Rendezvous(comm.rank, ROLES, notes)
         meetings.meet()
         if comm.rank == 1:
-            notes.tell(0, Note.PUSH, Fields(clock=7))
-            notes.tell(0, Note.CALL, Fields(clock=1))  # for the second meeting
-            notes.tell(0, Note.PUSH, Fields(clock=8))
+            notes.tell(0, ControlKind.PUSH, ControlFields(clock=7))
+            notes.tell(0, ControlKind.CALL, ControlFields(clock=1))  # for the second meeting
+            notes.tell(0, ControlKind.PUSH, ControlFields(clock=8))
         comm.barrier()
         if comm.rank == 2:
-            notes.tell(0, Note.CALL, Fields(clock=0))
+            notes.tell(0, ControlKind.CALL, ControlFields(clock=0))
         if comm.rank == 0:
             meetings.settle(calls=1)
             assert said == [] and meetings.due, "only the second meeting is due"
@@ -39,14 +43,19 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
 def test_notes_that_were_held_back_come_before_others() -> None:
     def body(comm: Communicator) -> list[int]:
         said: list[int] = []
-        notes = Notes(comm.dup("notes"))
-        notes.answers[Note.PUSH] = lambda worker, what: said.append(what.clock)
-        notes.answers[Note.CALL] = lambda worker, what: said.append(-what.clock)
+        notes = ControlChannel(comm.dup("notes"))
+        notes.answers[ControlKind.PUSH] = lambda worker, what: said.append(what.clock)
+        notes.answers[ControlKind.CALL] = lambda worker, what: said.append(-what.clock)
         if comm.rank == 1:
-            for kind, clock in ((Note.PUSH, 1), (Note.CALL, 9), (Note.PUSH, 2), (Note.PUSH, 3)):
-                notes.tell(0, kind, Fields(clock=clock))
+            for kind, clock in (
+                (ControlKind.PUSH, 1),
+                (ControlKind.CALL, 9),
+                (ControlKind.PUSH, 2),
+                (ControlKind.PUSH, 3),
+            ):
+                notes.tell(0, kind, ControlFields(clock=clock))
         else:
-            notes.take(Note.CALL)
+            notes.take(ControlKind.CALL)
             for alone in (True, False, True):
                 notes.wait(alone=alone)
         notes.settle()

@@ -2,7 +2,7 @@
 
 import random
 
-from hpcdist.strategies.parameter_server.quorum import Quorum, Turn
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Quorum, Turn
 
 BATCH = 12
 

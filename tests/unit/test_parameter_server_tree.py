@@ -7,7 +7,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.fixed_tree import halves
-from hpcdist.strategies.parameter_server.tree import Partials, Tree, slots_of
+from hpcdist.strategies.parameter_server.transport import PartialSums, ShardTree, slots_of
 
 LAYOUT = Layout.of([TensorSpec(0, "w", (40,)), TensorSpec(1, "w", (24,))])
 WHOLE = Range(0, LAYOUT.size)
@@ -21,10 +21,10 @@ def in_the_tree(rows: np.ndarray, node: Range) -> np.ndarray:
     return in_the_tree(rows, left) + in_the_tree(rows, right)
 
 
-def pushed(tree: Tree, worker: int, rows: np.ndarray) -> list[np.ndarray]:
+def pushed(tree: ShardTree, worker: int, rows: np.ndarray) -> list[np.ndarray]:
     """What a worker brings that computes its ``rows`` one after the other in the same memory, in two ranges."""
     gradients = FlatStore(LAYOUT, rows.dtype)
-    partials = Partials(tree, worker, gradients, lambda slot: FlatStore(LAYOUT, rows.dtype))
+    partials = PartialSums(tree, worker, gradients, lambda slot: FlatStore(LAYOUT, rows.dtype))
     for turn in range(tree.rounds):
         own = tree.own[worker]
         gradients.array[...] = rows[own.start + turn] if turn < own.size else np.nan
@@ -38,7 +38,7 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards: int, rn
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
     expected = in_the_tree(rows, Range(0, shards)).tobytes()
     for workers in range(1, shards + 1):
-        tree = Tree(shards, workers)
+        tree = ShardTree(shards, workers)
         addends = [addend for worker in range(workers) for addend in pushed(tree, worker, rows)]
         assert len(addends) == sum(map(len, tree.nodes))
         target = np.empty_like(rows[0])
@@ -52,7 +52,7 @@ def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards: int, rn
 @pytest.mark.parametrize(("shards", "workers"), [(4, 2), (6, 4), (7, 3), (8, 8), (13, 5)])
 def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards: int, workers: int, rng: np.random.Generator) -> None:
     rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
-    tree = Tree(shards, workers)
+    tree = ShardTree(shards, workers)
     addends = [addend.copy() for worker in range(workers) for addend in pushed(tree, worker, rows)]
     buffers = np.empty((2, LAYOUT.size), np.float32)
 
@@ -70,4 +70,4 @@ def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards: int, workers: i
     ("shards", "workers", "slots"), [(1, 1, 0), (4, 4, 0), (8, 4, 1), (8, 2, 2), (8, 1, 3), (7, 1, 2)]
 )
 def test_a_worker_keeps_few_partial_sums(shards: int, workers: int, slots: int) -> None:
-    assert max(slots_of(Tree(shards, workers), worker) for worker in range(workers)) == slots
+    assert max(slots_of(ShardTree(shards, workers), worker) for worker in range(workers)) == slots

@@ -8,10 +8,9 @@ import pytest
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.strategies.costs import UnitCost
-from hpcdist.strategies.partition import Devices, cut, leanest, partition
-from hpcdist.strategies.partition_memory import Live, Memory, States
-from hpcdist.strategies.partition_search import search
+from hpcdist.strategies.pipeline.costs import UnitCost
+from hpcdist.strategies.pipeline.memory import LiveMicroBatches, StageMemory, StateBytes
+from hpcdist.strategies.pipeline.partition import StageDevices, least_memory, partition, search, split_by_parameters
 
 CASES = 120
 
@@ -50,8 +49,11 @@ def units_of(draw: np.random.Generator, count: int) -> list[UnitCost]:
 def problem(draw: np.random.Generator, ranks: int, chunks: int):
     """Units, their seconds and memory, and the ranks they are for; sometimes with room for a few cuts only."""
     count = int(draw.integers(ranks * chunks, 13))
-    live = [[tuple(Live(*draw.integers(0, 4, 3)) for _ in range(chunks)) for _ in range(2)] for _ in range(ranks)]
-    memory = Memory(units_of(draw, count), States(per_parameter=7, itemsize=2), live, {count - 1: 17})
+    live = [
+        [tuple(LiveMicroBatches(*draw.integers(0, 4, 3)) for _ in range(chunks)) for _ in range(2)]
+        for _ in range(ranks)
+    ]
+    memory = StageMemory(units_of(draw, count), StateBytes(per_parameter=7, itemsize=2), live, {count - 1: 17})
     distinct = draw.random() < 0.5
     seconds = tuple(draw.random(count)) if distinct else tuple(map(float, draw.integers(1, 4, count)))
     speeds = tuple(map(float, draw.integers(1, 4, ranks))) if draw.random() < 0.5 else (1.0,) * ranks
@@ -71,7 +73,7 @@ def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks: int) -> None:
             each = [sorted(size[rank] for size in sizes) for rank in range(ranks)]
             limits = tuple(int(column[int(draw.integers(len(column)))]) for column in each)
         fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
-        found = partition(seconds, range(ranks), Devices(speeds, limits), memory)
+        found = partition(seconds, range(ranks), StageDevices(speeds, limits), memory)
         allowed = [
             (largest(parts, range(ranks), seconds, speeds), max(size))
             for parts, size, fit in zip(cuts, sizes, fits, strict=True)
@@ -112,7 +114,7 @@ def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks: int, chunks: int,
             limits = tuple(int(sizes[int(draw.integers(len(sizes)))][rank]) for rank in range(ranks))
         fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
         allowed = [largest(parts, placed, seconds, speeds) for parts, fit in zip(cuts, fits, strict=True) if fit]
-        found = partition(seconds, placed, Devices(speeds, limits), memory)
+        found = partition(seconds, placed, StageDevices(speeds, limits), memory)
         if not allowed:
             assert found is None
             continue
@@ -146,22 +148,24 @@ def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
 def test_memory_moves_the_cut() -> None:
     """Units that take equally long, but the first keeps most: it gets a rank of its own."""
     units = [UnitCost(parameters=0, kept_bytes=size) for size in (60, 10, 10, 10)]
-    memory = Memory(units, States(per_parameter=8, itemsize=4), [[(Live(2, 2, 0),)], [(Live(1, 1, 0),)]])
+    memory = StageMemory(
+        units, StateBytes(per_parameter=8, itemsize=4), [[(LiveMicroBatches(2, 2, 0),)], [(LiveMicroBatches(1, 1, 0),)]]
+    )
     seconds = (1.0,) * 4
-    free = partition(seconds, range(2), Devices.alike(2), memory)
+    free = partition(seconds, range(2), StageDevices.alike(2), memory)
     assert free is not None and free.chunks == (range(2), range(2, 4))
-    tight = partition(seconds, range(2), Devices((1.0, 1.0), (120, 0)), memory)
+    tight = partition(seconds, range(2), StageDevices((1.0, 1.0), (120, 0)), memory)
     assert tight is not None and tight.chunks == (range(1), range(1, 4))
-    assert partition(seconds, range(2), Devices((1.0, 1.0), (119, 0)), memory) is None
-    assert leanest(4, range(2), Devices((1.0, 1.0), (119, 0)), memory) == (range(1), range(1, 4))
+    assert partition(seconds, range(2), StageDevices((1.0, 1.0), (119, 0)), memory) is None
+    assert least_memory(4, range(2), StageDevices((1.0, 1.0), (119, 0)), memory) == (range(1), range(1, 4))
 
 
 def test_a_fast_rank_gets_more() -> None:
-    found = partition((1.0,) * 12, range(3), Devices((1.0, 3.0, 2.0), (0, 0, 0)), None)
+    found = partition((1.0,) * 12, range(3), StageDevices((1.0, 3.0, 2.0), (0, 0, 0)), None)
     assert found is not None and [len(part) for part in found.chunks] == [2, 6, 4]
 
 
 def test_fewer_units_than_stages_are_refused_with_both_numbers() -> None:
     model = models.build(ModelConfig(layers=2, hidden=8, heads=2), "float32", context=4)
     with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5, but the model has only 4 stages"):
-        cut(model, 5)
+        split_by_parameters(model, 5)

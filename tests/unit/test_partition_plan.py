@@ -15,20 +15,20 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
-from hpcdist.strategies import partition_measured
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.partition_measured import Seconds, agree, measure
-from hpcdist.strategies.partition_memory import States, moments
-from hpcdist.strategies.partition_plan import Plan, plan
-from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
-from hpcdist.strategies.schedule.pipelines import expand
-from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.pipeline import measured
+from hpcdist.strategies.pipeline.measured import PassSeconds, agree, measure
+from hpcdist.strategies.pipeline.memory import StateBytes, moments
+from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training import partitioning
 from hpcdist.training.trainer import Trainer
 
-STATES = States(per_parameter=16, itemsize=4)
+STATES = StateBytes(per_parameter=16, itemsize=4)
 
 
 def gpt(layers: int = 8, **changed: object) -> Model:
@@ -36,7 +36,9 @@ def gpt(layers: int = 8, **changed: object) -> Model:
     return models.build(config, "float32", context=8)
 
 
-def planned(model: Model, *, seconds: list[Seconds] | None = None, kept: tuple[int, ...] = (), **keys: object) -> Plan:
+def planned(
+    model: Model, *, seconds: list[PassSeconds] | None = None, kept: tuple[int, ...] = (), **keys: object
+) -> PartitionPlan:
     parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})  # type: ignore[arg-type]
     schedule = generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     return plan(model, parallel, schedule, STATES, 2, seconds=seconds, kept=kept)
@@ -95,7 +97,7 @@ def test_a_plan_covers_the_model_and_shows_itself(keys: dict[str, object], expec
 def test_measured_seconds_decide() -> None:
     """Blocks get slower towards the end of the model, which no closed form knows."""
     model = gpt()
-    seconds = [Seconds(1.0 + unit, 2.0, 1.5, 0.6) for unit in range(10)]
+    seconds = [PassSeconds(1.0 + unit, 2.0, 1.5, 0.6) for unit in range(10)]
     made = planned(model, partition="measured", seconds=seconds)
     assert made.stage_units == (6, 4)
     assert made.rows[0].forward == sum(range(1, 7)) and made.rows[0].backward == 12.0
@@ -143,7 +145,7 @@ def test_limits_move_units_and_are_shown() -> None:
 
 def test_states_follow_the_exchange() -> None:
     def each(degrees: tuple[int, int, int], **zero: bool) -> float:
-        return States.of(ZeroConfig(**zero), Degrees(*degrees), 4, 8).per_parameter
+        return StateBytes.of(ZeroConfig(**zero), ShardingDegrees(*degrees), 4, 8).per_parameter
 
     assert each((1, 1, 1)) == 4 + 4 + 8
     assert each((1, 1, 4)) == 4 + 4 + 2
@@ -154,13 +156,13 @@ def test_states_follow_the_exchange() -> None:
 
 def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
-    probe = partition_measured._Probe
+    probe = measured._Probe
 
     def counted(model: Model, unit: int, *rest: object) -> object:
         probed.append(unit)
         return probe(model, unit, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(partition_measured, "_Probe", counted)
+    monkeypatch.setattr(measured, "_Probe", counted)
     for model in (gpt(3, tied=True, dropout=0.1), models.build(ModelConfig(kind="mlp"), features=5, classes=3)):
         probed.clear()
         found = measure(model, 2)
@@ -171,11 +173,11 @@ def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ranks_agree_on_medians() -> None:
-    def body(comm: Communicator) -> tuple[Seconds, ...]:
+    def body(comm: Communicator) -> tuple[PassSeconds, ...]:
         speed = (1.0, 2.0, 4.0)[comm.rank]
-        return agree(comm, [Seconds(3.0 / speed, 1.0 / speed, 0.5, 0.25 * (comm.rank + 1))], speed)
+        return agree(comm, [PassSeconds(3.0 / speed, 1.0 / speed, 0.5, 0.25 * (comm.rank + 1))], speed)
 
-    assert run_threads(3, body) == [(Seconds(3.0, 1.0, 1.0, 1.0),)] * 3
+    assert run_threads(3, body) == [(PassSeconds(3.0, 1.0, 1.0, 1.0),)] * 3
 
 
 def test_tensor_ranks_measure_together() -> None:
@@ -187,7 +189,7 @@ def test_tensor_ranks_measure_together() -> None:
 
 def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
     found = measure(gpt(1), 2, "gpu")
-    turns = partition_measured.WARM + partition_measured.TURNS
+    turns = measured.WARM + measured.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
     waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "partition_measured._clock"]
     assert waits == 3 * turns * spans * 2 and len(found) == 3
@@ -262,10 +264,10 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
         assert trainer.plan is not None
         return trainer.plan.stage_units
 
-    monkeypatch.setattr(partitioning.partition_measured, "measure", lambda *of: slow_at_the_end(7))
+    monkeypatch.setattr(partitioning.pipeline_measured, "measure", lambda *of: slow_at_the_end(7))
     (cut, *_) = run_threads(2, first)
     assert cut == (4, 3)
-    monkeypatch.setattr(partitioning.partition_measured, "measure", lambda *of: slow_at_the_end(7)[::-1])
+    monkeypatch.setattr(partitioning.pipeline_measured, "measure", lambda *of: slow_at_the_end(7)[::-1])
     assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys))) == [(3, 4)] * 2
     path = next((tmp_path / "checkpoints").glob("step-*"))
     assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys, path))) == [cut] * 2
@@ -273,8 +275,8 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
     assert run_threads(3, lambda comm: units_of(trainer_of(comm, other, path))) == [(2, 2, 3)] * 3
 
 
-def slow_at_the_end(count: int) -> tuple[Seconds, ...]:
-    return tuple(Seconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
+def slow_at_the_end(count: int) -> tuple[PassSeconds, ...]:
+    return tuple(PassSeconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
 
 
 def test_the_table_needs_no_ranks(text: dict[str, object], tmp_path: Path) -> None:

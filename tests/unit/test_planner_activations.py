@@ -14,10 +14,10 @@ from hpcdist.planner.inflight import in_flight
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.models import named
 from hpcdist.planner.shape import describe, of_config
-from hpcdist.strategies.costs import Split, unit_costs
-from hpcdist.strategies.partition_memory import moments
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
+from hpcdist.strategies.pipeline.memory import moments
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MEGATRON = {"implementation": "megatron", "precision": "float16"}
 SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"), named("megatron-1t")]
@@ -121,11 +121,15 @@ OURS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("keys", "inputs", "split"),
     [
-        *((*case, Split()) for case in OURS),
-        *((*case, split) for case in OURS[:3] for split in (Split(ranks=2), Split(ranks=2, by_tokens=True))),
+        *((*case, TensorSplit()) for case in OURS),
+        *(
+            (*case, split)
+            for case in OURS[:3]
+            for split in (TensorSplit(ranks=2), TensorSplit(ranks=2, by_tokens=True))
+        ),
     ],
 )
-def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any], split: Split) -> None:
+def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any], split: TensorSplit) -> None:
     config = ModelConfig(**keys)
     found = of_config(config, **inputs)
     layout = Layout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)

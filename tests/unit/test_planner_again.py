@@ -17,8 +17,8 @@ from hpcdist.planner.memory import memory
 from hpcdist.planner.shape import describe, of_config
 from hpcdist.planner.timing import timing
 from hpcdist.planner.work import forward_flops, work
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MLP = ModelConfig(kind="mlp", layers=5, hidden=512)
 LAYERS = of_config(MLP, features=512, classes=10)

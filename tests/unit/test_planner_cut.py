@@ -14,11 +14,11 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.models import named
 from hpcdist.planner.shape import describe, of_config
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.costs import unit_costs
-from hpcdist.strategies.partition import Devices, partition
-from hpcdist.strategies.partition_memory import States
-from hpcdist.strategies.partition_plan import plan
-from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.pipeline.costs import unit_costs
+from hpcdist.strategies.pipeline.memory import StateBytes
+from hpcdist.strategies.pipeline.partition import StageDevices, partition
+from hpcdist.strategies.pipeline.plan import plan
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 
 
 def blocks(layers: int, layout: Layout) -> list[int]:
@@ -74,7 +74,7 @@ def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, r
     parallel = ParallelConfig(pipeline=ranks, microbatches=6, schedule=schedule, chunks=each)
     written = generated(parallel.order, ranks, 6, each)
     model = models.build(config, context=96)
-    made = plan(model, parallel, written, States(per_parameter=16, itemsize=4), 2).placement
+    made = plan(model, parallel, written, StateBytes(per_parameter=16, itemsize=4), 2).placement
     found = chunks(of_config(config, context=96), Layout(pipeline=ranks, schedule=schedule, chunks=each))
     assert tuple(chunk.rank for chunk in found) == made.ranks
     flops = [cost.flop for cost in unit_costs(model, 2)]
@@ -99,7 +99,7 @@ def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float
         bounds = cut._filled(weights, parts)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
         assert all(start < stop for start, stop in pairwise(bounds)), "nobody is without a unit"
-        best = partition(weights, range(parts), Devices.alike(parts), None)
+        best = partition(weights, range(parts), StageDevices.alike(parts), None)
         assert best is not None
         assert max(sum(weights[start:stop]) for start, stop in pairwise(bounds)) == pytest.approx(best.largest)
 

@@ -28,12 +28,12 @@ from hpcdist.planner.layout import COMPRESSIONS, Layout
 from hpcdist.planner.payloads import payload
 from hpcdist.planner.wire import gradient_bytes, summed_bytes
 from hpcdist.strategies import build
+from hpcdist.strategies import build as servers
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.parameter_server import build as servers
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.zero.exchange import ZeroExchange
 
 RATE, ALPHA = 1e9, 1e-6
@@ -79,7 +79,7 @@ class Run:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm) if strategy == "parameter_server" else comm
         self.model = models.build(MODEL, "float32", context=8)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=part,
             pipeline=solo() if part is comm else part.split(part.rank),
@@ -91,7 +91,7 @@ class Run:
             computes=strategy != "parameter_server" or comm.rank in roles.workers,
         )
         if strategy == "parameter_server":
-            self.exchange = servers.exchange(seat, config)
+            self.exchange = servers.server_exchange(seat, config)
         elif strategy == "allreduce":
             self.exchange = AllreduceExchange(seat)
         else:

@@ -11,7 +11,7 @@ from hpcdist.planner import cluster_file, energy, failures
 from hpcdist.planner.cluster import Failures, Site
 from hpcdist.planner.estimate import Energy
 from hpcdist.planner.layout import Layout
-from hpcdist.strategies import interval
+from hpcdist.strategies import daly_interval
 
 H100 = cluster_file.read("h100-hgx")
 STEP = Energy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)
@@ -48,15 +48,15 @@ def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
 def test_the_interval_is_dalys_on_whole_steps():
     layout, step_s = Layout(data=128, pipeline=16, tensor=8), 7.0
     run = failures.run(100_000, step_s, STEP, 5e12, layout, H100)
-    best = interval.daly(run.save_s, run.mtbf_s)
+    best = daly_interval.daly(run.save_s, run.mtbf_s)
     assert run.interval_s == pytest.approx(best, abs=step_s / 2)
     assert run.interval_s / step_s == pytest.approx(round(run.interval_s / step_s))
     restart = failures.restart_s(5e12, layout, H100)
-    assert run.slowdown == interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
+    assert run.slowdown == daly_interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
     assert run.work_s == 700_000 and run.wall_s == run.work_s * run.slowdown
     assert run.failures == run.wall_s / run.mtbf_s
     for steps in (1, round(best / step_s) // 2, round(best / step_s) * 2):
-        other = interval.slowdown(steps * step_s, run.save_s, run.mtbf_s, restart)
+        other = daly_interval.slowdown(steps * step_s, run.save_s, run.mtbf_s, restart)
         assert other > run.slowdown
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
         run = failures.run(100, 1.0, STEP, 1e9, layout, bad)
         found[mtbf] = run.slowdown
         restart = failures.restart_s(1e9, layout, bad)
-        formula = interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
+        formula = daly_interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
         assert math.isfinite(formula), "the formula alone does not tell"
         assert run.slowdown == (formula if formula <= failures.ENDLESS else math.inf)
         assert math.isinf(run.wall_s) == math.isinf(run.joules) == (formula > failures.ENDLESS)

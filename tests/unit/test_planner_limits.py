@@ -12,7 +12,7 @@ from hpcdist.planner.description import Shape
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import memory
 from hpcdist.planner.shape import describe, inner, of_config
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.training.recipe import load
 
 CLUSTER = cluster_file.read("a100-selene")

@@ -22,9 +22,9 @@ from hpcdist.planner.shape import describe, of_config
 from hpcdist.planner.states import states
 from hpcdist.planner.wire import gradient_bytes
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.partition_memory import States
-from hpcdist.strategies.partition_plan import plan
-from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.pipeline.memory import StateBytes
+from hpcdist.strategies.pipeline.plan import plan
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 
 CLUSTER = Cluster(
     name="test",
@@ -154,7 +154,7 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: 
         stage_units=tuple(units),
     )
     written = generated(parallel.order, 3, 6, each)
-    made = plan(models.build(config, context=24), parallel, written, States(per_parameter=16, itemsize=4), 2)
+    made = plan(models.build(config, context=24), parallel, written, StateBytes(per_parameter=16, itemsize=4), 2)
     for rank, (row, terms) in enumerate(zip(made.rows, by_rank(found, layout, 12), strict=True)):
         states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
         assert states == pytest.approx(row.bytes["states"], rel=1e-3), rank  # padding
@@ -172,7 +172,7 @@ def test_messages_are_as_large_as_what_crosses_the_border() -> None:
     parallel = ParallelConfig(pipeline=2, microbatches=4, stage_units=(3, 3))
     written = generated("1f1b", 2, 4, 1)
     made = plan(
-        models.build(config, features=32, classes=1000), parallel, written, States(per_parameter=16, itemsize=4), 3
+        models.build(config, features=32, classes=1000), parallel, written, StateBytes(per_parameter=16, itemsize=4), 3
     )
     for row, terms in zip(
         made.rows, by_rank(found, Layout(pipeline=2, microbatch=3, precision="float32"), 12), strict=True

@@ -17,7 +17,8 @@ from hpcdist.errors import UsageError
 from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Cluster, Device, Failures, Fit, Level, Node, Storage
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, group, message, span
+from hpcdist.planner.network import collective, message
+from hpcdist.planner.network_span import group, span
 
 DEVICE = Device(name="d", peak_flops={}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12)
 NEAR = Level(name="near", devices=8, latency_s=2e-6, bytes_per_s=300e9)

@@ -3,8 +3,8 @@
 import pytest
 
 from hpcdist.planner.pipeline import Pipe, Seconds, closed, simulated
-from hpcdist.strategies.schedule import simulate_closed
-from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 
 EQUAL = Seconds(1.0, 1.0, 1.0)
 TIMES = [EQUAL, Seconds(1.0, 1.2, 0.8), Seconds(1.0, 2.0, 1.0), Seconds(0.7, 0.9, 1.1), Seconds(1.0, 1.6, 0.5)]
@@ -54,7 +54,7 @@ def test_bubbles_are_those_of_the_papers(schedule: str):
     ranks, m = 4, 8
     each = 2 if schedule == "interleaved" else chunks_of(schedule)
     found = closed(schedule, EQUAL, EQUAL, ranks, m, chunks=each)
-    assert found.bubble == pytest.approx(simulate_closed.bubble(schedule, ranks, m, chunks=each))
+    assert found.bubble == pytest.approx(registry.bubble(schedule, ranks, m, chunks=each))
     _, ran = both(schedule, EQUAL, ranks, m)
     assert found.bubble == pytest.approx(ran.bubble)
 

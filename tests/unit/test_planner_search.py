@@ -18,10 +18,11 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import by_rank, memory
 from hpcdist.planner.plan import plan
 from hpcdist.planner.ranks import border
-from hpcdist.planner.search import Wanted, search
+from hpcdist.planner.search import search
+from hpcdist.planner.search_space import Wanted
 from hpcdist.planner.shape import describe
 from hpcdist.planner.timing import flow
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 DEVICES, BATCH, STEPS = 8, 12, 100
 MODEL = describe(Shape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")

@@ -10,7 +10,8 @@ import pytest
 from hpcdist.planner import cluster_file
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.plan import plan
-from hpcdist.planner.search import Wanted, search
+from hpcdist.planner.search import search
+from hpcdist.planner.search_space import Wanted
 from hpcdist.planner.shape import describe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

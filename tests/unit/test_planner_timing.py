@@ -12,14 +12,15 @@ from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Nod
 from hpcdist.planner.compute import kept, unit_seconds
 from hpcdist.planner.description import Description, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, message, span
+from hpcdist.planner.network import collective, message
+from hpcdist.planner.network_span import span
 from hpcdist.planner.ranks import border, ranks_of
 from hpcdist.planner.shape import describe, of_config
 from hpcdist.planner.stage_seconds import chunk_loads, loads
 from hpcdist.planner.timeline import KINDS, timeline
 from hpcdist.planner.timing import tied_sum, timing
 from hpcdist.planner.update import bytes_each, owned, update_s
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 CURVE = Curve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
 CLUSTER = Cluster(

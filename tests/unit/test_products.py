@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.strategies.sentinel import check_tensor_axis
+from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.training.evaluation import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))

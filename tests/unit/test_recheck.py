@@ -13,7 +13,7 @@ from hpcdist.checkpoint.sources import held
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError
-from hpcdist.strategies.schedule.executor import Recomputed
+from hpcdist.strategies.schedule.executor import RecomputeVerdict
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training import chaos, recheck
 from hpcdist.training import recipe as recipes
@@ -21,7 +21,7 @@ from hpcdist.training.saving import saver_of
 from hpcdist.training.trainer import Trainer
 
 Settings = dict[str, object]
-Steps = tuple[list[float], list[Recomputed | None], list[bytes]]  # losses, what was found, the state at the end
+Steps = tuple[list[float], list[RecomputeVerdict | None], list[bytes]]  # losses, what was found, the state at the end
 
 RING: Settings = {"communication.algorithm": "ring"}
 SERVER: Settings = {"parallel.strategy": "parameter_server"}

@@ -15,7 +15,7 @@ from hpcdist.checkpoint.redistribute import lacking, redistribute
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
-from hpcdist.strategies.exchange import pieces_of as pieces_at
+from hpcdist.strategies.core.exchange import pieces_of as pieces_at
 
 DTYPES = ("float32", "float64", "bfloat16", "int64")
 

@@ -1,17 +1,22 @@
 """Operation lists: order, and where an exchange's reductions are placed."""
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.generators import compute, forward_only, gathered, interleave
+from hpcdist.strategies.schedule.generate.operation_list import (
+    compute_operations,
+    evaluation_operations,
+    insert_exchange,
+    insert_gathers,
+)
 from hpcdist.strategies.schedule.operations import USES, Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement, looped
+from hpcdist.strategies.schedule.placement import StagePlacement, looped
 
 
-def whole(units: int) -> Placement:
-    return Placement((range(units),), (0,))
+def whole(units: int) -> StagePlacement:
+    return StagePlacement((range(units),), (0,))
 
 
 def test_sequential_is_forward_then_backward_of_each_microbatch() -> None:
-    assert [str(op) for op in compute("sequential", 2, whole(2))] == [
+    assert [str(op) for op in compute_operations("sequential", 2, whole(2))] == [
         "FORWARD(0, 0)", "FORWARD(0, 1)", "BACKWARD(0, 1)", "BACKWARD(0, 0)",
         "FORWARD(1, 0)", "FORWARD(1, 1)", "BACKWARD(1, 1)", "BACKWARD(1, 0)",
     ]  # fmt: skip
@@ -25,7 +30,7 @@ def test_reductions_come_as_early_as_their_gradients_are_complete() -> None:
         Operation(Kind.AGREE),
         Operation(Kind.APPLY, range=Range(0, 30)),
     ]
-    steps = interleave(compute("sequential", 2, whole(3)), exchange, units)
+    steps = insert_exchange(compute_operations("sequential", 2, whole(3)), exchange, units)
     assert [str(op) for op in steps[-8:]] == [
         "FORWARD(1, 2)", "BACKWARD(1, 2)", "BACKWARD(1, 1)", "REDUCE([15:30])", "BACKWARD(1, 0)", "REDUCE([0:15])",
         "AGREE()", "APPLY([0:30])",
@@ -33,14 +38,14 @@ def test_reductions_come_as_early_as_their_gradients_are_complete() -> None:
 
 
 def test_no_reduction_before_the_last_microbatch() -> None:
-    steps = interleave(
-        compute("sequential", 3, whole(1)), [Operation(Kind.REDUCE, range=Range(0, 4))], {0: Range(0, 4)}
+    steps = insert_exchange(
+        compute_operations("sequential", 3, whole(1)), [Operation(Kind.REDUCE, range=Range(0, 4))], {0: Range(0, 4)}
     )
     assert [op.kind for op in steps].index(Kind.REDUCE) == len(steps) - 1
 
 
 def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them() -> None:
-    apart = gathered(compute("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [2]})
+    apart = insert_gathers(compute_operations("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [2]})
     assert [str(op) for op in apart[:11]] == [
         "GATHER(0, 0)", "FORWARD(0, 0)", "FREE(0, 0)", "GATHER(0, 1)", "FORWARD(0, 1)", "FREE(0, 1)",
         "GATHER(0, 2)", "FORWARD(0, 2)", "BACKWARD(0, 2)", "FREE(0, 2)", "GATHER(0, 1)",
@@ -49,24 +54,26 @@ def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them() -> N
     assert [str(op) for op in apart[between - 1 : between + 3]] == [
         "GATHER(0, 0)", "BACKWARD(0, 0)", "FORWARD(1, 0)", "FREE(1, 0)"
     ]  # fmt: skip
-    tied = [str(op) for op in gathered(compute("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [0, 2]})]
+    tied = [
+        str(op) for op in insert_gathers(compute_operations("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [0, 2]})
+    ]
     assert (tied[0], tied[-1]) == ("GATHER(0, 0)", "FREE(1, 0)"), "through both micro-batches, which follow each other"
     for unit, times in ((0, 1), (1, 4), (2, 2)):
         assert sum(text.startswith("GATHER") and text.endswith(f" {unit})") for text in tied) == times
-    evaluation = [str(op) for op in gathered(forward_only(whole(3)), {0: [0], 1: [1], 2: [0, 2]})]
+    evaluation = [str(op) for op in insert_gathers(evaluation_operations(whole(3)), {0: [0], 1: [1], 2: [0, 2]})]
     assert evaluation.index("FREE(0, 0)") > evaluation.index("FORWARD(0, 2)")
 
 
 def test_units_that_are_kept_are_gathered_once_and_weights_need_none() -> None:
     place = looped([range(2), range(2, 4)], 2)
     for rank, units in enumerate(place.chunks):
-        steps = compute("zb-h1", 3, place, rank)
-        once = gathered(steps, {unit: [unit] for unit in units}, keep=True)
+        steps = compute_operations("zb-h1", 3, place, rank)
+        once = insert_gathers(steps, {unit: [unit] for unit in units}, keep=True)
         assert sorted(op.unit for op in once if op.kind is Kind.GATHER) == list(units)
         assert [op for op in once if op.kind not in (Kind.GATHER, Kind.FREE)] == steps
         last = [index for index, op in enumerate(once) if op.kind is Kind.BACKWARD_INPUT][-1]
         assert {op.kind for op in once[last + 1 :]} - {Kind.SEND_GRADIENT} == {Kind.FREE, Kind.BACKWARD_WEIGHT}
-        each = gathered(steps, {unit: [unit] for unit in units})
+        each = insert_gathers(steps, {unit: [unit] for unit in units})
         there: set[int] = set()
         for op in each:
             if op.kind is Kind.GATHER:
@@ -79,7 +86,9 @@ def test_units_that_are_kept_are_gathered_once_and_weights_need_none() -> None:
 
 def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:
     exchange = [Operation(Kind.REDUCE, range=Range(0, 4)), Operation(Kind.AGREE)]
-    steps = interleave(compute("sequential", 2, whole(1)), exchange, {0: Range(0, 4)}, every_microbatch=True)
+    steps = insert_exchange(
+        compute_operations("sequential", 2, whole(1)), exchange, {0: Range(0, 4)}, every_microbatch=True
+    )
     assert [str(op) for op in steps] == [
         "FORWARD(0, 0)", "BACKWARD(0, 0)", "REDUCE(0, [0:4])", "FORWARD(1, 0)", "BACKWARD(1, 0)", "REDUCE(1, [0:4])",
         "AGREE()",
@@ -87,8 +96,8 @@ def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:
 
 
 def test_the_previous_stage_does_not_wait_for_a_reduction() -> None:
-    steps = interleave(
-        compute("1f1b", 1, looped([range(1), range(1, 2)], 2), 1),
+    steps = insert_exchange(
+        compute_operations("1f1b", 1, looped([range(1), range(1, 2)], 2), 1),
         [Operation(Kind.REDUCE, range=Range(4, 8))],
         {1: Range(4, 8)},
     )

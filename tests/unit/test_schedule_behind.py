@@ -8,12 +8,18 @@ from hypothesis import strategies as st
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule.behind import polled, prefetched, started
-from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.generate.operation_list import (
+    compute_operations,
+    insert_exchange,
+    insert_gathers,
+    insert_polls,
+    overlap_reductions,
+    prefetch_gathers,
+)
 from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
-from hpcdist.strategies.schedule.placement import Placement
-from hpcdist.strategies.schedule.verify import Proof, verify
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.verify.proof import Proof, verify
 
 UNIT = 40
 Needs = dict[int, list[int]]
@@ -21,16 +27,21 @@ Needs = dict[int, list[int]]
 
 def zero3(units: int, microbatches: int, needs: Needs, schedule: str = "sequential") -> list[Operation]:
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
-    steps = gathered(compute(schedule, microbatches, Placement((range(units),), (0,))), needs)
+    steps = insert_gathers(compute_operations(schedule, microbatches, StagePlacement((range(units),), (0,))), needs)
     reduces = [Operation(Kind.REDUCE, range=ranges[unit]) for unit in reversed(range(units))]
     update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in ranges.values()]
-    return interleave(steps, [*reduces, Operation(Kind.AGREE), *update], ranges, every_microbatch=True)
+    return insert_exchange(steps, [*reduces, Operation(Kind.AGREE), *update], ranges, every_microbatch=True)
 
 
 def prove(lists: list[list[Operation]], units: int, microbatches: int, needs: Needs) -> Proof:
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
     return verify(
-        lists, grid=Grid(data=len(lists)), units=ranges, microbatches=microbatches, needs=needs, accumulates=False
+        lists,
+        grid=ProcessGrid(data=len(lists)),
+        units=ranges,
+        microbatches=microbatches,
+        needs=needs,
+        accumulates=False,
     )
 
 
@@ -72,7 +83,7 @@ def test_what_is_started_is_bounded_in_order_and_proven(
     needs = needs_of(units)
     plain = zero3(units, microbatches, needs, schedule)
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
-    early = polled(prefetched(started(plain, ranges, needs, in_flight), ahead))
+    early = insert_polls(prefetch_gathers(overlap_reductions(plain, ranges, needs, in_flight), ahead))
     proof, before = prove([early] * 3, units, microbatches, needs), prove([plain] * 3, units, microbatches, needs)
     assert most(early, Kind.START_GATHER, Kind.WAIT_GATHER) <= ahead
     assert before.gathered[0] <= proof.gathered[0] <= before.gathered[0] + ahead
@@ -92,7 +103,9 @@ def test_what_is_started_is_bounded_in_order_and_proven(
 
 
 def test_one_unit_ahead_reads_as_it_says() -> None:
-    steps = prefetched(gathered(compute("sequential", 1, Placement((range(2),), (0,))), own(2)), 1)
+    steps = prefetch_gathers(
+        insert_gathers(compute_operations("sequential", 1, StagePlacement((range(2),), (0,))), own(2)), 1
+    )
     assert " ".join(str(op) for op in steps) == (
         "START_GATHER(0, 0) WAIT_GATHER(0, 0) START_GATHER(0, 1) FORWARD(0, 0) FREE(0, 0) "
         "WAIT_GATHER(0, 1) START_GATHER(0, 0) FORWARD(0, 1) BACKWARD(0, 1) FREE(0, 1) "
@@ -102,10 +115,10 @@ def test_one_unit_ahead_reads_as_it_says() -> None:
 
 def test_what_stays_gathered_or_comes_behind_the_update_is_left_alone() -> None:
     steps = [*zero3(2, 1, own(2)), Operation(Kind.GATHER, unit=0)]
-    assert prefetched(steps, 0) == steps
-    assert prefetched(steps, 2)[-1] == steps[-1]
+    assert prefetch_gathers(steps, 0) == steps
+    assert prefetch_gathers(steps, 2)[-1] == steps[-1]
     whole = [op for op in steps if op.kind is not Kind.FREE]
-    assert prefetched(whole, 2) == whole
+    assert prefetch_gathers(whole, 2) == whole
 
 
 Break = Callable[[list[Operation]], object]
@@ -145,7 +158,7 @@ def move(text: str, to: str) -> Break:
 )
 def test_broken_lists_are_refused(damage: Break, match: str) -> None:
     units = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)}
-    lists = [prefetched(started(zero3(3, 2, own(3)), units, own(3), 1), 1) for _ in range(2)]
+    lists = [prefetch_gathers(overlap_reductions(zero3(3, 2, own(3)), units, own(3), 1), 1) for _ in range(2)]
     prove(lists, 3, 2, own(3))
     damage(lists[1])
     with pytest.raises(ScheduleError, match=rf"rank \d: .*({match})"):
@@ -168,5 +181,5 @@ def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered() -> None:
 def test_sums_are_waited_for_before_the_rows_of_tensor_ranks_are_summed() -> None:
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(2)}
     reduces = [Operation(Kind.REDUCE, range=part) for part in ranges.values()]
-    found = started([*reduces, Operation(Kind.SUM_ROWS), Operation(Kind.AGREE)], ranges, own(2))
+    found = overlap_reductions([*reduces, Operation(Kind.SUM_ROWS), Operation(Kind.AGREE)], ranges, own(2))
     assert [op.kind for op in found] == [*[Kind.START] * 2, *[Kind.WAIT] * 2, Kind.SUM_ROWS, Kind.AGREE]

@@ -7,14 +7,12 @@ import sys
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.schedule import order
-from hpcdist.strategies.schedule.catalogue import NAMES, SCHEDULES, check
-from hpcdist.strategies.schedule.generators import forward_only
-from hpcdist.strategies.schedule.interleaved import group, interleaved
+from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, interleaved, interleaved_group, spell, zb_h1, zb_v
+from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.pipelines import Pass, Passes, spell
-from hpcdist.strategies.schedule.placement import Placement, folded, looped
-from hpcdist.strategies.schedule.zero_bubble import zb_h1, zb_v
+from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
+from hpcdist.strategies.schedule.verify import pass_order
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
@@ -39,9 +37,9 @@ def units(count: int) -> list[range]:
 def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name: str) -> None:
     row = SCHEDULES[name]
     for p, m, v in legal(name):
-        assert check(name, p, m, v) == v
+        assert check_schedule(name, p, m, v) == v
         passes = [row.passes(rank, p, m, v) for rank in range(p)]
-        peaks = order.prove(passes, row.place(units(p * v), p), m)
+        peaks = pass_order.prove(passes, row.place(units(p * v), p), m)
         for rank, (peak, bound) in enumerate(zip(peaks, [row.peak(rank, p, m, v) for rank in range(p)], strict=True)):
             exact = name != "zb-v" or m >= 2 * p - 1
             assert (peak.live, peak.both) == (bound.live, bound.both), f"rank {rank} of {p}, {m} x {v}"
@@ -55,7 +53,7 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name: str) -
             assert row.splits == any(way is Pass.BACKWARD_WEIGHT for way, _, _ in steps)
 
 
-def times(passes: list[Passes], placement: Placement, seconds: dict[Pass, float]) -> tuple[float, float]:
+def times(passes: list[Passes], placement: StagePlacement, seconds: dict[Pass, float]) -> tuple[float, float]:
     """The longest idle time of a rank between its first pass and its last, and the end; messages take none."""
     numbers = [[n for n, owner in enumerate(placement.ranks) if owner == rank] for rank in range(len(passes))]
     ends: dict[tuple[bool, int, int], float] = {}
@@ -114,7 +112,7 @@ def test_interleaved_of_two_ranks_with_two_chunks() -> None:
         "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
         "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
     ]
-    assert [group(4, m) for m in range(4, 17)] == [4, 5, 6, 7, 4, 5, 5, 6, 4, 7, 5, 5, 4]
+    assert [interleaved_group(4, m) for m in range(4, 17)] == [4, 5, 6, 7, 4, 5, 5, 6, 4, 7, 5, 5, 4]
 
 
 def test_zero_bubble_puts_off_the_weights_of_later_ranks() -> None:
@@ -134,7 +132,7 @@ def test_evaluation_fills_and_drains_the_pipeline_once() -> None:
             passes = [
                 [
                     (Pass.FORWARD, op.microbatch, placement.of(rank).index(range(op.unit, op.unit + 1)))
-                    for op in forward_only(placement, rank, m)
+                    for op in evaluation_operations(placement, rank, m)
                     if op.kind is Kind.FORWARD
                 ]
                 for rank in range(p)
@@ -157,11 +155,11 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
         ("2f2b", 2, 8, 1, r"parallel.schedule = '2f2b'; choose one of .*zb-h1.*file"),
     ):
         with pytest.raises(ConfigurationError, match=match):
-            check(name, p, m, v)
-    assert check("zb-v", 4, 1) == check("zb-v", 4, 1, 2) == 2
+            check_schedule(name, p, m, v)
+    assert check_schedule("zb-v", 4, 1) == check_schedule("zb-v", 4, 1, 2) == 2
     assert set(NAMES) == {*SCHEDULES, "file"}
 
 
 def test_a_recipe_is_checked_without_arrays() -> None:
-    code = "import sys, hpcdist.strategies.schedule.catalogue; print('numpy' in sys.modules)"
+    code = "import sys, hpcdist.strategies.schedule.generate.registry; print('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

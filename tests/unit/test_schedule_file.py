@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.generators import compute
-from hpcdist.strategies.schedule.schedule_file import dump, generated, read
+from hpcdist.strategies.schedule.generate.operation_list import compute_operations
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.generate.schedule_file import dump, generated, read
 from hpcdist.training import pipelining
 
 TWO = """
@@ -27,7 +27,7 @@ F0.0 B0.0 F1.0 B1.0
 def test_a_file_is_read_as_it_says() -> None:
     written = read(TWO, 2, 2)
     assert written.place([range(2), range(2, 3)]).ranks == (0, 1)
-    steps = compute(written.passes, 2, written.place([range(2), range(2, 3)]), 0)
+    steps = compute_operations(written.passes, 2, written.place([range(2), range(2, 3)]), 0)
     assert [str(op) for op in steps if op.microbatch == 0] == [
         "FORWARD(0, 0)", "FORWARD(0, 1)", "SEND_ACTIVATION(0, 2)", "RECV_GRADIENT(0, 2)",
         "BACKWARD_INPUT(0, 1)", "BACKWARD_INPUT(0, 0)", "BACKWARD_WEIGHT(0, 1)", "BACKWARD_WEIGHT(0, 0)",
@@ -53,8 +53,8 @@ def test_what_is_written_is_read_back(name: str, ranks: int, microbatches: int, 
     row = SCHEDULES[name]
     parts = [range(unit, unit + 2) for unit in range(0, 2 * ranks * written.chunks, 2)]
     for rank in range(ranks):
-        steps = compute(written.passes, microbatches, written.place(parts), rank)
-        assert steps == compute(name, microbatches, row.place(parts, ranks), rank)
+        steps = compute_operations(written.passes, microbatches, written.place(parts), rank)
+        assert steps == compute_operations(name, microbatches, row.place(parts, ranks), rank)
 
 
 @pytest.mark.parametrize(

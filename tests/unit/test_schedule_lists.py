@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from step_lists import EXCHANGES, Step, build, can, perform
 
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.schedule.behind import polled, prefetched, started
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generate.operation_list import insert_polls, overlap_reductions, prefetch_gathers
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
 
 PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if can(schedule, exchange)]
@@ -71,8 +71,8 @@ def early(step: Step, in_flight: int | None, ahead: int) -> Step:
     for rank, steps in enumerate(step.lists):
         place = step.placement.of(step.grid.coordinates(rank)["pipeline"])
         own = {unit: step.units[unit] for chunk in place for unit in chunk}
-        begun = started(steps, own, {unit: [unit] for unit in own}, in_flight)
-        lists.append(polled(prefetched(begun, ahead)))
+        begun = overlap_reductions(steps, own, {unit: [unit] for unit in own}, in_flight)
+        lists.append(insert_polls(prefetch_gathers(begun, ahead)))
     return replace(step, lists=lists)
 
 

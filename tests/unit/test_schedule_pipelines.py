@@ -1,9 +1,9 @@
 """Passes of one rank: the textbook orders, and what they become."""
 
-from hpcdist.strategies.schedule.generators import compute, gathered
+from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.placement import Placement, looped
+from hpcdist.strategies.schedule.placement import StagePlacement, looped
 
 
 def short(passes: Passes) -> str:
@@ -33,7 +33,7 @@ def test_one_f_one_b_with_fewer_microbatches_than_stages() -> None:
     ]
 
 
-def of_two(stages: int) -> Placement:
+def of_two(stages: int) -> StagePlacement:
     """Two units for each stage."""
     return looped([range(2 * stage, 2 * stage + 2) for stage in range(stages)], stages)
 
@@ -83,6 +83,8 @@ def test_a_second_forward_gathers_once_more() -> None:
     """Inner units are gathered for each use; the ends of a chunk stay where it turns back, or the next one begins."""
     three = looped([range(3), range(3, 6)], 2)
     for recompute, each in ((False, [8, 8, 7]), (True, [9, 12, 8])):
-        steps = gathered(compute("gpipe", 4, three, recompute=recompute), {unit: [unit] for unit in range(3)})
+        steps = insert_gathers(
+            compute_operations("gpipe", 4, three, recompute=recompute), {unit: [unit] for unit in range(3)}
+        )
         units = [op.unit for op in steps if op.kind is Kind.GATHER]
         assert [units.count(unit) for unit in range(3)] == each

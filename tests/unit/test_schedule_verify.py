@@ -12,12 +12,12 @@ from hpcdist.arrays.ranges import Range, coverage, cut, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.schedule.generators import gathered, interleave
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.placement import Placement, looped
-from hpcdist.strategies.schedule.verify import Proof, verify
+from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.verify.proof import Proof, verify
 
 UNIT = 40  # elements of a unit
 UPDATE = (Kind.DIRECTION, Kind.APPLY)
@@ -28,7 +28,7 @@ PIPELINES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 class Step:
     """The lists of all ranks of a grid, and what they are verified against."""
 
-    grid: Grid
+    grid: ProcessGrid
     microbatches: int
     units: dict[int, Range]
     lists: list[list[Operation]] = field(default_factory=list)
@@ -82,7 +82,7 @@ def allreduce_step(
 ) -> Step:
     """A pipeline under an allreduce: buckets are reduced as early as they are complete, all replicas step."""
     step = Step(
-        Grid(data=data, pipeline=stages),
+        ProcessGrid(data=data, pipeline=stages),
         microbatches,
         {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(stages * units_per_stage)},
     )
@@ -93,7 +93,7 @@ def allreduce_step(
         part = part_of(units)
         exchange = [*reduces(part), Operation(Kind.AGREE), *update([part])]
         own = {unit: step.units[unit] for unit in units}
-        step.lists += [interleave(compute, exchange, own) for _ in range(data)]
+        step.lists += [insert_exchange(compute, exchange, own) for _ in range(data)]
     return step
 
 
@@ -130,13 +130,13 @@ def sequential(stage: int, stages: int, microbatches: int) -> Passes:
     return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
 
 
-def one_rank(units: int) -> Placement:
-    return Placement((range(units),), (0,))
+def one_rank(units: int) -> StagePlacement:
+    return StagePlacement((range(units),), (0,))
 
 
 def zero_step(zero: int, data: int, units: int, microbatches: int) -> Step:
     """Sharded data parallelism without a pipeline, ZeRO stage 1 to 3; the smallest units leave some shares empty."""
-    step = Step(Grid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
+    step = Step(ProcessGrid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
     step.accumulates = zero == 1
     compute = expand(sequential(0, 1, microbatches), one_rank(units), 0)
     for rank in range(data):
@@ -168,7 +168,7 @@ def test_parameter_servers_are_proven(colocated: bool) -> None:
     """Three workers push, two servers collect and publish: ranks of their own, or two of the workers."""
     parts = [Range(0, 64), Range(64, 120)]
     workers = 3
-    step = Step(Grid(data=workers), 1, {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)})
+    step = Step(ProcessGrid(data=workers), 1, {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)})
     serve = [
         ([Operation(Kind.COLLECT, range=part)], [*update([part]), Operation(Kind.PUBLISH, range=part)])
         for part in parts
@@ -328,11 +328,11 @@ def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(
     """A unit that a tied one uses too must outlive a micro-batch that ends while others are under way."""
     step = zero_step(3, 2, 3, 4)
     step.needs = {unit: set(used) for unit, used in needs.items()}
-    compute = gathered(expand(passes_of(0, 1, 4), one_rank(3), 0), needs)
+    compute = insert_gathers(expand(passes_of(0, 1, 4), one_rank(3), 0), needs)
     for rank, steps in enumerate(step.lists):
         update = steps[step.at(rank, "AGREE()") :]
         reduces = [Operation(Kind.REDUCE, range=part) for part in reversed(step.units.values())]
-        step.lists[rank] = interleave(compute, reduces, step.units, every_microbatch=True) + update
+        step.lists[rank] = insert_exchange(compute, reduces, step.units, every_microbatch=True) + update
     step.verify()
 
 
@@ -437,7 +437,7 @@ def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step: Step) 
 
 
 def play(comm: Communicator, step: Step) -> None:
-    axes = Axes(step.grid, comm)
+    axes = GridCommunicators(step.grid, comm)
     data = axes.data
     stride = step.grid.data
     number = np.zeros(1)

@@ -12,7 +12,7 @@ from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import DataError, DivergenceError
-from hpcdist.strategies.sentinel import check_batch, check_replicas
+from hpcdist.strategies.core.replica_check import check_batch, check_replicas
 
 LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (50,)), TensorSpec(2, "bias", (3,))])
 

@@ -16,22 +16,23 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.schedule import simulate, simulate_closed, simulate_memory, simulate_passes
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.schedule.generate.passes import Pass, expand
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText, generated
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import Pass, expand
-from hpcdist.strategies.schedule.placement import Placement, looped
-from hpcdist.strategies.schedule.schedule_file import Written, generated
-from hpcdist.strategies.schedule.simulate import Timeline
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
-from hpcdist.strategies.schedule.waits import RECEIVES, SENDS
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.simulate import passes, timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
+from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 
 PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
 
 
-def written(name: str, stages: int, microbatches: int, chunks: int = 2) -> Written:
+def written(name: str, stages: int, microbatches: int, chunks: int = 2) -> ScheduleText:
     return generated(name, stages, microbatches, chunks if SCHEDULES[name].most is None else 1)
 
 
@@ -45,14 +46,14 @@ def cases() -> Iterator[tuple[str, int, int, int]]:
                         yield name, stages, microbatches, chunks
 
 
-def uneven(placement: Placement, draw: np.random.Generator, link: Link | None = None) -> Costs:
+def uneven(placement: StagePlacement, draw: np.random.Generator, link: LinkCost | None = None) -> StepCosts:
     """Costs in whole seconds, so that every order of sums is exact."""
     units = placement.units.stop
     rows = draw.integers(0, 6, (4, units)).astype(float).tolist()
     sizes = draw.integers(0, 5, (3, units)).tolist()
     names = ("forward_s", "backward_s", "input_s", "weight_s", "message_bytes", "kept_bytes", "held_bytes")
-    costs = Costs(**dict(zip(names, [*rows, *sizes], strict=True)), link=link or Link())
-    quick = {(0, 1): Link(1.0, Rate(0.0, 2.0))}
+    costs = StepCosts(**dict(zip(names, [*rows, *sizes], strict=True)), link=link or LinkCost())
+    quick = {(0, 1): LinkCost(1.0, Rate(0.0, 2.0))}
     return replace(costs, links=quick) if link else costs
 
 
@@ -62,19 +63,19 @@ def parts(chunks: int, draw: np.random.Generator) -> list[range]:
     return [range(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
 
 
-def of_lists(of: Written, placement: Placement, costs: Costs, recompute: bool = False) -> Timeline:
+def of_lists(of: ScheduleText, placement: StagePlacement, costs: StepCosts, recompute: bool = False) -> StepTimeline:
     steps = [expand(row, placement, rank, recompute=recompute) for rank, row in enumerate(of.passes)]
-    return simulate.lists(steps, placement, costs)
+    return timeline.simulate_lists(steps, placement, costs)
 
 
-def of_passes(of: Written, placement: Placement, costs: Costs, recompute: bool = False) -> Timeline:
-    rows = [simulate_passes.compact(row) for row in of.passes]
-    return simulate.passes(rows, placement, costs, recompute=recompute)
+def of_passes(of: ScheduleText, placement: StagePlacement, costs: StepCosts, recompute: bool = False) -> StepTimeline:
+    rows = [passes.compact(row) for row in of.passes]
+    return timeline.simulate_passes(rows, placement, costs, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_lists_and_passes_have_the_same_times_and_memory(recompute: bool, rng: np.random.Generator) -> None:
-    link = Link(latency_s=2.0, carries=Rate(1.0, 4.0))
+    link = LinkCost(latency_s=2.0, carries=Rate(1.0, 4.0))
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
         placement = of.place(parts(stages * of.chunks, rng))
@@ -82,11 +83,13 @@ def test_lists_and_passes_have_the_same_times_and_memory(recompute: bool, rng: n
         long, short = (form(of, placement, costs, recompute) for form in (of_lists, of_passes))
         assert bars(long) == bars(short), (name, stages, microbatches)
         assert long.makespan_s == short.makespan_s
-        peaks = [simulate_memory.peaks(form.program, placement, costs) for form in (long, short)]
+        peaks = [passes.peaks(form.program, placement, costs) for form in (long, short)]
         assert peaks[0] == peaks[1], (name, stages, microbatches)
 
 
-def relaxed(of: Written, placement: Placement, costs: Costs, latency_s: float) -> dict[tuple[int, Pass, int], float]:
+def relaxed(
+    of: ScheduleText, placement: StagePlacement, costs: StepCosts, latency_s: float
+) -> dict[tuple[int, Pass, int], float]:
     """Return when each (chunk, pass, micro-batch) ends, by repeating what it has to wait for until nothing changes."""
     rows = {Pass.FORWARD: costs.forward_s, Pass.BACKWARD: costs.backward_s}
     rows |= {Pass.BACKWARD_INPUT: costs.input_s, Pass.BACKWARD_WEIGHT: costs.weight_s}
@@ -112,28 +115,30 @@ def relaxed(of: Written, placement: Placement, costs: Costs, latency_s: float) -
     return ends
 
 
-def _number(placement: Placement, rank: int, local: int) -> int:
+def _number(placement: StagePlacement, rank: int, local: int) -> int:
     return [number for number, owner in enumerate(placement.ranks) if owner == rank][local]
 
 
 def test_times_are_those_of_the_longest_way_to_each_pass(rng: np.random.Generator) -> None:
-    codes = {code: way for way, code in simulate_passes.CODES.items()}
+    codes = {code: way for way, code in passes.CODES.items()}
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
         placement = of.place(parts(stages * of.chunks, rng))
         costs = uneven(placement, rng, None)
-        costs = replace(costs, link=Link(latency_s=3.0))
+        costs = replace(costs, link=LinkCost(latency_s=3.0))
         found = {
             (bar.chunk, codes[bar.work], bar.microbatch): bar.end_s for bar in bars(of_lists(of, placement, costs))
         }
         assert found == relaxed(of, placement, costs, 3.0), (name, stages, microbatches)
 
 
-def equal(name: str, stages: int, microbatches: int, costs: tuple[float, float, float], chunks: int = 2) -> Timeline:
+def equal(
+    name: str, stages: int, microbatches: int, costs: tuple[float, float, float], chunks: int = 2
+) -> StepTimeline:
     of = written(name, stages, microbatches, chunks)
     count = stages * of.chunks
     placement = of.place([range(number, number + 1) for number in range(count)])
-    return of_passes(of, placement, Costs.equal(count, *(seconds / of.chunks for seconds in costs)))
+    return of_passes(of, placement, StepCosts.equal(count, *(seconds / of.chunks for seconds in costs)))
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -146,7 +151,7 @@ def test_closed_forms(name: str, costs: tuple[float, float, float]) -> None:
             for chunks in (2, 3, 4) if name == "interleaved" else (1,):
                 if microbatches < SCHEDULES[name].fewest(stages):
                     continue
-                closed = simulate_closed.bubble(
+                closed = registry.bubble(
                     name,
                     stages,
                     microbatches,
@@ -178,22 +183,22 @@ def test_messages_slow_a_pipeline_down_and_their_links_are_taken() -> None:
         ],
         [Operation(Kind.RECV_ACTIVATION, m, 1) for m in range(3)],
     ]
-    costs = replace(Costs.equal(2, 1.0, 1.0, 1.0), message_bytes=[0, 10], link=Link(5.0, Rate(0.5, 4.0)))
-    found = simulate.lists(lists, place, costs)
+    costs = replace(StepCosts.equal(2, 1.0, 1.0, 1.0), message_bytes=[0, 10], link=LinkCost(5.0, Rate(0.5, 4.0)))
+    found = timeline.simulate_lists(lists, place, costs)
     # Sent at 3 s all of them: each has the link for 0.5 + 10/4 s, and arrives 5 s later.
     assert found.times.end_s[found.program.row(1)].tolist() == [3 + 3 + 5, 3 + 6 + 5, 3 + 9 + 5]
     assert [(link.rank, link.travels, link.begin_s, link.end_s) for link in found.critical_path()] == [
         (0, False, 0, 1), (0, False, 1, 2), (0, False, 2, 3), (1, True, 3, 17),
     ]  # fmt: skip
-    other = replace(costs, links={(0, 1): Link()})
-    assert simulate.lists(lists, place, other).makespan_s == 3.0
+    other = replace(costs, links={(0, 1): LinkCost()})
+    assert timeline.simulate_lists(lists, place, other).makespan_s == 3.0
 
 
 def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.Generator) -> None:
     for name, stages, microbatches, chunks in cases():
         of = written(name, stages, microbatches, chunks)
         placement = of.place(parts(stages * of.chunks, rng))
-        for link in (None, Link(1.0, Rate(3.0, 2.0))):
+        for link in (None, LinkCost(1.0, Rate(3.0, 2.0))):
             found = of_lists(of, placement, uneven(placement, rng, link))
             path = found.critical_path()
             assert not path or (path[0].begin_s, path[-1].end_s) == (0.0, found.makespan_s)
@@ -203,7 +208,7 @@ def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.
 def test_stages_add_up(rng: np.random.Generator) -> None:
     of = written("zb-h1", 3, 5)
     placement = of.place(parts(3, rng))
-    found = of_lists(of, placement, uneven(placement, rng, Link(2.0)))
+    found = of_lists(of, placement, uneven(placement, rng, LinkCost(2.0)))
     for rank, stage in enumerate(found.stages):
         first = stage.begin_s if rank else 0.0  # what a later rank waits for its first message is not in its span
         assert stage.span_s == pytest.approx(stage.busy_s + stage.idle_s - first)
@@ -215,8 +220,8 @@ def test_activations_alive_are_the_bound_of_the_schedule(name: str) -> None:
     for stages, microbatches in ((2, 5), (4, 8), (5, 5)):
         of = written(name, stages, microbatches)
         placement = of.place([range(number, number + 1) for number in range(stages * of.chunks)])
-        costs = Costs.equal(len(placement.chunks), 1.0, 1.0, 1.0)
-        found = simulate_memory.peaks(of_passes(of, placement, costs).program, placement, costs)
+        costs = StepCosts.equal(len(placement.chunks), 1.0, 1.0, 1.0)
+        found = passes.peaks(of_passes(of, placement, costs).program, placement, costs)
         for rank, memory in enumerate(found):
             bound = SCHEDULES[name].peak(rank, stages, microbatches, of.chunks)
             assert memory.peak.live <= bound.live and memory.peak.both <= bound.both and memory.nbytes is None
@@ -227,12 +232,12 @@ def test_activations_alive_are_the_bound_of_the_schedule(name: str) -> None:
 def test_bytes_that_are_kept_and_held() -> None:
     of = written("zb-h1", 2, 4)
     placement = of.place([range(1), range(1, 2)])
-    costs = replace(Costs.equal(2, 1.0, 1.0, 1.0), kept_bytes=[100, 10], held_bytes=[7, 3], message_bytes=[0, 2])
+    costs = replace(StepCosts.equal(2, 1.0, 1.0, 1.0), kept_bytes=[100, 10], held_bytes=[7, 3], message_bytes=[0, 2])
     found = of_passes(of, placement, costs)
     # Rank 0 has two micro-batches between F and B at most; rank 1 one, and one that waits for its W.
-    assert [memory.nbytes for memory in simulate_memory.peaks(found.program, placement, costs)] == [200, 13]
+    assert [memory.nbytes for memory in passes.peaks(found.program, placement, costs)] == [200, 13]
     again = of_passes(written("gpipe", 2, 4), placement, costs, recompute=True)
-    assert [memory.nbytes for memory in simulate_memory.peaks(again.program, placement, costs)] == [100, 3 * 2 + 10]
+    assert [memory.nbytes for memory in passes.peaks(again.program, placement, costs)] == [100, 3 * 2 + 10]
 
 
 def test_what_never_arrives_is_refused() -> None:
@@ -241,21 +246,21 @@ def test_what_never_arrives_is_refused() -> None:
     lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
     lists[0].remove(Operation(Kind.SEND_ACTIVATION, 1, 1))
     with pytest.raises(ScheduleError, match=r"rank 0 waits for ever .* ranks \[0, 1\]"):
-        simulate.lists(lists, placement, Costs.equal(2, 1.0, 1.0, 1.0))
-    rows = [simulate_passes.compact(row) for row in of.passes]
+        timeline.simulate_lists(lists, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
+    rows = [passes.compact(row) for row in of.passes]
     missing = [rows[0][:, rows[0][0] != 0], rows[1]]  # no forward on rank 0
     with pytest.raises(ScheduleError, match="chunk 1 waits for micro-batch 0, which no rank sends"):
-        simulate.passes(missing, placement, Costs.equal(2, 1.0, 1.0, 1.0))
+        timeline.simulate_passes(missing, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
     circle = [rows[0][:, ::-1], rows[1]]
     with pytest.raises(ScheduleError, match="waits for ever"):
-        simulate.passes(circle, placement, Costs.equal(2, 1.0, 1.0, 1.0))
+        timeline.simulate_passes(circle, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
 
 
 def test_costs_are_checked() -> None:
     with pytest.raises(UsageError, match="weight_s has 1 units, forward_s 2"):
-        Costs(forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], input_s=[1.0, 1.0], weight_s=[1.0])
+        StepCosts(forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], input_s=[1.0, 1.0], weight_s=[1.0])
     with pytest.raises(UsageError, match="finite and not negative"):
-        Costs.equal(2, 1.0, -1.0, 1.0)
+        StepCosts.equal(2, 1.0, -1.0, 1.0)
 
 
 WHOLE = Range(0, 100)
@@ -273,9 +278,11 @@ def replicas(*behind: list[Operation]) -> list[list[Operation]]:
 def test_members_of_an_axis_meet() -> None:
     reduces = [Operation(Kind.REDUCE, range=WHOLE), Operation(Kind.AGREE)]
     costs = replace(
-        Costs.equal(1, 1.0, 1.0, 1.0), exchange={Kind.REDUCE: Rate(0.5, 200.0), Kind.AGREE: Rate(0.25)}, element_bytes=8
+        StepCosts.equal(1, 1.0, 1.0, 1.0),
+        exchange={Kind.REDUCE: Rate(0.5, 200.0), Kind.AGREE: Rate(0.25)},
+        element_bytes=8,
     )
-    found = simulate.lists(replicas(reduces, reduces), looped([range(1)], 1), costs, Grid(data=2))
+    found = timeline.simulate_lists(replicas(reduces, reduces), looped([range(1)], 1), costs, ProcessGrid(data=2))
     # The slower one comes at 6 s; 800 bytes take 0.5 + 4 s.
     assert found.makespan_s == 6 + 4.5 + 0.25
     assert [stage.exchange_s for stage in found.stages] == [7.75, 4.75]
@@ -289,13 +296,13 @@ def test_what_is_started_goes_on_beside_the_passes_one_after_the_other() -> None
     waits = [Operation(Kind.WAIT, range=part) for part in (left, right)]
     forward = Operation(Kind.FORWARD, 0, 0)
     steps = [*starts, forward, *waits]
-    costs = replace(Costs.equal(1, 5.0, 1.0, 1.0), exchange={Kind.START: Rate(4.0)})
-    found = simulate.lists([steps, steps], looped([range(1)], 1), costs, Grid(data=2))
+    costs = replace(StepCosts.equal(1, 5.0, 1.0, 1.0), exchange={Kind.START: Rate(4.0)})
+    found = timeline.simulate_lists([steps, steps], looped([range(1)], 1), costs, ProcessGrid(data=2))
     assert found.times.end_s[found.program.row(0)].tolist() == [0, 0, 5, 5, 8]
     path = found.critical_path()
     assert sum(link.end_s - link.begin_s for link in path) == found.makespan_s == 8 and all(one.travels for one in path)
     settled = [Operation(Kind.SETTLE, range=left), forward, Operation(Kind.DEFER, range=left)]
-    assert simulate.lists([settled] * 2, looped([range(1)], 1), costs, Grid(data=2)).makespan_s == 5.0
+    assert timeline.simulate_lists([settled] * 2, looped([range(1)], 1), costs, ProcessGrid(data=2)).makespan_s == 5.0
 
 
 def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
@@ -306,11 +313,11 @@ def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
         Operation(Kind.PUBLISH, range=WHOLE),
     ]
     costs = replace(
-        Costs.equal(1, 1.0, 1.0, 1.0),
+        StepCosts.equal(1, 1.0, 1.0, 1.0),
         exchange={Kind.PUSH: Rate(2.0), Kind.PUBLISH: Rate(3.0), Kind.APPLY: Rate(0.5)},
     )
     lists = [*replicas(worker, worker), server]
-    found = simulate.lists(lists, looped([range(1)], 1), costs, Grid(data=2))
+    found = timeline.simulate_lists(lists, looped([range(1)], 1), costs, ProcessGrid(data=2))
     ends = [float(found.times.end_s[found.program.row(rank)].max()) for rank in range(3)]
     assert ends == [6 + 2 + 0.5 + 3, 6 + 2 + 0.5 + 3, 6 + 2 + 0.5]
 
@@ -318,14 +325,16 @@ def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
 def test_rows_are_summed_over_the_tensor_axis() -> None:
     rows = [Operation(Kind.FORWARD, 0, 0), Operation(Kind.SUM_ROWS)]
     late = [Operation(Kind.FORWARD, 1, 0), *rows]
-    costs = replace(Costs.equal(1, 1.0, 1.0, 1.0), exchange={Kind.SUM_ROWS: Rate(0.5)})
-    found = simulate.lists([rows, late, rows, rows], looped([range(1)], 1), costs, Grid(data=2, tensor=2))
+    costs = replace(StepCosts.equal(1, 1.0, 1.0, 1.0), exchange={Kind.SUM_ROWS: Rate(0.5)})
+    found = timeline.simulate_lists(
+        [rows, late, rows, rows], looped([range(1)], 1), costs, ProcessGrid(data=2, tensor=2)
+    )
     assert [float(found.times.end_s[found.program.row(rank)][-1]) for rank in range(4)] == [2.5, 2.5, 1.5, 1.5]
 
 
 def real_lists(
-    strategy: str, grid: Grid, parallel: ParallelConfig, overlap: str
-) -> tuple[list[list[Operation]], Placement]:
+    strategy: str, grid: ProcessGrid, parallel: ParallelConfig, overlap: str
+) -> tuple[list[list[Operation]], StagePlacement]:
     """The lists that a run of a tiny model would execute."""
     model = models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=strategy != "zero3"), "float32", context=4)
     written = generated(parallel.order, grid.pipeline, parallel.microbatches)
@@ -334,8 +343,8 @@ def real_lists(
         placement = written.place([range(2), range(2, 5)])
 
     def body(comm: Communicator) -> list[Operation]:
-        axes = Axes(grid, comm)
-        seat = Seat(
+        axes = GridCommunicators(grid, comm)
+        seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -355,15 +364,15 @@ def real_lists(
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize(("strategy", "overlap"), [("allreduce", "none"), ("zero1", "none"), ("zero3", "poll")])
 def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy: str, overlap: str, schedule: str) -> None:
-    grid, parallel = Grid(data=2, pipeline=2), ParallelConfig(pipeline=2, schedule=schedule, microbatches=3)
+    grid, parallel = ProcessGrid(data=2, pipeline=2), ParallelConfig(pipeline=2, schedule=schedule, microbatches=3)
     steps, placement = real_lists(strategy, grid, parallel, overlap)
-    free = Costs.equal(5, 1.0, 2.0, 1.0)
+    free = StepCosts.equal(5, 1.0, 2.0, 1.0)
     passes = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     bare = [[op for op in row if op.kind in passes or op.kind in SENDS or op.kind in RECEIVES] for row in steps]
-    without, only = (simulate.lists(of, placement, free, grid) for of in (steps, bare))
+    without, only = (timeline.simulate_lists(of, placement, free, grid) for of in (steps, bare))
     assert (without.makespan_s, without.bubble) == (only.makespan_s, only.bubble)
     costs = replace(free, exchange=dict.fromkeys(Kind, Rate(0.5)), unit_sizes=[10] * 5)
-    found = simulate.lists(steps, placement, costs, grid)
+    found = timeline.simulate_lists(steps, placement, costs, grid)
     path = found.critical_path()
     assert all(one.end_s == other.begin_s for one, other in zip(path, path[1:], strict=False))
     assert (path[0].begin_s, path[-1].end_s) == (0.0, found.makespan_s) and found.makespan_s > only.makespan_s
@@ -373,5 +382,7 @@ def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy: str, ove
 def test_a_tied_tensor_is_exchanged_between_two_stages() -> None:
     copy = Operation(Kind.COPY_GRADIENT, unit=0)
     lists = [[Operation(Kind.FORWARD, 0, 0), copy], [Operation(Kind.FORWARD, 0, 1), copy]]
-    costs = replace(Costs.equal(2, 2.0, 1.0, 1.0), exchange={Kind.COPY_GRADIENT: Rate(0.0, 40.0)}, unit_sizes=[10, 0])
-    assert simulate.lists(lists, looped([range(1), range(1, 2)], 2), costs).makespan_s == 2 + 1
+    costs = replace(
+        StepCosts.equal(2, 2.0, 1.0, 1.0), exchange={Kind.COPY_GRADIENT: Rate(0.0, 40.0)}, unit_sizes=[10, 0]
+    )
+    assert timeline.simulate_lists(lists, looped([range(1), range(1, 2)], 2), costs).makespan_s == 2 + 1

@@ -13,14 +13,14 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.models.arena import Arena
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule import simulate
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import expand
-from hpcdist.strategies.schedule.placement import Placement, folded, looped
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.simulate_costs import Costs, Link
-from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
+from hpcdist.strategies.schedule.simulate import timeline
+from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
+from hpcdist.strategies.schedule.verify.proof import verify
 
 
 def compare(plan: Plan, *, late: bool = False) -> None:
@@ -86,7 +86,7 @@ def test_a_model_alone_has_the_gradients_of_its_loss() -> None:
         np.testing.assert_allclose(own, gradient.array[segment.range.slice], rtol=1e-12, atol=1e-14)
 
 
-def proven(placement: Placement, change: dict[int, list[Operation]]) -> None:
+def proven(placement: StagePlacement, change: dict[int, list[Operation]]) -> None:
     written = generated("1f1b", 3, 2)
     steps = [expand(written.passes[rank], placement, rank) for rank in range(3)]
     built = model()
@@ -96,12 +96,12 @@ def proven(placement: Placement, change: dict[int, list[Operation]]) -> None:
         own[:] = [op for op in own if op not in change.get(rank, [])]
         own += [Operation(Kind.REDUCE, range=part) for part in ranges[rank].values()]
         own += [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in ranges[rank].values()]
-    verify(steps, grid=Grid(pipeline=3), units=units, microbatches=2, placement=placement)
+    verify(steps, grid=ProcessGrid(pipeline=3), units=units, microbatches=2, placement=placement)
 
 
 def test_messages_over_skips_are_proven() -> None:
     """Sent straight from the first rank to the last; none may be missing, and each goes where it belongs."""
-    placement = Placement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), model().skips)
+    placement = StagePlacement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), model().skips)
     proven(placement, {})
     straight = Operation(Kind.SEND_ACTIVATION, 1, 5, source=0)
     assert str(straight) == "SEND_ACTIVATION(1, 5, from 0)"
@@ -111,7 +111,7 @@ def test_messages_over_skips_are_proven() -> None:
     with pytest.raises(ScheduleError):
         verify(
             [expand(generated("1f1b", 3, 2).passes[rank], placement, rank) for rank in range(3)],
-            grid=Grid(pipeline=3),
+            grid=ProcessGrid(pipeline=3),
             units={unit: model().layout.units[unit] for unit in range(UNITS)},
             microbatches=2,
             placement=without,
@@ -121,11 +121,11 @@ def test_messages_over_skips_are_proven() -> None:
 def test_the_simulator_sends_them_straight() -> None:
     """Only skip connections take the slow way from the first rank to the last."""
     ones = [1.0] * UNITS
-    slow = {(0, 2): Link(latency_s=100.0)}
-    costs = Costs(forward_s=ones, backward_s=ones, input_s=ones, weight_s=ones, links=slow)
+    slow = {(0, 2): LinkCost(latency_s=100.0)}
+    costs = StepCosts(forward_s=ones, backward_s=ones, input_s=ones, weight_s=ones, links=slow)
     spans = []
     for skips in ((), model().skips):
-        placement = Placement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), skips)
+        placement = StagePlacement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), skips)
         steps = [expand(generated("1f1b", 3, 2).passes[rank], placement, rank) for rank in range(3)]
-        spans.append(simulate.lists(steps, placement, costs).makespan_s)
+        spans.append(timeline.simulate_lists(steps, placement, costs).makespan_s)
     assert spans[0] < 100 < spans[1]

@@ -20,15 +20,15 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
-from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import messages
-from hpcdist.strategies.schedule.generators import interleave
+from hpcdist.strategies.schedule.generate.operation_list import insert_exchange
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
+from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
-from hpcdist.strategies.schedule.placement import Placement, folded, looped
-from hpcdist.strategies.schedule.schedule_file import generated
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
+from hpcdist.strategies.schedule.verify.proof import verify
 
 SAMPLES = 7
 LAYERS = 4  # of a gpt: six units
@@ -38,7 +38,7 @@ LAYERS = 4  # of a gpt: six units
 class Plan:
     """An order for every rank of a pipeline."""
 
-    placement: Placement
+    placement: StagePlacement
     passes: tuple[Passes, ...]
     microbatches: int
     recompute: bool = False
@@ -47,7 +47,7 @@ class Plan:
 def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple[float, dict[str, bytes]]:
     """One step; the loss, and the gradients of the own tensors. An SGD with rate 0 changes nothing."""
     built = models.build(model, dtype, context=8, features=5, classes=3)
-    seat = Seat(
+    seat = RankContext(
         world=comm,
         data=comm.split(comm.rank),
         pipeline=comm,
@@ -64,11 +64,11 @@ def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple
     executor = build_executor(seat, exchange)
     executor.copies.refresh()
     steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
-    steps = interleave(steps + executor.copies.after_backward(), exchange.plan(), seat.ranges)
+    steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), seat.ranges)
     steps += executor.copies.after_update()
     lists: list[list[Operation]] = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
-    grid = Grid(pipeline=comm.size)
+    grid = ProcessGrid(pipeline=comm.size)
     verify(lists, grid=grid, units=units, microbatches=plan.microbatches, needs=built.needs)
     noise = np.random.default_rng(11)
     if model.kind == "gpt":
@@ -168,7 +168,7 @@ def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.M
 def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:
     def build(comm: Communicator) -> None:
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
-        seat = Seat(
+        seat = RankContext(
             world=comm,
             data=comm.split(comm.rank),
             pipeline=comm,

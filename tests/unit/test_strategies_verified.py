@@ -12,12 +12,12 @@ from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.partition import cut
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.placement import looped
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.schedule.verify.proof import verify
 
 MICROBATCHES = 3
 
@@ -26,17 +26,19 @@ def gpt(tied: bool) -> Model:
     return models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=tied), "float32", context=4)
 
 
-def lists(grid: Grid, model: Model, parallel: ParallelConfig, optimizer: str) -> tuple[list[list[Operation]], bool]:
+def lists(
+    grid: ProcessGrid, model: Model, parallel: ParallelConfig, optimizer: str
+) -> tuple[list[list[Operation]], bool]:
     """The list of every rank, and whether gradients of micro-batches are added up."""
 
     def body(comm: Communicator) -> tuple[list[Operation], bool]:
-        axes = Axes(grid, comm)
-        seat = Seat(
+        axes = GridCommunicators(grid, comm)
+        seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
             model=model,
-            placement=looped(cut(model, grid.pipeline), grid.pipeline),
+            placement=looped(split_by_parameters(model, grid.pipeline), grid.pipeline),
             optimizer=OptimizerConfig(name=optimizer),
             total_steps=10,
             algorithm="ring",
@@ -57,10 +59,10 @@ def test_replicas_run_a_proven_step(strategy: str, schedule: str, tied: bool) ->
     model = gpt(tied)
     for data, optimizer in itertools.product((1, 2, 3), ("adamw", "lamb")):
         parallel = ParallelConfig(strategy=strategy, schedule=schedule, microbatches=MICROBATCHES)
-        steps, accumulates = lists(Grid(data=data), model, parallel, optimizer)
+        steps, accumulates = lists(ProcessGrid(data=data), model, parallel, optimizer)
         proof = verify(
             steps,
-            grid=Grid(data=data),
+            grid=ProcessGrid(data=data),
             units=dict(enumerate(model.layout.units.values())),
             microbatches=MICROBATCHES,
             needs=model.needs,
@@ -75,7 +77,7 @@ def test_replicas_run_a_proven_step(strategy: str, schedule: str, tied: bool) ->
 def test_pipelines_run_a_proven_step(strategy: str, schedule: str, tied: bool) -> None:
     model = gpt(tied)
     for data, pipeline, recompute in itertools.product((1, 2), (2, 3, 5), (False, True)):
-        grid = Grid(data=data, pipeline=pipeline)
+        grid = ProcessGrid(data=data, pipeline=pipeline)
         parallel = ParallelConfig(
             pipeline=pipeline, strategy=strategy, schedule=schedule, microbatches=MICROBATCHES, recompute=recompute
         )
@@ -96,7 +98,7 @@ def test_stages_are_cut_to_the_smallest_largest_part() -> None:
     model = gpt(False)
     sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
     for ranks in range(1, len(sizes) + 1):
-        parts = cut(model, ranks)
+        parts = split_by_parameters(model, ranks)
         assert [unit for part in parts for unit in part] == list(range(len(sizes))) and all(parts)
         best = min(
             max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *inner, len(sizes))))

@@ -9,8 +9,8 @@ import nvtx_tool
 import pytest
 
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.strategies.schedule.observers import NO_RANGES, in_range
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.ranges import NO_RANGES, within
 from hpcdist.telemetry.nvtx import COLORS, NvtxRanges, label
 
 
@@ -52,7 +52,7 @@ def recorded(monkeypatch):
 def test_operations_are_within_the_range_of_the_step(recorded):
     ranges = NvtxRanges()
     seen = []
-    handler = within(ranges, "compute", lambda op: seen.append(len(recorded.calls)))
+    handler = in_range(ranges, "compute", lambda op: seen.append(len(recorded.calls)))
     with ranges("step", "step"):
         handler(Operation(Kind.FORWARD, 0, 3))
         handler(Operation(Kind.BACKWARD, 0, 3))
@@ -68,13 +68,13 @@ def test_an_operation_that_raises_leaves_no_range_open(recorded):
 
     ranges = NvtxRanges()
     with pytest.raises(ArithmeticError, match="no number"), ranges("step", "step"):
-        within(ranges, "communication", broken)(Operation(Kind.AGREE))
+        in_range(ranges, "communication", broken)(Operation(Kind.AGREE))
     assert recorded.calls == ["push step", "push AGREE", "pop", "pop"]
 
 
 def test_a_text_is_registered_once_however_many_steps_there_are(recorded):
     ranges = NvtxRanges()
-    handler = within(ranges, "update", lambda op: None)
+    handler = in_range(ranges, "update", lambda op: None)
     for _ in range(5):
         handler(Operation(Kind.APPLY))
     assert recorded.made == [{"message": "APPLY", "color": COLORS["update"], "domain": "hpcdist", "category": "update"}]
@@ -102,7 +102,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
 
 def test_no_ranges_hand_the_operation_on_and_hide_no_error():
     seen = []
-    within(NO_RANGES, "compute", seen.append)(Operation(Kind.FORWARD, 1, 2))
+    in_range(NO_RANGES, "compute", seen.append)(Operation(Kind.FORWARD, 1, 2))
     assert seen == [Operation(Kind.FORWARD, 1, 2)]
     with pytest.raises(KeyError), NO_RANGES("step", "step"), NO_RANGES("data", "wait for data"):
         raise KeyError
@@ -124,7 +124,7 @@ def test_the_real_package_takes_every_phase_without_a_tool():
 def test_a_tool_sees_the_ranges(tmp_path):
     code = """
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.ranges import within
+from hpcdist.strategies.schedule.observers import within
 from hpcdist.telemetry.nvtx import NvtxRanges
 ranges = NvtxRanges()
 

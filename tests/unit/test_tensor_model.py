@@ -17,7 +17,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.split import narrow, splitting, weight_gradients
-from hpcdist.strategies.tensor.limits import check
+from hpcdist.strategies.config import check_tensor_parallel
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.tensor.replicated import counted, sum_gradients
 
@@ -28,7 +28,7 @@ WHOLE = Range(0, 1 << 40)
 def built(ranks, tied=False, dtype="float64"):
     heads = 6 if ranks == 3 else 4
     config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied)
-    check(config, ranks, CONTEXT, True)
+    check_tensor_parallel(config, ranks, CONTEXT, True)
     return models.build(config, dtype, context=CONTEXT)
 
 
@@ -201,7 +201,7 @@ def test_what_is_not_cut_is_saved_once():
 )
 def test_what_cannot_be_cut_is_refused(config, ranks, said):
     with pytest.raises(ConfigurationError, match=said):
-        check(config, ranks, CONTEXT, True)
+        check_tensor_parallel(config, ranks, CONTEXT, True)
 
 
 def test_stages_that_are_not_those_of_a_transformer_are_refused():
@@ -228,7 +228,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_are_those_of_the_whole(options, by_rows, split, rng):
     config = ModelConfig(layers=2, hidden=16, heads=4, vocabulary=37, **OPTIONS[options])
-    check(config, 2, CONTEXT, by_rows)
+    check_tensor_parallel(config, 2, CONTEXT, by_rows)
     found, seed = batches(rng), int(rng.integers(1 << 30))
     whole = models.build(config, "float64", context=CONTEXT)
     if config.kind == "encoder":

@@ -9,11 +9,10 @@ import pytest
 
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, ScheduleError
-from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.sentinel import check_tensor_axis
+from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 
@@ -233,7 +232,7 @@ def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, 
         with np.errstate(all="ignore"), pytest.raises(NonFiniteError) as caught:
             trainer.step(1, batches, np.zeros(2))
         with np.errstate(all="ignore"):
-            found = str(explain(comm, trainer.executor, trainer.operations, batches, caught.value))
+            found = str(explain_nonfinite(comm, trainer.executor, trainer.operations, batches, caught.value))
         assert f". rank 1: {said}. Nothing" in found
 
     run_threads(2, body)
@@ -267,12 +266,12 @@ def test_the_proof_covers_the_tensor_axis(text):
         return trainer.operations, trainer.seat.ranges
 
     lists, (units, *_) = zip(*run_threads(4, body), strict=True)
-    grid, (first, *others) = Grid(data=2, tensor=2), lists
+    grid, (first, *others) = ProcessGrid(data=2, tensor=2), lists
 
     def proven(changed):
         return verify([changed, *others], grid=grid, units=units, microbatches=2, needs={0: (), 1: ()})
 
-    assert proven(first).meetings > verify(lists[::2], grid=Grid(data=2), units=units, microbatches=2).meetings
+    assert proven(first).meetings > verify(lists[::2], grid=ProcessGrid(data=2), units=units, microbatches=2).meetings
     rows = Operation(Kind.SUM_ROWS)
     assert first.count(rows) == 1
     at = first.index(rows)

@@ -10,8 +10,7 @@ from hpcdist.models.arena import Arena
 from hpcdist.models.cross_entropy import LocalCrossEntropy
 from hpcdist.models.embedding import LocalEmbedding
 from hpcdist.strategies.tensor import vocabulary
-from hpcdist.strategies.tensor.axis import TensorAxis
-from hpcdist.strategies.tensor.borders import Whole
+from hpcdist.strategies.tensor.axis import ReplicatedBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
 
 CLASSES, TOKENS, HIDDEN = 37, 50, 6
@@ -36,7 +35,7 @@ class Into:
 def _each(ranks, run):
     """Return what ``run(borders, own)`` returns on each of ``ranks`` ranks, ``own`` a range of the classes."""
     parts = split(CLASSES, ranks, itemsize=1, align_bytes=1)
-    return run_threads(ranks, lambda comm: run(Whole(TensorAxis(comm, "native")), parts[comm.rank]))
+    return run_threads(ranks, lambda comm: run(ReplicatedBorders(TensorAxis(comm, "native")), parts[comm.rank]))
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

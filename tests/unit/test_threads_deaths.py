@@ -12,7 +12,8 @@ from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.deaths import is_death
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import Death, run_threads
+from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import CommunicationError, MissingCapabilityError, RankDiedError
 
 LIMIT_S = 20.0

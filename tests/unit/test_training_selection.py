@@ -10,7 +10,7 @@ from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
+from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training import origin, selection

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training import recipe
 
 
@@ -44,7 +44,7 @@ def test_what_has_no_effect_or_cannot_be_is_refused(overrides: tuple[str, ...], 
 def test_degrees_are_those_of_the_stage_where_none_are_given(
     config: ZeroConfig, stage: int, expected: tuple[int, int, int]
 ) -> None:
-    assert config.degrees(stage, 12) == Degrees(*expected)
+    assert config.degrees(stage, 12) == ShardingDegrees(*expected)
 
 
 @pytest.mark.parametrize(

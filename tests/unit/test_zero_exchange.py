@@ -19,12 +19,12 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.zero.exchange import ZeroExchange
 
 SAMPLES, STEPS = 11, 50
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
@@ -49,7 +49,7 @@ class Run:
     def __init__(
         self,
         comm: Communicator,
-        make: Callable[[Seat], Exchange],
+        make: Callable[[RankContext], Exchange],
         dtype: str = "float64",
         model: ModelConfig = MODEL,
         microbatches: int = 1,
@@ -60,7 +60,7 @@ class Run:
         self.model = models.build(model, dtype, context=8)
         defaults = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
         self.ledger = Ledger()
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=comm,
             pipeline=comm.split(comm.rank),
@@ -80,7 +80,7 @@ class Run:
         )
         build.prove(
             self.seat,
-            Grid(data=comm.size),
+            ProcessGrid(data=comm.size),
             self.operations,
             microbatches,
             accumulates=self.exchange.accumulates,
@@ -118,7 +118,7 @@ class Run:
         self.step = steps
 
 
-def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[Seat], Exchange]:  # noqa: B008 (frozen)
+def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[RankContext], Exchange]:  # noqa: B008 (frozen)
     return lambda seat: ZeroExchange(seat, stage, config)
 
 
@@ -149,7 +149,7 @@ def difference(mine: dict[tuple[str, str], np.ndarray], theirs: dict[tuple[str, 
     return float(np.linalg.norm(apart) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in keys]))
 
 
-def trained(comm: Communicator, make: Callable[[Seat], Exchange], steps: int = STEPS, **keys: object):
+def trained(comm: Communicator, make: Callable[[RankContext], Exchange], steps: int = STEPS, **keys: object):
     run = Run(comm, make, **keys)
     return run.losses(text()[:steps]), run.state()
 
@@ -176,7 +176,7 @@ def test_a_step_without_its_second_half_is_refused(kind: Kind, config: ZeroConfi
         steps = [op for op in run.operations if op.kind is not kind]
         assert len(steps) < len(run.operations)
         with pytest.raises(ScheduleError, match=why):
-            build.prove(run.seat, Grid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
+            build.prove(run.seat, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
 
     run_threads(4, body)
 
@@ -311,7 +311,7 @@ def test_more_ranks_than_elements(config: ZeroConfig) -> None:
     data = text() // 7 % 2
     stage = 3 if config.parameters else 2
 
-    def body(comm: Communicator, make: Callable[[Seat], Exchange]) -> list[float]:
+    def body(comm: Communicator, make: Callable[[RankContext], Exchange]) -> list[float]:
         run = Run(comm, make, "float32", tiny)
         if comm.rank == 7:
             assert not all(cuts[-1] for cuts in run.exchange.levels.cuts.values()), "this rank owns nothing of a layer"
@@ -402,7 +402,9 @@ def test_a_step_that_fails_leaves_shared_parameters_as_they_were() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_model_states_take_what_the_closed_form_says(size: int) -> None:
     model = ModelConfig(layers=8, hidden=32, heads=2, vocabulary=64)
-    forms: list[tuple[Callable[[Seat], Exchange], float, int]] = [  # bytes for each parameter, and layers beside them
+    forms: list[
+        tuple[Callable[[RankContext], Exchange], float, int]
+    ] = [  # bytes for each parameter, and layers beside them
         (AllreduceExchange, 16, 0),
         (zero(1), 8 + 8 / size, 0),
         (zero(2), 4 + 12 / size, 1),
@@ -411,7 +413,7 @@ def test_model_states_take_what_the_closed_form_says(size: int) -> None:
         (zero(2, SHARED), (8 + 12) / size if size > 1 else 16, 1),
     ]
 
-    def body(comm: Communicator, make: Callable[[Seat], Exchange], each: float, layers: int) -> None:
+    def body(comm: Communicator, make: Callable[[RankContext], Exchange], each: float, layers: int) -> None:
         run = Run(comm, make, "float32", model)
         kinds = ("parameters", "gradients", "optimizer")
         before = sum(run.ledger.current[kind] for kind in kinds)

@@ -19,16 +19,16 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.overlap import Fetched
-from hpcdist.strategies.partition import cut
+from hpcdist.strategies.core.exchange import PrefetchCounts
+from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.placement import looped
-from hpcdist.strategies.schedule.verify import verify
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.schedule.verify.proof import verify
+from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.zero.exchange import ZeroExchange
 from hpcdist.training import recipe as recipes
 from hpcdist.training.outcome import Steps
 from hpcdist.training.summary import prefetch_figures
@@ -58,15 +58,15 @@ class Run:
         **zero: int,
     ):
         self.comm, self.microbatches, self.ledger = comm, microbatches, Ledger()
-        self.grid = Grid(data=comm.size // pipeline, pipeline=pipeline)
-        axes = Axes(self.grid, comm)
+        self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
+        axes = GridCommunicators(self.grid, comm)
         self.model = models.build(ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied), "float32", context=8)
-        self.seat = Seat(
+        self.seat = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            placement=looped(cut(self.model, pipeline), pipeline),
+            placement=looped(split_by_parameters(self.model, pipeline), pipeline),
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
             total_steps=STEPS,
             algorithm=algorithm,
@@ -306,7 +306,7 @@ def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, r
             before = run.exchange.parameters.array.tobytes()
             with pytest.raises(NonFiniteError) as caught:
                 run.step(data[0], 17)
-            said = explain(comm, run.executor, run.operations, run.batches(data[0]), caught.value)
+            said = explain_nonfinite(comm, run.executor, run.operations, run.batches(data[0]), caught.value)
             assert "step 17" in str(said) and "rank 1: parameter" in str(said)
             assert run.exchange.parameters.array.tobytes() == before
 
@@ -362,13 +362,16 @@ def test_recipes_that_can_be_had_are_taken() -> None:
 
 
 def test_the_summary_tells_of_gathers_ahead() -> None:
-    def rank(*steps: Fetched) -> dict[str, Any]:
+    def rank(*steps: PrefetchCounts) -> dict[str, Any]:
         made = Steps()
         for fetched in steps:
             made.add(1.0, 0.0, hits=fetched.hits, misses=fetched.misses, fetches_exposed_s=fetched.exposed_s)
         return {**made.measured(), "prefetches": True}
 
-    ranks = [rank(Fetched(0, 9, 9.0), Fetched(4, 2, 0.5), Fetched(6, 0, 0.25)), rank(Fetched(5, 1, 0.75))]
+    ranks = [
+        rank(PrefetchCounts(0, 9, 9.0), PrefetchCounts(4, 2, 0.5), PrefetchCounts(6, 0, 0.25)),
+        rank(PrefetchCounts(5, 1, 0.75)),
+    ]
     found = prefetch_figures(ranks)  # the first step is left out where there is another
     assert found == {"prefetch_hits": 5.0, "prefetch_misses": 1.0, "prefetch_exposed_s": 0.5}
     assert prefetch_figures([{**ranks[0], "prefetches": False}]) == dict.fromkeys(found)

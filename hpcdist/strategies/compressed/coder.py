@@ -1,9 +1,9 @@
-"""Payloads of a range of gradients: one for each tensor that it touches, one behind the other in a message.
+"""The gradient coder: payloads of a range of gradients in a message, one for each tensor that it touches.
 
 A tensor, or the piece of it that lies in the range, is encoded by itself, with its own scale, count and stream of
 random numbers, so no tensor is measured by another. What is lost of it is kept under its place in the layout: buckets
-and shares may be cut anew. A piece that is not finite is sent as NaN and leaves the residuals alone: all ranks learn of
-it from the norm of the sum, before anybody touches a weight.
+and shares may be cut anew. A piece that is not finite is sent as NaN and leaves the residuals alone: all ranks learn
+of it from the norm of the sum, before anybody touches a weight.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # elements: tensors
 
 
 @dataclass(frozen=True)
-class Unit:
+class CodedUnit:
     """What is encoded by itself: ``where`` in the flat space, ``place`` in bytes of its message."""
 
     where: Range
@@ -31,14 +31,14 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Message:
+class CodedMessage:
     """The payloads of a range, and their bytes together."""
 
-    units: tuple[Unit, ...]
+    units: tuple[CodedUnit, ...]
     nbytes: int
 
 
-class Coder:
+class GradientCoder:
     """Encodes and decodes the gradients of one rank. All of it is local.
 
     ``rank`` names the streams of this rank among those whose payloads meet. ``feedback`` keeps what is lost, where
@@ -51,21 +51,21 @@ class Coder:
         self.seed, self.rank, self.step = seed, rank, 0
         self.message = lru_cache(maxsize=None)(self._message)
 
-    def _message(self, part: Range) -> Message:
+    def _message(self, part: Range) -> CodedMessage:
         """Return how the payloads of ``part`` lie in a message."""
         units, offset = [], 0
         for _, where in self.layout.within(part):
             start = align(offset)
             offset = start + self.compressor.payload_bytes(where.size)
-            units.append(Unit(where, Range(start, offset)))
-        return Message(tuple(units), offset)
+            units.append(CodedUnit(where, Range(start, offset)))
+        return CodedMessage(tuple(units), offset)
 
     def encode(self, values: Array, part: Range, payloads: Array) -> None:
         """Write the payloads of the float32 ``values`` of ``part``, which are kept, to ``payloads`` (nbytes,)."""
         for unit in self.message(part).units:
             self.encode_unit(unit, values[unit.where.shift(-part.start).slice], payloads[unit.place.slice])
 
-    def encode_unit(self, unit: Unit, values: Array, payload: Array) -> None:
+    def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
         """Write the payload of the ``values`` of one unit."""
         key = self._key(unit)
         if not is_finite(values):
@@ -75,7 +75,7 @@ class Coder:
         else:
             self.feedback.encode(unit.where, values, self.compressor, payload, key)
 
-    def _key(self, unit: Unit) -> Key:
+    def _key(self, unit: CodedUnit) -> Key:
         return Key(self.seed, self.step, self.rank, unit.where.start // _LINE)
 
     def decode(self, payloads: Array, part: Range, out: Array) -> None:

@@ -1,12 +1,15 @@
-"""The ``[compression]`` section of a recipe. Light: imports nothing but the errors.
+"""The ``[compression]`` section of a recipe, and the limits of compressors that replace an optimizer's momentum.
 
-Which compressor is used is ``communication.compression``; these keys say how.
+Light: reads recipes only, imports nothing but the errors and the optimizer's configuration. Which compressor is used
+is ``communication.compression``; these keys say how. `check_momentum_compressor` refuses keys that do not go with DGC
+or 1-bit Adam.
 """
 
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.optim.config import OptimizerConfig
 
 QUANTISED: Final = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign")
 SPARSE: Final = ("topk", "randomk")
@@ -94,3 +97,48 @@ class CompressionConfig:
                 "there is, and what is fed back would grow without bound; set compression.error_feedback = false "
                 "(it is unbiased), or compression.bits = 8"
             )
+
+
+MOMENTUM_STRATEGY: Final = "allreduce"
+MOMENTUM_OPTIMIZERS: Final = {"dgc": "sgd", "onebit": "adamw"}
+_NO_NORM: Final = "divides by the norm of the summed gradient, which nobody has"
+_WHOLE: Final = "has no sum of a node in the momentum that each rank keeps; not built in this version"
+_WIDE: Final = "would round what ranks step by to 16 bits, and no feedback makes up for that; not built in this version"
+
+
+def check_momentum_compressor(
+    name: str, config: CompressionConfig, optimizer: OptimizerConfig, *, strategy: str, mode: str
+) -> None:
+    """Raise ConfigurationError for keys that do not go with ``name``, one of `OPTIMIZER`; ``mode``: the precision."""
+    asked = f"communication.compression = {name!r}"
+    if strategy != MOMENTUM_STRATEGY:
+        raise ConfigurationError(
+            f"{asked} with parallel.strategy = {strategy!r}: each rank steps all of the model by a momentum that all "
+            f"send; set parallel.strategy = {MOMENTUM_STRATEGY!r}, or communication.compression = 'none'"
+        )
+    for key, given, only, why in (
+        (
+            "optimizer.name",
+            optimizer.name,
+            MOMENTUM_OPTIMIZERS[name],
+            "takes the place of the momentum of another optimizer",
+        ),
+        ("optimizer.normalize_gradient", optimizer.normalize_gradient, False, _NO_NORM),
+        ("optimizer.bias_correction", optimizer.bias_correction, True, "always corrects the moments"),
+        ("compression.across_nodes", config.across_nodes, False, _WHOLE),
+        ("precision.mode", mode if mode in ("float16", "bfloat16") else "float32", "float32", _WIDE),
+    ):
+        if given != only:
+            raise ConfigurationError(
+                f"{asked} with {key} = {_written(given)} {why}; set {key} = {_written(only)}, or "
+                "communication.compression = 'none'"
+            )
+    if name == "onebit" and config.warmup_steps < 1:
+        raise ConfigurationError(
+            f"{asked} with compression.warmup_steps = 0: the variance that is frozen is measured in them; set as many "
+            "as the warm-up of the learning rate has at least, e.g. a fifth of run.steps"
+        )
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

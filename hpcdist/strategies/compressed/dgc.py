@@ -1,21 +1,21 @@
-"""Deep gradient compression as an exchange: the momentum of SGD before the wire, Lin et al. (arXiv:1712.01887).
+"""Deep gradient compression as an exchange: SGD's momentum before the wire, Lin et al. (arXiv:1712.01887).
 
-See `hpcdist.compression.dgc` for the maths. Each rank keeps for each element a velocity and what is unsent of it,
-8 bytes; it sends the largest of what is unsent to all others, who add up what came in order of ranks and step by the
-sum, without momentum of their own. For tensors of n elements, or pieces of them where buckets cut them, and the density
-d, each of p ranks sends (p-1) 8 ceil(d n) bytes a step, and up to 63 more to align the payload of a tensor: below the
-2 (p-1)/p 4 n of a dense sum where d is below 1/p.
+See `hpcdist.compression.dgc` for the maths. Each rank keeps for each element a velocity and what is unsent of it, 8
+bytes; it sends the largest of what is unsent to all others, who add up what came in order of ranks and step by the
+sum, without momentum of their own. For tensors of n elements, or pieces of them where buckets cut them, and the
+density d, each of p ranks sends (p-1) 8 ceil(d n) bytes a step, and up to 63 more to align the payload of a tensor:
+below the 2 (p-1)/p 4 n of a dense sum where d is below 1/p.
 
 The density is 1/4, 1/16, 1/64 and 1/256 in the four quarters of ``compression.warmup_steps``, never below
 ``compression.density``, and that afterwards. Gradients are clipped where they are: see `LocalGradients`.
 
-Weight decay stays with the owner of the weights, who adds decay w to the sum before the step, as SGD does (coupled, L2,
-on matrices); it is the same on all ranks and need not travel. It does not pass through the momentum: that of plain SGD
-sums it up to 1 / (1 - momentum) times as much, so a decay that is to do the same is as much larger.
+Weight decay stays with the owner of the weights, who adds decay w to the sum before the step, as SGD does (coupled,
+L2, on matrices); it is the same on all ranks and need not travel. It does not pass through the momentum: that of
+plain SGD sums it up to 1 / (1 - momentum) times as much, so a decay that is to do the same is as much larger.
 
 On one data rank everything is sent, to nobody: the steps are those of SGD with momentum, but for that decay. A
 checkpoint for another number of ranks keeps the sums over the ranks, of the velocities as of what is unsent (see
-`hpcdist.strategies.compressed.residuals`): both go into what is stepped by as sums.
+`hpcdist.strategies.compressed.error_feedback`): both go into what is stepped by as sums.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,19 +31,19 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.compression.dgc import WARMUP_STAGES, Dgc, density_at
 from hpcdist.compression.topk import TopK
-from hpcdist.strategies.allreduce import buckets
-from hpcdist.strategies.compressed.coder import Coder, Unit
+from hpcdist.strategies.allreduce import buckets_of_layers
+from hpcdist.strategies.compressed.coder import CodedUnit, GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.local_gradients import LocalGradients
-from hpcdist.strategies.compressed.residuals import Residuals
-from hpcdist.strategies.compressed.ways import Gathered
+from hpcdist.strategies.compressed.error_feedback import Residuals
+from hpcdist.strategies.compressed.exchange import LocalGradients
+from hpcdist.strategies.compressed.reduction import GatheredReduction
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 VELOCITY: Final = "velocity"
 
 
-class Velocities(Residuals):
+class DgcVelocities(Residuals):
     """The velocities of this rank: kept as residuals are, under a name of their own."""
 
     def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
@@ -59,14 +59,14 @@ def _kind(rank: int) -> str:
     return f"{VELOCITY}.{rank}"
 
 
-class Largest(Coder):
+class DgcCoder(GradientCoder):
     """Sends the largest of what is unsent; the values that it is given are not looked at."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, Dgc]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
         self._states = states
 
-    def encode_unit(self, unit: Unit, values: Array, payload: Array) -> None:
+    def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
         """Write the payload of one unit, and forget at this rank what it has."""
         self._states[unit.where].encode(payload)
 
@@ -77,14 +77,14 @@ class DgcExchange(LocalGradients):
     Without ``masks_velocity`` elements that are sent keep their velocity: with all of them sent that is momentum SGD.
     """
 
-    def __init__(self, seat: Seat, config: CompressionConfig, *, masks_velocity: bool = True) -> None:
+    def __init__(self, seat: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> None:
         given = seat.optimizer
         super().__init__(seat, replace(given, momentum=0.0, nesterov=False))
         self.config = config
         cut = np.dtype(np.float32).itemsize, seat.bucket_bytes
-        self.buckets = [found for part in reversed(seat.parts) for found in buckets(seat.layout, *cut, part)]
+        self.buckets = [found for part in reversed(seat.parts) for found in buckets_of_layers(seat.layout, *cut, part)]
         self.unsent = Residuals(self.seat, seat.data, seat.parts, can_roll_back=False)
-        self.velocity = Velocities(self.seat, seat.data, seat.parts, can_roll_back=False)
+        self.velocity = DgcVelocities(self.seat, seat.data, seat.parts, can_roll_back=False)
         u, v = (kept.feedback.residuals for kept in (self.velocity, self.unsent))
         self._states = {
             where: Dgc(
@@ -107,8 +107,8 @@ class DgcExchange(LocalGradients):
         stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
         return density_at(stage, self.config.density, 1)
 
-    def _gathered(self) -> Gathered:
-        return Gathered(self.seat.data, Largest(self.seat.layout, self.density, self._states))
+    def _gathered(self) -> GatheredReduction:
+        return GatheredReduction(self.seat.data, DgcCoder(self.seat.layout, self.density, self._states))
 
     def plan(self) -> list[Operation]:
         """Return KEEP per bucket, AGREE, COMPRESS per bucket, then the update of everything."""

@@ -1,37 +1,95 @@
-"""Allreduce of compressed gradients: the buckets of `AllreduceExchange`, summed by one of the compressed ways.
+"""Allreduce of compressed gradients, and the base class of exchanges that compress in the place of a momentum.
 
-Where a step is given up, residuals and factors are those of before it. On one data rank nothing travels, and nothing
-is compressed; nor is it on one node where only what leaves a node is. What is owed from before a restore is then paid
-in full.
+`CompressedExchange` has the buckets of `AllreduceExchange`, summed by one of the compressed reductions. Where a step
+is given up, residuals and factors are those of before it. On one data rank nothing travels, and nothing is
+compressed; nor is it on one node where only what leaves a node is. What is owed from before a restore is then paid in
+full.
+
+`LocalGradients` is for compressors that take the place of an optimizer's momentum (DGC, 1-bit Adam): what they send
+is no sum of gradients, and they keep state that no step may touch which is not made. So the order of a step is:
+gradients are complete and nothing is sent (KEEP), all ranks agree that loss and gradients are finite (AGREE),
+payloads travel and become the directions of this step (COMPRESS), and the update follows. A step that is not made has
+encoded nothing, and nothing has to be taken back.
+
+The norm of the sum of the gradients is then not known. Gradients are divided by the samples of the whole batch, and
+what is reported as the gradient norm is sqrt(sum over the ranks of |g_r|^2): the norm of their sum, were those of
+different ranks orthogonal, as noise is; where all ranks have the same gradient, theirs has sqrt(P) times that norm.
+Clipping goes by the same estimate (Lin et al., arXiv:1712.01887, section 3.2): each of P replicas clips its own
+gradient at ``optimizer.clip_norm`` / sqrt(P), its stages and the parts of its tensor axis together by one factor. (A
+rank that clips the mean gradient of its own samples at clip_norm, which is P g_r, clips sqrt(P) times harder.)
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
+from hpcdist.compression import dgc
+from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.compressed.build import summing
-from hpcdist.strategies.compressed.coder import Coder
+from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.low_rank import QUERY, LowRank
-from hpcdist.strategies.compressed.owing import Owing, scaled, unscaled
-from hpcdist.strategies.compressed.residuals import Residuals
+from hpcdist.strategies.compressed.error_feedback import (
+    ErrorFeedbackExchange,
+    Residuals,
+    with_loss_scale,
+    without_loss_scale,
+)
+from hpcdist.strategies.compressed.low_rank import QUERY, PowerSgdReduction
+from hpcdist.strategies.compressed.registry import bucket_reduction
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 
-class CompressedExchange(Owing, AllreduceExchange):
+class LocalGradients(AllreduceExchange):
+    """What such exchanges share. The owner steps by ``optimizer``, which has no momentum of its own."""
+
+    def __init__(self, seat: RankContext, optimizer: OptimizerConfig) -> None:
+        super().__init__(replace(seat, optimizer=optimizer))
+        self._replica = 0.0  # the squared norm of this replica's gradients, all stages together
+        self.carries_out = {**self.carries_out, Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
+
+    def keep(self, op: Operation) -> None:
+        """Leave the gradients as they are (local)."""
+
+    def compress(self, op: Operation) -> None:
+        """Make directions of the range out of the gradients of all ranks. Collective over the data axis."""
+        raise NotImplementedError
+
+    def norm_squared(self) -> float:
+        """Return the squared norm of this rank's own gradients.
+
+        Local, or collective over the world where replicas that are to be clipped have several ranks each.
+        """
+        own, seat = self.owner.norm_squared(), self.seat
+        if seat.optimizer.clip_norm and seat.pipeline.size * seat.tensor.size > 1:
+            replicas = np.zeros(seat.data.size)
+            replicas[seat.data.rank] = own
+            self._replica = float(self.agree(replicas)[seat.data.rank])
+        else:
+            self._replica = own
+        return own
+
+    def clip_factor(self) -> float:
+        """Return what this rank multiplies its finite gradients by, one factor for all ranks of its replica (local)."""
+        limit = self.seat.optimizer.clip_norm
+        return dgc.clip_factor(self._replica, limit, self.seat.data.size) if limit else 1.0
+
+
+class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
     """Gradients summed over the data axis as ``name`` compresses them. Collective over it, but where it says local.
 
     ``seed`` is that of the run: all draws follow from it, the step, the rank and the place of a tensor.
     """
 
-    def __init__(self, seat: Seat, name: str, config: CompressionConfig, seed: int) -> None:
+    def __init__(self, seat: RankContext, name: str, config: CompressionConfig, seed: int) -> None:
         super().__init__(seat)
         self.config, self._loss_scale = config, 1.0
         self._owes = False  # residuals of a checkpoint may be due where gradients are not encoded
-        self._summing = summing(seat, name, config, seed)
+        self._summing = bucket_reduction(seat, name, config, seed)
         self._codes = self._summing.codes
         if config.error_feedback:
             can_roll_back = seat.working is not None  # else a norm that is not finite ends the run
@@ -51,13 +109,13 @@ class CompressedExchange(Owing, AllreduceExchange):
     def begin(self, operations: Sequence[Operation]) -> None:
         """Forget a step that was given up (local)."""
         self._give_up()
-        if isinstance(self._codes, Coder):
+        if isinstance(self._codes, GradientCoder):
             self._codes.step = self.owner.optimizer.count
         else:
             self._codes.owes = self._owes
 
     def _give_up(self) -> None:
-        if self._is_open and isinstance(self._codes, LowRank):
+        if self._is_open and isinstance(self._codes, PowerSgdReduction):
             self._codes.rollback()
         super()._give_up()
 
@@ -74,9 +132,9 @@ class CompressedExchange(Owing, AllreduceExchange):
             return
         self._is_open = True
         gradients = self.gradients.range(op.range)
-        values = unscaled(gradients, self._loss_scale)
+        values = without_loss_scale(gradients, self._loss_scale)
         self._summing.way.allreduce(values, op.range)
-        scaled(values, gradients, self._loss_scale)
+        with_loss_scale(values, gradients, self._loss_scale)
 
     def _pay(self, part: Range) -> None:
         """Add to own gradients all that is owed of them: they travel as they are, or not at all (local)."""
@@ -87,13 +145,13 @@ class CompressedExchange(Owing, AllreduceExchange):
         if not kept:
             return  # the bits of the gradients stay as they are
         self._is_open = True
-        values = unscaled(gradients, self._loss_scale)
+        values = without_loss_scale(gradients, self._loss_scale)
         for own in kept:
             within = own.shift(-part.start).slice
             owed = feedback.compensate(own, values[within])
             values[within] = owed
             owed[...] = 0
-        scaled(values, gradients, self._loss_scale)
+        with_loss_scale(values, gradients, self._loss_scale)
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step: what was encoded of its gradients counts."""
@@ -103,7 +161,7 @@ class CompressedExchange(Owing, AllreduceExchange):
     def pieces(self) -> Sequence[Piece]:
         """Return also residuals; factors, which all who exchange them have, are those of the first."""
         found = list(super().pieces())
-        if isinstance(self._codes, LowRank) and self._summing.comm.rank == 0:
+        if isinstance(self._codes, PowerSgdReduction) and self._summing.comm.rank == 0:
             found += self._codes.pieces(self._summing.kept())
         return found
 
@@ -113,7 +171,7 @@ class CompressedExchange(Owing, AllreduceExchange):
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where residuals and factors go."""
-        factors = self._codes.pieces(self._summing.kept()) if isinstance(self._codes, LowRank) else []
+        factors = self._codes.pieces(self._summing.kept()) if isinstance(self._codes, PowerSgdReduction) else []
         return [*super().wanted(), *factors]
 
     def restore(self, state: Mapping[str, Any]) -> None:

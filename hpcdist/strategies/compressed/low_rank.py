@@ -1,4 +1,4 @@
-"""PowerSGD as an exchange: two allreduces of thin factors for all matrices of a range, vectors as they are.
+"""PowerSGD reduction: two allreduces of thin factors for all matrices of a range, and vectors as they are.
 
 See `hpcdist.compression.powersgd` for the method. A rank sends 2 (p-1)/p times 4 (sum of r (a + b) over the matrices,
 and the elements of vectors) bytes. Tensors must be whole in the range, on this rank.
@@ -26,8 +26,8 @@ _FLOAT32 = np.dtype(np.float32)
 _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
-class LowRank:
-    """A `hpcdist.strategies.compressed.ways.Way` with a state: the factors of the step before.
+class PowerSgdReduction:
+    """A `hpcdist.strategies.compressed.reduction.CompressedReduction` with a state: the factors of the step before.
 
     ``parts`` is what it will ever sum: whole tensors.
     """

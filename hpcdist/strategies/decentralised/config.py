@@ -1,4 +1,7 @@
-"""The ``[decentralised]`` section of a recipe. Light: imports nothing but the errors."""
+"""The ``[decentralised]`` section of a recipe: graph, order of mixing, period, moments, and the outer optimizer.
+
+Light: imports nothing but the errors.
+"""
 
 import math
 import re

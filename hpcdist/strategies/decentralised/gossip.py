@@ -1,4 +1,4 @@
-"""Decentralised parallel SGD: each rank mixes its parameters with those of its neighbours alone.
+"""Gossip (decentralised parallel SGD): each rank mixes its parameters with those of its neighbours alone.
 
 D-PSGD (Lian et al., arXiv:1705.09056, Algorithm 1), with the direction u_i of any optimizer in the place of the
 gradient. W is doubly stochastic (see `graphs`), x_i the parameters of rank i, g_i its gradient at x_i:
@@ -6,29 +6,93 @@ gradient. W is doubly stochastic (see `graphs`), x_i the parameters of rank i, g
     combine first   x_i <- sum_j W_ij x_j - rate u_i(x_i, g_i)        the messages go beside the computation of g_i
     adapt first     x_i <- sum_j W_ij (x_j - rate u_j(x_j, g_j))      the messages wait for the update
 
-In either order the mean of the replicas takes the step of SGD under the mean of their gradients. On the complete graph
-adapt first is allreduce; combine first is not, since each replica is a step of its own away from the mean when the next
-gradients are taken. Adapt first contracts the steps too, and bears larger rates.
+In either order the mean of the replicas takes the step of SGD under the mean of their gradients. On the complete
+graph adapt first is allreduce; combine first is not, since each replica is a step of its own away from the mean when
+the next gradients are taken. Adapt first contracts the steps too, and bears larger rates.
 
 g_i is p times this rank's share of the mean gradient of all samples, so that the mean over the ranks is exact however
-unevenly samples are spread. Directions, and the decay of weights in them, are those of the weights before mixing; LARS,
-whose decay enters with the ratio, has that of the weights after it where combining comes first.
+unevenly samples are spread. Directions, and the decay of weights in them, are those of the weights before mixing;
+LARS, whose decay enters with the ratio, has that of the weights after it where combining comes first.
 
 With Psi bytes of parameters a rank sends and receives d Psi a step, for d neighbours: ring 2, torus 4 (3 or 2 where
-axes have two ranks), exponential ceil(log2 p), one peer 1. The complete graph takes an allreduce: 2 Psi (p-1)/p. What
-comes takes d Psi of memory. All ranks still agree on a few numbers (loss, finiteness, the wish to stop) in every step.
+axes have two ranks), exponential ceil(log2 p), one peer 1. It sends out of the memory in which its parameters are,
+bucket by bucket (`NeighbourMixing`); what comes takes d Psi of memory. The complete graph takes an allreduce: 2 Psi
+(p-1)/p. All ranks still agree on a few numbers (loss, finiteness, the request to stop) in every step.
 """
 
 from collections.abc import Callable
 from typing import Final
 
+from hpcdist.arrays.backend import is_device, namespace
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Request
 from hpcdist.optim.elementwise import ElementWise
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
-from hpcdist.strategies.decentralised.graphs import build
-from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.strategies.decentralised.graphs import Graph, build
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
+
+BLOCK: Final = 1 << 14  # elements of each replica that are mixed at a time: they stay in the cache
+
+
+class NeighbourMixing:
+    """Mixes ``parameters`` of this rank with those of its neighbours. Construction is collective over the data axis.
+
+    ``start`` and ``wait`` are called by all ranks in the same round; in between the parameters must not change.
+    """
+
+    def __init__(self, seat: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
+        self._comm = seat.data.dup("mixing")
+        self._parameters, self._ranges = parameters, ranges
+        rank = self._comm.rank
+        self._rounds = [
+            (graph.sources(rank, number), graph.targets(rank, number)) for number in range(len(graph.rounds))
+        ]
+        most = max(len(sources) for sources, _ in self._rounds)
+        self._arrived = [seat.store("communication") for _ in range(most)]
+        self._under_way: list[Request] = []
+
+    def start(self, number: int) -> None:
+        """Begin to send and to receive what round ``number`` mixes."""
+        sources, targets = self._rounds[number % len(self._rounds)]
+        for tag, part in enumerate(self._ranges):
+            for (peer, _), store in zip(sources, self._arrived, strict=False):
+                self._under_way.append(self._comm.irecv(store.range(part), peer, tag))
+        for tag, part in enumerate(self._ranges):
+            own = self._parameters.range(part)
+            self._under_way += [self._comm.isend(own, peer, tag) for peer in targets]
+
+    def poll(self) -> None:
+        """Let what is under way move (local)."""
+        self._under_way = [request for request in self._under_way if not request.test()]
+
+    def wait(self) -> None:
+        """Return when all has come and gone."""
+        for request in self._under_way:
+            request.wait()
+        self._under_way.clear()
+
+    def combine(self, number: int) -> None:
+        """Turn the parameters into the weighted mean of round ``number`` (local).
+
+        As x + sum_j w_j (x_j - x), in the order of the ranks: where all are equal the mean is exact, however the
+        weights are rounded, and what one rank of a pair gains, the other loses.
+        """
+        sources, _ = self._rounds[number % len(self._rounds)]
+        xp = namespace(self._parameters.array)
+        longest = self._parameters.size if is_device(self._parameters.array) else BLOCK
+        for part in self._ranges:
+            for block in cut(part, max(1, longest)):
+                own = self._parameters.range(block)
+                theirs = [store.range(block) for store, _ in zip(self._arrived, sources, strict=False)]
+                for values, (_, weight) in zip(theirs, sources, strict=True):
+                    xp.subtract(values, own, out=values)
+                    values *= values.dtype.type(weight)
+                for values in theirs:
+                    own += values
+
 
 LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # each of them may end a step
 
@@ -36,11 +100,11 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # each of them may end a ste
 class GossipExchange(Replicas):
     """D-PSGD on the graph of ``config``. Collective over the data axis, but for what is said to be local."""
 
-    def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
+    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(seat)
         self.config, self.factor = config, float(seat.data.size)
         self.graph = build(config.graph, seat.data.size, config.edges)
-        self._mixing = Mixing(seat, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
+        self._mixing = NeighbourMixing(seat, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
         self._round = 0
         if config.order == "combine_first" and isinstance(self.owner.optimizer, ElementWise):
             self.owner.optimizer.direct_before()  # the step is that of the weights before they are mixed

@@ -1,4 +1,4 @@
-"""Who mixes with whom: doubly stochastic weights on graphs of ranks. Pure functions.
+"""Graphs of ranks with doubly stochastic mixing weights: neighbours, spectral gap, bytes. Pure functions.
 
     graph        neighbours a step      spectral gap 1 - rho        sent a step and rank, with Psi bytes of parameters
     ring         2                      O(1/p^2)                    2 Psi
@@ -10,10 +10,10 @@
 
 (* where p is a power of two.) The consensus distance contracts by rho a step, where rho = ||W - 11'/p||.
 
-Rank i of an exponential graph takes from the ranks i - 1, i - 2, i - 4, ... (mod p); one_peer takes from one of them at
-a time, in turn (Assran et al., arXiv:1811.10792; Ying et al., arXiv:2110.13363: both mix as quickly in theory, and one
-peer costs as much as one neighbour). A torus is the most square of its number of ranks; where that is a prime there is
-none, and the ring takes its place. All of these are regular, with the same weight for a rank and each of its
+Rank i of an exponential graph takes from the ranks i - 1, i - 2, i - 4, ... (mod p); one_peer takes from one of them
+at a time, in turn (Assran et al., arXiv:1811.10792; Ying et al., arXiv:2110.13363: both mix as quickly in theory, and
+one peer costs as much as one neighbour). A torus is the most square of its number of ranks; where that is a prime
+there is none, and the ring takes its place. All of these are regular, with the same weight for a rank and each of its
 neighbours; a graph of edges has Metropolis' weights 1/(1 + max(degree_i, degree_j)) (Xiao, Boyd & Lall, IPSN 2005).
 Rows and columns of W add up to 1, so that the mean over the ranks stays what it is.
 """

@@ -1,11 +1,11 @@
-"""Local SGD: each rank steps by itself, and now and then all parameters are averaged.
+"""Local SGD and DiLoCo: each rank steps by itself, and all parameters are averaged every H steps.
 
 H local steps, then the mean over the ranks, each with the weight of its samples since the last one (McMahan et al.,
 arXiv:1602.05629; Stich, arXiv:1805.09767). A rank steps by the mean gradient of its own samples. With H = 1 plain SGD
 is that of one process; with momentum it is where moments are averaged too.
 
-The mean may be one step of an outer optimizer (DiLoCo, Douillard et al., arXiv:2311.08105; Nesterov's form of Sutskever
-et al. 2013): with z the parameters after the averaging before,
+The mean may be one step of an outer optimizer (DiLoCo, Douillard et al., arXiv:2311.08105; Nesterov's form of
+Sutskever et al. 2013): with z the parameters after the averaging before,
 
     d = z - mean;  v <- outer_momentum v + d;  z <- z - outer_learning_rate (d + outer_momentum v)
 
@@ -13,7 +13,8 @@ Saving averages as well, whatever is left of the period, and begins a new one. M
 there: what is saved is one model and one state.
 
 With Psi bytes of parameters each of p ranks sends 2 Psi (p-1)/p every H steps, as much again for each moment that is
-averaged, and agrees with the others on a few numbers in every step. The outer optimizer keeps Psi, and Psi more for v.
+averaged, and agrees with the others on a few numbers in every step. The outer optimizer keeps Psi, and Psi more for
+v.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,18 +23,18 @@ from typing import Any, Final
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import kernels
+from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 OUTER: Final = "optimizer.outer"  # the kind of its velocity in a checkpoint
 
 
-class Outer:
+class OuterOptimizer:
     """The outer optimizer: the same state on every rank. Local."""
 
-    def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
+    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
         self._start = seat.store("optimizer")
         self.slots = {OUTER: seat.store("optimizer")} if config.outer_momentum else {}
@@ -58,10 +59,10 @@ class Outer:
 class LocalSgdExchange(Replicas):
     """Averaging every ``config.period`` steps. Collective over the data axis, but for what is said to be local."""
 
-    def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
+    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(seat)
         self.config = config
-        self._outer = Outer(seat, config) if config.has_outer_optimizer else None
+        self._outer = OuterOptimizer(seat, config) if config.has_outer_optimizer else None
         self._steps = 0  # since parameters were averaged
         self._weights = (0, 0)  # samples of those steps, this rank's and those of all ranks
         self.carries_out = {**self.carries_out, Kind.AVERAGE: self.replace_by_mean}

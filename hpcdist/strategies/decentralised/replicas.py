@@ -1,35 +1,76 @@
-"""What strategies share whose replicas differ: own gradients, own steps, and one model where state is kept.
+"""Base class of strategies whose replicas differ: own steps, and one averaged model in checkpoints.
 
-A rank steps by its own gradient, and clips by the norm of that. The loss that is told is the mean over the samples of
-all ranks, each under the parameters of its own rank; the gradient norm is the root of the mean square over the ranks.
-All ranks agree before each update that loss and gradients are finite; the ranks are in lock-step.
+A rank steps by its own gradient, and clips by the norm of that. The loss that is reported is the mean over the
+samples of all ranks, each under the parameters of its own rank; the gradient norm is the root of the mean square over
+the ranks. All ranks agree before each update that loss and gradients are finite; the ranks are in lock-step.
 
-Whatever is saved is one model: before a checkpoint, and so at the end of a run, parameters and the moments of the
-optimizer are averaged over the ranks. That is part of the algorithm: a run that goes on from a checkpoint has the bits
-of one that saved at the same step and went on. Any other strategy, and any number of ranks, can go on from there.
+A checkpoint is one model: before it, and so at the end of a run, parameters and the moments of the optimizer are
+averaged over the ranks. That is part of the algorithm: a run that goes on from a checkpoint has the bits of one that
+saved at the same step and went on. Any other strategy, and any number of ranks, can go on from there.
 
-Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean||, after a step and before any averaging of all, with the
-mean that such an averaging takes.
+`average` takes one allreduce: with n bytes on p ranks each sends 2 n (p-1)/p on the ring. Values are multiplied by
+whole numbers, summed, and divided by a whole number: a factor of 1/p, rounded, would shrink or stretch the model a
+little at every averaging.
+
+Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean||, after a step and before any averaging of all, with
+the mean that such an averaging takes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hpcdist import collectives
+from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import split
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim import clip
-from hpcdist.strategies.allreduce import buckets
-from hpcdist.strategies.decentralised.averaging import average
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.owner import Owner, OwnerExchange
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Communicator
+from hpcdist.optim import clip, kernels
+from hpcdist.strategies.allreduce import buckets_of_layers
+from hpcdist.strategies.core.exchange import Handlers, pieces_of
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 
-class Replicas(OwnerExchange):
+def average(
+    comm: Communicator,
+    store: FlatStore,
+    ranges: Iterable[Range],
+    algorithm: str,
+    *,
+    weight: int = 1,
+    total: int,
+    replace: bool = True,
+) -> np.ndarray:  # (2,)
+    """Return the sums of squares of this rank's values less the mean, and of the mean. Collective over ``comm``.
+
+    The mean counts the values of each rank ``weight`` times; ``total`` is the sum of the weights. With ``replace`` the
+    values of ``store`` are the mean afterwards, the same bits on every rank. Waits for a GPU.
+    """
+    found = np.zeros(2)
+    for part in ranges:
+        own = store.range(part)
+        mean = scratch("decentralised.mean", own.size, own.dtype, own)
+        if weight == 1:
+            mean[...] = own
+        else:
+            namespace(own).multiply(own, own.dtype.type(weight), out=mean)
+        collectives.allreduce(comm, mean, algorithm)
+        mean /= mean.dtype.type(total)
+        apart = own if replace else mean
+        found[1] += float(kernels.sum_of_squares(mean))
+        namespace(own).subtract(own, mean, out=apart)
+        found[0] += float(kernels.sum_of_squares(apart))
+        if replace:
+            own[...] = mean
+    return found
+
+
+class Replicas(ShardedUpdateExchange):
     """Replicas that step by their own gradients. A subclass says by which factor, and how they come together.
 
     ``distances`` has the consensus distance of steps after which it was measured, until somebody takes it; the same
@@ -38,11 +79,11 @@ class Replicas(OwnerExchange):
 
     replicas_identical = False
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: RankContext) -> None:
         super().__init__(seat)
         stores = seat.store("parameters", allocate=seat.for_replicas("parameters")), seat.store("gradients")
-        self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
-        self.ranges = buckets(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
+        self.owner = ShardedUpdate(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
+        self.ranges = buckets_of_layers(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
         self.distances: dict[int, float] = {}
         self.distance = math.nan  # the last one that was measured in this start
         self.apart = False  # whether a step was made since all replicas were the same

@@ -1,4 +1,7 @@
-"""The ``[parameter_server]`` section of a recipe. Light: imports nothing but errors and names of compressors."""
+"""The ``[parameter_server]`` section of a recipe: servers, placement, consistency, transport.
+
+Also staleness and backup workers. Light: imports nothing but the errors and the names of compressors.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A parameter server in lock-step ("bsp"): all workers take every step together, as one process would.
+"""The lock-step parameter server ("bsp"): all workers take every step together, as one process would.
 
     worker   FORWARD BACKWARD PUSH ...           AGREE                                       PULL ...
     server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ... (MIRROR ...)
@@ -7,12 +7,12 @@ A gradient is pushed as soon as backward has completed it. A server adds what th
 ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers, both
 placements and all transports (but for the norm by which gradients are clipped, whose partial sums follow the cut).
 
-With logical shards (`hpcdist.strategies.logical_shards`) a step has the bits of allreduce with as many shards, on any
-number of workers and servers. A worker takes the gradients of a shard into its partial sums (ADD), and pushes those
-with the last one; servers finish the tree (`tree`). It pushes k Psi, k = 1 where its number of shards is a power of
-two.
+With logical shards (`hpcdist.strategies.core.logical_shards`) a step has the bits of allreduce with as many shards,
+on any number of workers and servers. A worker takes the gradients of a shard into its partial sums (ADD), and pushes
+those with the last one; servers finish the tree (`transport.ShardTree`). It pushes k Psi, k = 1 where its number of
+shards is a power of two.
 
-How gradients and parameters travel is the transport's: `messages`, `shared_memory` or `windows`. The numbers that all
+How gradients and parameters travel is the transport's: `messages`, `shared_memory` or `rma`. The numbers that all
 ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by counted messages.
 
 With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pulls Psi a step: it sends Psi, and its
@@ -28,26 +28,26 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.logical_shards import LogicalShards
-from hpcdist.strategies.owner import Owner, OwnerExchange
-from hpcdist.strategies.parameter_server.messages import Messages
+from hpcdist.strategies.core.exchange import Handlers, pieces_of
+from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
+from hpcdist.strategies.parameter_server.messages import MessageTransport
 from hpcdist.strategies.parameter_server.mirror import Mirror
-from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.parameter_server.shared_memory import SharedMemory
-from hpcdist.strategies.parameter_server.transport import Site, Transport
-from hpcdist.strategies.parameter_server.windows import Windows
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.parameter_server.rma import RmaTransport
+from hpcdist.strategies.parameter_server.shared_memory import SharedMemoryTransport
+from hpcdist.strategies.parameter_server.transport import ServerTopology, Transport
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 
-TRANSPORTS: Final[dict[str, Callable[[Site], Transport]]] = {
-    "messages": Messages,
-    "shared": SharedMemory,
-    "rma": Windows,
+TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
+    "messages": MessageTransport,
+    "shared": SharedMemoryTransport,
+    "rma": RmaTransport,
 }
 
 
-class LockStepExchange(OwnerExchange):
+class LockStepExchange(ShardedUpdateExchange):
     """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
 
     Workers and servers are `Seat.members`: with a pipeline or tensor axis each place on it has servers of its own, and
@@ -57,12 +57,12 @@ class LockStepExchange(OwnerExchange):
 
     def __init__(
         self,
-        seat: Seat,
+        seat: RankContext,
         roles: Roles,
         servers: Communicator | None,
         *,
         transport: str = "messages",
-        carry: Callable[[Site], Transport] | None = None,
+        carry: Callable[[ServerTopology], Transport] | None = None,
         mirrored: bool = False,
         shards: LogicalShards | None = None,
     ) -> None:
@@ -78,13 +78,13 @@ class LockStepExchange(OwnerExchange):
                 "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
                 "parameter_server.servers to 2 or more, or mirrored = false"
             )
-        self.site = Site(seat, roles, seat.members.dup("parameters"), 0 if shards is None else shards.count)
+        self.site = ServerTopology(seat, roles, seat.members.dup("parameters"), 0 if shards is None else shards.count)
         self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
         self.transport = (carry or TRANSPORTS[transport])(self.site)
         stores = self.transport.parameters, self.transport.gradients
         parts = self.site.parts(self.site.rank) if self.serves else []
-        self.owner = Owner(
+        self.owner = ShardedUpdate(
             *(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm),
             exactly=shards is not None,
             tensor=seat.tensor,

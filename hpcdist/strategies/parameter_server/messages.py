@@ -1,8 +1,8 @@
-"""Gradients and parameters as messages between workers and servers, on any number of nodes.
+"""Message transport of parameter servers: gradients and parameters as messages, on any number of nodes.
 
 Receives are posted before what they wait for can be sent, so that a message goes straight to its place: a server's
-first `AHEAD` gradients when it begins to push, or to collect; parameters as soon as all ranks have agreed on the step.
-With Psi bytes of parameters on p ranks, all of which work and serve, each sends 2 Psi (p-1)/p a step, and holds
+first `AHEAD` gradients when it begins to push, or to collect; parameters as soon as all ranks have agreed on the
+step. With Psi bytes of parameters on p ranks, all of which work and serve, each sends 2 Psi (p-1)/p a step, and holds
 ``AHEAD`` of the largest messages besides.
 
 With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
@@ -27,12 +27,12 @@ from hpcdist.collectives.low_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, pushed
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, pushed
 
 AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two are added while two are on their way
 
 
-class Arrivals:
+class ReceiveQueue:
     """Messages of a known ``order``, (elements, peer), received into buffers that take turns. Local, but for messages.
 
     What `take` returns stays until the second `take` after it.
@@ -72,12 +72,12 @@ class Arrivals:
         return self._comm.irecv(self._view(index), self._order[index][1], GRADIENT)
 
 
-class Messages:
+class MessageTransport:
     """See `transport.Transport`. Making it is collective over the world."""
 
     loaded_bytes = 0  # nothing is read from memory of others
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: ServerTopology) -> None:
         seat = site.seat
         self.site, self.comm = site, site.comm
         kept = None if site.works else site.parts(site.rank)
@@ -99,13 +99,13 @@ class Messages:
         """Return the other workers that speak (local)."""
         return [worker for worker in self.speakers if worker != self.site.rank]
 
-    def _receiver(self) -> Arrivals:
+    def _receiver(self) -> ReceiveQueue:
         """Return what takes the gradients of own ranges as they come (local)."""
         site = self.site
         order = [
             (part.size, worker) for part in site.own for worker in self._heard() for _ in range(site.brings(worker))
         ]
-        return Arrivals(self.comm, order, site.seat.dtype, site.seat.on)
+        return ReceiveQueue(self.comm, order, site.seat.dtype, site.seat.on)
 
     def push(self, part: Range) -> None:
         """Begin to send the gradients of a range to its server."""

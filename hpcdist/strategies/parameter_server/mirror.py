@@ -1,9 +1,11 @@
-"""A second server for every range, which takes the same steps: what one server knows is never lost with it.
+"""Server mirror: a second server for every range, which takes the same steps.
 
-Server i is mirrored by server i + k, the smallest k with which the two are on different nodes, as far as there are any.
-As soon as a server has summed the gradients of a range, it sends the sum to its mirror, which updates parameters and
-optimizer state of its own with the same numbers: the factor of clipping is agreed on by all ranks, and the norms of
-layer-wise rates by all servers. So the two agree bit for bit after every step.
+So what one server knows is never lost with it.
+
+Server i is mirrored by server i + k, the smallest k with which the two are on different nodes, as far as there are
+any. As soon as a server has summed the gradients of a range, it sends the sum to its mirror, which updates parameters
+and optimizer state of its own with the same numbers: the factor of clipping is agreed on by all ranks, and the norms
+of layer-wise rates by all servers. So the two agree bit for bit after every step.
 
 With Psi bytes of parameters on s servers, each sends Psi/s more a step, keeps Psi/s more of parameters and of
 gradients, and twice its optimizer state (AdamW: 4 Psi/s more in all), and takes the time of a second update of that
@@ -23,20 +25,20 @@ from typing import Final
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.owner import Owner
-from hpcdist.strategies.parameter_server.transport import SUM, Site
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.parameter_server.transport import SUM, ServerTopology
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 STATE: Final = SUM + 1  # tag
 
 
-class Mirror(Owner):
+class Mirror(ShardedUpdate):
     """What a server keeps of another one's, and the steps it takes with that. ``owner`` is what it serves itself.
 
     Making it is collective over ``servers``.
     """
 
-    def __init__(self, site: Site, servers: Communicator, owner: Owner) -> None:
+    def __init__(self, site: ServerTopology, servers: Communicator, owner: ShardedUpdate) -> None:
         seat, ranks = site.seat, site.roles.servers
         self.site, self.owner, self._servers = site, owner, servers
         members = servers.nodes().members
@@ -101,7 +103,7 @@ class Mirror(Owner):
                 owner.optimizer.restore(clock)
 
 
-def _state_of(owner: Owner) -> Iterator[Array]:
+def _state_of(owner: ShardedUpdate) -> Iterator[Array]:
     """Yield all that an owner keeps from step to step, part by part."""
     for part in owner.parts:
         yield owner.parameters.range(part)

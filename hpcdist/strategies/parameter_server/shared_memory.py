@@ -1,4 +1,4 @@
-"""Workers and servers of a node on the same memory: what they exchange there is read where it was written.
+"""Shared-memory transport of parameter servers: what ranks of a node exchange is read where it was written.
 
     gradients    each worker's backward writes where all ranks of the node can read: a server sums its ranges straight
                  from there, in the order of the ranks, like messages do, and with the same bits
@@ -6,8 +6,8 @@
                  but a counter to wait for
 
 With Psi bytes and w workers on one node, the servers together load w Psi, of which what they wrote themselves comes
-from their own memory, and each worker reads Psi in its forward; nothing is sent. Where all p ranks work and serve, each
-loads 2 Psi (p-1)/p of what others wrote, and parameters take Psi on the node, not p Psi.
+from their own memory, and each worker reads Psi in its forward; nothing is sent. Where all p ranks work and serve,
+each loads 2 Psi (p-1)/p of what others wrote, and parameters take Psi on the node, not p Psi.
 
 Between nodes there are messages: a worker sends its gradients to servers elsewhere, and the first worker of a node
 takes parameters from elsewhere for all of them. The sums, and so the bits, are those of messages alone.
@@ -27,17 +27,16 @@ from hpcdist.collectives.node_flags import NodeFlags
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, pushed
-from hpcdist.strategies.parameter_server.tree import Partials
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, PartialSums, ServerTopology, pushed
 
 
-class SharedMemory:
+class SharedMemoryTransport:
     """See `transport.Transport`. Making it is collective over the world.
 
     Raises ConfigurationError on a GPU and MissingCapabilityError, on all ranks, where a node cannot share memory.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: ServerTopology) -> None:
         seat, nodes = site.seat, site.comm.nodes()
         if seat.on != "cpu":
             raise ConfigurationError(
@@ -56,7 +55,7 @@ class SharedMemory:
         self._sent: list[Request] = []
         self.loaded_bytes = 0
         self._blocks: list[SharedBlock] = []
-        self.partials: Partials | None = None
+        self.partials: PartialSums | None = None
         self.parameters, self.gradients = self._stores()
         alike = seat.world.allgather_object(self._flags.is_shared and all(block.is_shared for block in self._blocks))
         if not all(alike):
@@ -91,7 +90,7 @@ class SharedMemory:
         gradients, self.partials = self._of_worker(site.rank, mine)
         return parameters, gradients
 
-    def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, Partials | None]:
+    def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, PartialSums | None]:
         """Return where the rank ``worker`` writes its gradients, and its partial sums behind them."""
         nbytes = self.site.seat.layout.size * self.site.seat.dtype.itemsize
         stores = [

@@ -1,4 +1,9 @@
-"""Runs the list of operations of a step on this rank."""
+"""The executor of one rank: runs the operations of a step, through its stages and its exchange.
+
+Each operation goes to the handler of its kind, with observers around it (`observers`). A step yields its loss, norm,
+stop requests and seconds by phase as a `StepResult`. The executor also evaluates, computes a step again to find
+silent data corruption (`RecomputeVerdict`), and inspects one in which a value was not finite.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,26 +19,29 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
 from hpcdist.optim import clip
-from hpcdist.strategies.bound import Bound
-from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.loss_scale import Unscaled
-from hpcdist.strategies.pipeline import Copies
-from hpcdist.strategies.schedule.booking import Booking, phase_of
-from hpcdist.strategies.schedule.generators import forward_only, gathered
-from hpcdist.strategies.schedule.meter import Meter
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.mixed_precision import MixedPrecisionViews, NoLossScale
+from hpcdist.strategies.core.parameter_views import ParameterViews
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline.tied import TiedCopies
+from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
+from hpcdist.strategies.schedule.observers import (
+    GradientMeter,
+    NanFinder,
+    PhaseTimer,
+    ProfilerRanges,
+    in_range,
+    phase_of,
+)
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
-from hpcdist.strategies.schedule.ranges import Ranges, within
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
-from hpcdist.strategies.schedule.watch import Watch
-from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.model import CutModel
-from hpcdist.strategies.working import WorkingCopies
 
-__all__ = ["Executor", "MicroBatch", "Step"]
+__all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputeVerdict:
     """What a second computation of a step found: why there was one ("" for no ``suspicion``), and who was at fault."""
 
     suspicion: str
@@ -42,7 +50,7 @@ class Recomputed:
 
 
 @dataclass
-class Step:
+class StepResult:
     """What a step found out: the mean loss over the whole batch, who wants to stop, seconds by phase on this rank.
 
     ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated.
@@ -53,7 +61,7 @@ class Step:
     wishes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_scale: float = 1.0
     skipped: bool = False
-    recomputed: Recomputed | None = None
+    recomputed: RecomputeVerdict | None = None
     measured: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what a `Meter` counts, summed over the world
     seconds: dict[str, float] = field(
         default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
@@ -67,24 +75,26 @@ class Executor:
     models drop, may be set before the first step.
     """
 
-    def __init__(self, seat: Seat, exchange: Exchange, copies: Copies, arena: Arena, clip_norm: float = 0.0) -> None:
+    def __init__(
+        self, seat: RankContext, exchange: Exchange, copies: TiedCopies, arena: Arena, clip_norm: float = 0.0
+    ) -> None:
         self.seat, self.model, self.exchange, self.copies, self.arena = seat, seat.model, exchange, copies, arena
         self.clip_norm = clip_norm
         self.units = seat.ranges
-        self.loss_scale = Unscaled()
+        self.loss_scale = NoLossScale()
         self.seed = 0
         self.recheck: Callable[[], None] | None = None  # asked when a step is agreed on; it may `compute_again`
-        self.meter: Meter | None = None
+        self.meter: GradientMeter | None = None
         self.spans: SpanSink = NULL_SPANS  # told of every operation of a step
         self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
         widens = seat.working not in (None, seat.model.dtype)
-        self._bound = (WorkingCopies if widens else Bound)(seat, exchange, copies)
-        self._watch = Watch()
+        self._bound = (MixedPrecisionViews if widens else ParameterViews)(seat, exchange, copies)
+        self._watch = NanFinder()
         if isinstance(seat.model, CutModel):
             seat.model.axis.watch = self._watch
         self._stages = Stages(seat, arena, self._bound, self._watch)
-        evaluation = forward_only(seat.placed, seat.pipeline.rank)
-        self._forward_only = gathered(evaluation, exchange.gathers) if exchange.gathers else evaluation
+        evaluation = evaluation_operations(seat.placed, seat.pipeline.rank)
+        self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
             **exchange.carries_out,
             **self._stages.carries_out,
@@ -100,9 +110,9 @@ class Executor:
             Kind.AGREE: self._agree,
         }
 
-    def annotate(self, ranges: Ranges) -> None:
+    def annotate(self, ranges: ProfilerRanges) -> None:
         """Let every operation run within one of ``ranges``, until the end of the executor (local)."""
-        self._handlers = {kind: within(ranges, phase_of(kind), handler) for kind, handler in self._handlers.items()}
+        self._handlers = {kind: in_range(ranges, phase_of(kind), handler) for kind, handler in self._handlers.items()}
 
     def run(
         self,
@@ -112,7 +122,7 @@ class Executor:
         step: int,
         wishes: np.ndarray,
         first_sample: int = 0,
-    ) -> Step:
+    ) -> StepResult:
         """Run one step. Collective: every rank runs the list of its own place.
 
         ``batches`` are the micro-batches of this rank's replica, which begin with ``first_sample`` of the batch of all
@@ -126,12 +136,12 @@ class Executor:
         self.exchange.count_samples(sum(self.sizes), samples)
         self.number, self._sent, self._step = step, wishes, (operations, batches)
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
-        self.outcome = Step(loss_scale=self.loss_scale.scale)
+        self.outcome = StepResult(loss_scale=self.loss_scale.scale)
         self._stages.scale = self._scale * self.outcome.loss_scale
         self.exchange.scaled_by(self.outcome.loss_scale)
         seconds = self.outcome.seconds
         self.model.communicated_s()  # what came before the step is not of it
-        booking = Booking(operations, seconds, step, self.exchange.parameters.array, self.spans)
+        booking = PhaseTimer(operations, seconds, step, self.exchange.parameters.array, self.spans)
         for place, operation in enumerate(operations):
             self._handlers[operation.kind](operation)
             booking.done(place)

@@ -1,4 +1,8 @@
-"""Activations and their gradients between the ranks of a pipeline, and how long their memory must live."""
+"""Point-to-point messages of a pipeline: activations and their gradients, and the lifetime of their buffers.
+
+A message is named by its micro-batch, its unit and its direction. Receives are posted ahead of their use, so that
+what arrives goes straight to its place; a buffer is given back only when its send has finished.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,9 +13,9 @@ from hpcdist.comm.communicator import Request
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.pipeline import TIES
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline.tied import TIES
 from hpcdist.strategies.schedule.operations import MESSAGES, Kind, Operation
-from hpcdist.strategies.seat import Seat
 
 # Places in the arena, beside the layers of the model, which count from 0: four for each connection of units.
 RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)
@@ -21,7 +25,7 @@ LAST_TAG: Final = 32767  # that every MPI library knows
 Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `Placement.edge`)
 
 
-class Neighbours:
+class StageMessages:
     """The messages of one pipeline rank, each named by its micro-batch, its unit and its direction.
 
     Sends never block. Receives are posted ahead of their turn, so that no message waits for its receiver. Shapes follow
@@ -30,7 +34,7 @@ class Neighbours:
     where parameters and their gradients have 16 bits.
     """
 
-    def __init__(self, seat: Seat, arena: Arena) -> None:
+    def __init__(self, seat: RankContext, arena: Arena) -> None:
         self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.model.dtype
         self._placement = seat.placed
         self._edges = len(seat.model.stages) + len(seat.placed.skips)

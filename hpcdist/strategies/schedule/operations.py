@@ -1,7 +1,8 @@
-"""A training step as data: what one rank does, in order.
+"""The operations of a training step as data: the entries of the list that one rank executes in order.
 
 Schedules generate the compute operations, an exchange the others; the executor runs the list, and whatever simulates
-or verifies a schedule reads the same list.
+or verifies a schedule reads the same list. `Kind` says what an entry does, the sets below it which kinds compute, use
+parameters, send messages, or end what was started.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Which rank of a pipeline computes which units of a model.
+"""Placement of a model's units on pipeline ranks: looped or folded chunks, also called virtual stages.
 
-The units are cut into chunks of consecutive ones, also called virtual stages, and dealt out to the ranks:
+The units are cut into chunks of consecutive ones, and dealt out to the ranks:
 
     looped   chunk i to rank i mod p: with one chunk a rank the plain pipeline, with v the interleaved one of
              D. Narayanan et al. (arXiv:2104.04473, section 2.2)
@@ -14,7 +14,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """``chunks`` of consecutive units, in the order of the model, and the pipeline rank of each of them.
 
     ``skips`` are the pairs (unit, later unit that takes its output too) of a model that has some.
@@ -69,13 +69,13 @@ class Placement:
         return {unit: rank for chunk, rank in zip(self.chunks, self.ranks, strict=True) for unit in chunk}
 
 
-def looped(parts: Sequence[range], ranks: int) -> Placement:
+def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
     """Return the placement of ``parts``, v for each of ``ranks``, one after the other, v times around."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
-    return Placement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
+    return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
-def folded(parts: Sequence[range], ranks: int) -> Placement:
+def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
     """Return the placement of ``parts``, two for each of ``ranks``, to the last rank and back."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
-    return Placement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
+    return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))

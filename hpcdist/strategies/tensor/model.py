@@ -1,4 +1,9 @@
-"""The model of one rank of the tensor axis: the stages of the whole model with its part of the tensors."""
+"""The tensor-parallel model of one rank: the stages of the whole model with its part of the tensors.
+
+`cut_model` puts parallel layers in the place of local ones: linears that are cut by outputs (`ColumnLinear`) and by
+inputs (`RowLinear`), attention of the own heads, and dropout that draws what the whole model would draw. Initial
+values are those of the whole model, of which a rank keeps its own part.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +17,173 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.arena import Arena
+from hpcdist.models.attention import LocalAttention
+from hpcdist.models.dropout import LocalDropout
 from hpcdist.models.gpt import Embed
+from hpcdist.models.linear import (
+    add_to_rows,
+    affine,
+    as_matrix,
+    gradient_of_bias,
+    gradient_of_input,
+    gradient_of_weight,
+)
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
-from hpcdist.strategies.tensor.axis import TensorAxis
-from hpcdist.strategies.tensor.borders import Borders, ByRows, Whole
-from hpcdist.strategies.tensor.linear import ColumnLinear, RowLinear
-from hpcdist.strategies.tensor.parts import HeadsAttention, RowDropout
+from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
 
 
-def local(spec: TensorSpec, comm: Communicator) -> TensorSpec:
+class ColumnLinear:
+    """``y = x weight^T + bias`` for the own outputs of all tokens. Collective over the tensor axis."""
+
+    def __init__(self, borders: Borders) -> None:
+        self.borders = borders
+        self.weight_reads = ("whole",) if borders.by_rows else ("x",)
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y (..., own outputs) of all tokens for what this rank has of x (..., inputs)."""
+        saved.keep(f"{prefix}.x", x)
+        return affine(parameters, prefix, self.borders.enter(x, saved), saved)
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Write or add the gradients of the own outputs; return what this rank has of dx, a scratch array."""
+        whole = self.borders.enter(saved[f"{prefix}.x"], saved)
+        _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
+        return self._input_gradient(parameters, prefix, dy, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return what this rank has of dx, and keep what `backward_weight` needs."""
+        if self.borders.by_rows:
+            whole = self.borders.enter(saved[f"{prefix}.x"], saved)
+            saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
+        return self._input_gradient(parameters, prefix, dy, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of the own outputs (local)."""
+        _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
+
+    def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        return self.borders.enter_backward(gradient_of_input(parameters, prefix, dy, saved), saved)
+
+
+class RowLinear:
+    """``y = x weight^T + bias`` from the own inputs of all tokens. Collective over the tensor axis.
+
+    The bias is added once, after the sum over the ranks.
+    """
+
+    def __init__(self, borders: Borders) -> None:
+        self.borders = borders
+        self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return what this rank has of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
+        weight = as_matrix(parameters[f"{prefix}.weight"])
+        outputs, inputs = weight.shape
+        saved.keep(f"{prefix}.x", x)
+        partial = self.borders.partial((*x.shape[:-1], outputs), x.dtype, f"{prefix}.y", saved)
+        namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=partial.reshape(-1, outputs))
+        y = self.borders.leave(partial, f"{prefix}.y", saved)
+        bias = parameters.get(f"{prefix}.bias")
+        if bias is not None:
+            add_to_rows(y.reshape(-1, outputs), bias)
+        return y
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias; return dx of all tokens.
+
+        dx is a scratch array.
+        """
+        whole = self.borders.leave_backward(dy, saved)
+        if f"{prefix}.bias" in parameters:
+            gradient_of_bias(gradients, prefix, dy)
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+        return gradient_of_input(parameters, prefix, whole, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx of all tokens, and keep what `backward_weight` needs."""
+        whole = self.borders.leave_backward(dy, saved)
+        if self.borders.by_rows:
+            saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
+        return gradient_of_input(parameters, prefix, whole, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias (local)."""
+        if f"{prefix}.bias" in parameters:
+            gradient_of_bias(gradients, prefix, dy)
+        whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+
+
+def _weight_gradients(
+    parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved
+) -> None:
+    gradient_of_weight(gradients, prefix, dy, x, saved)
+    if f"{prefix}.bias" in parameters:
+        gradient_of_bias(gradients, prefix, dy)
+
+
+class HeadParallelAttention(LocalAttention):
+    """Attention of the own heads, of as many on every rank of the tensor axis."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis = axis
+
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
+    ) -> Array:
+        """Return (batch, context, own width) for the own heads, of queries and of keys and values."""
+        heads = qkv.shape[-1] // head_size // (3 if kv is None else 1)
+        own = part or (self._axis.rank * heads, self._axis.size * heads)
+        return super().forward(qkv, head_size, saved, name, dropout, own, kv, causal)
+
+
+class RowDropout:
+    """Dropout of the own rows (rows, columns) of activations that are cut by tokens."""
+
+    def __init__(self, borders: SequenceBorders) -> None:
+        self._borders, self._local = borders, LocalDropout()
+
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return x, which is overwritten."""
+        return self._local.forward(x, rate, site, saved, self._borders.first_token(x), self._borders.context)
+
+    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return dx, a scratch array; dy itself where nothing was dropped."""
+        return self._local.backward(dy, rate, site, saved, self._borders.first_token(dy), self._borders.context)
+
+
+def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
     """Return what this rank of the tensor axis ``comm`` has of ``spec``: as even parts as there can be (local)."""
     if spec.cut is None or comm.size == 1:
         return spec
@@ -45,11 +205,11 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
             "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"
         )
     axis = TensorAxis(comm, algorithm)
-    borders: Borders = Whole(axis)
+    borders: Borders = ReplicatedBorders(axis)
     classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
     operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:
-        borders = by_rows = ByRows(axis, model.stages[-1].output_shape(1)[1])
+        borders = by_rows = SequenceBorders(axis, model.stages[-1].output_shape(1)[1])
         operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     last = len(model.stages) - 1
@@ -68,7 +228,7 @@ def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
         embed=VocabularyEmbedding(borders, own, vocabulary),
-        attention=HeadsAttention(borders.axis),
+        attention=HeadParallelAttention(borders.axis),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
     )
 
@@ -103,7 +263,7 @@ class CutStage:
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
         self._borders, self._classes = borders, classes
-        self._specs = tuple(local(spec, borders.axis.comm) for spec in inner.tensors())
+        self._specs = tuple(local_part(spec, borders.axis.comm) for spec in inner.tensors())
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the own parts, in the order of the whole ones."""

@@ -1,8 +1,8 @@
-"""Tensors that every rank of the tensor axis has whole: norms, biases behind a sum, positions.
+"""Replicated tensors of the tensor axis: norms, biases behind a sum, and positions, which every rank has whole.
 
-They count once in norms and checkpoints, and are the same bits on all ranks. Where activations are cut by tokens, each
-rank's gradient is that of its own rows, and the sum over the axis is taken once a step: behind the sums over the data
-axis, so that a rank sends no more than its optimizer steps.
+They count once in norms and checkpoints, and are the same bits on all ranks. Where activations are cut by tokens,
+each rank's gradient is that of its own rows, and the sum over the axis is taken once a step: behind the sums over the
+data axis, so that a rank sends no more than its optimizer steps.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,8 @@
-"""Embedding and cross entropy with the vocabulary cut over the tensor axis. No logits are gathered."""
+"""Vocabulary parallelism: embedding and cross entropy with the vocabulary cut over the tensor axis.
+
+No logits are gathered: ranks exchange the largest logit, the sum of exponentials and the logit of the target for each
+token. Kernels for the host and the device stand below the classes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +17,7 @@ from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.ordered import largest
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.models.tokens import as_indices, check_tokens
-from hpcdist.strategies.tensor.borders import Borders
+from hpcdist.strategies.tensor.axis import Borders
 
 
 class VocabularyEmbedding:

@@ -1,11 +1,8 @@
-"""ZeRO (Rajbhandari et al., arXiv:1910.02054): no two replicas need keep the same part of a model and of its state.
+"""The ZeRO exchange (Rajbhandari et al., arXiv:1910.02054): reduce-scatter, update of the own shard, all-gather.
 
-Every layer is cut over the replicas, and each rank updates its own cut:
-
-    reduce-scatter of gradients  ->  update of the own cut  ->  all-gather of parameters
-
-Parameters, gradients and optimizer state each have a sharding degree, d_p | d_g | d_o | p, on p replicas (see
-`levels`). The three stages are special cases, and so are others' ideas:
+Every layer is cut over the replicas, and each rank updates its own cut: no two replicas need keep the same part of a
+model and of its state. Parameters, gradients and optimizer state each have a sharding degree, d_p | d_g | d_o | p, on
+p replicas (see `levels`). The three stages are special cases, and so are others' ideas:
 
     zero1   (1, 1, p)    zero2   (1, p, p)    zero3   (p, p, p)
     MiCS (Zhang et al., arXiv:2205.00119)                     (d, d, d)   d ranks hold a model; all else are replicas
@@ -29,15 +26,16 @@ more memory), ``keep_parameters`` gathers once and keeps to the last use (Psi mo
 Else what is kept of a model takes Psi/d_p + Psi/d_g + K Psi/d_o, with K = 2 for Adam, and where d_p or d_g is above 1
 memory for whole layers on top: the largest one, or two.
 
-Over logical shards (see `hpcdist.strategies.logical_shards`) cuts decide no bit. Parameters travel as above, gradients
-once a step, k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two. What a rank sums of them before is of whole
-layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless every rank has one shard (see
-`trees`).
+Over logical shards (see `hpcdist.strategies.core.logical_shards`) cuts decide no bit. Parameters travel as above,
+gradients once a step, to all owners: k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two (`LayerTrees`, in
+the order of `hpcdist.collectives.fixed_tree`). Each rank first sums what it can without the others, and these partial
+sums are of whole layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless every rank has
+one shard.
 
-A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
-A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o) after its
-update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as before. So does
-a layer with a tensor that another stage of a pipeline has a copy of.
+A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends
+less. A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o)
+after its update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as
+before. So does a layer with a tensor that another stage of a pipeline has a copy of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,32 +44,56 @@ from dataclasses import replace
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.logical_shards import LogicalShards
-from hpcdist.strategies.node_parameters import NodeParameters
-from hpcdist.strategies.offload import Offload
-from hpcdist.strategies.owner import Owner, OwnerExchange
-from hpcdist.strategies.pipeline import ties
+from hpcdist.strategies.core.exchange import Handlers, pieces_of
+from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
+from hpcdist.strategies.pipeline.tied import tied_tensors
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.replicated import counted
-from hpcdist.strategies.zero.behind import Behind, overlap_of, transient
+from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
-from hpcdist.strategies.zero.order import Order
-from hpcdist.strategies.zero.trees import LayerTrees
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero.node_parameters import NodeParameters
+from hpcdist.strategies.zero.offload import Offload
+from hpcdist.strategies.zero.overlap import LockStepGuard, ZeroOverlap, overlap_of, transient_layers
+
+
+class LayerTrees:
+    """A tree for each layer that ``levels`` cuts. Collective over the data axis, but where it says local."""
+
+    def __init__(self, shards: LogicalShards, levels: Levels) -> None:
+        self._shards, self._levels = shards, levels
+        self._trees = {layer: shards.tree() for layer in levels.cuts}
+        self._owners = {layer: levels.owners(layer) for layer in levels.cuts}
+
+    def add(self, layer: int, microbatch: int, store: FlatStore) -> None:
+        """Take in the gradients of a shard of a layer that is not the last one here (local)."""
+        self._take_in(layer, microbatch, store, copy=True)
+
+    def reduce(self, layer: int, microbatch: int, store: FlatStore) -> None:
+        """Take in those of the last one, and put the sum over all shards in the place of the own cut.
+
+        What ``store`` holds of the layer beyond that is undefined afterwards.
+        """
+        self._take_in(layer, microbatch, store, copy=False)
+        self._trees[layer].reduce_scatter(store.range(self._levels.cuts[layer][WHOLE]), self._owners[layer])
+
+    def _take_in(self, layer: int, microbatch: int, store: FlatStore, *, copy: bool) -> None:
+        whole = store.range(self._levels.cuts[layer][WHOLE])
+        self._shards.add(self._trees[layer], microbatch, whole, copy=copy)
+
 
 _DEFAULT = ZeroConfig()
 
 
-class ZeroExchange(OwnerExchange):
+class ZeroExchange(ShardedUpdateExchange):
     """ZeRO ``stage`` 1, 2 or 3, or what ``config`` makes of it. Collective over the data axis, but where it says local.
 
     ``parameters`` holds the whole of layers that stay gathered, and the shard of the others.
     """
 
     def __init__(
-        self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT, shards: LogicalShards | None = None
+        self, seat: RankContext, stage: int, config: ZeroConfig = _DEFAULT, shards: LogicalShards | None = None
     ) -> None:
         super().__init__(seat, shards)
         self.degrees = self._over = config.degrees(stage, seat.data.size)
@@ -88,21 +110,23 @@ class ZeroExchange(OwnerExchange):
         self.accumulates = self._keeps_gradients and shards is None
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
-        self._copied = {tie.unit for tie in ties(seat.model, seat.placed)}  # to other stages, which get the whole
+        self._copied = {
+            tie.unit for tie in tied_tensors(seat.model, seat.placed)
+        }  # to other stages, which get the whole
         self._layer_at = {part: seat.model.stages[unit].layer for unit, part in seat.ranges.items()}
         cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
         self._cut_layers = {seat.model.stages[unit].layer for unit in cut}
         self.gathers: Mapping[int, Sequence[int]] = (
             {unit: [used for used in needs if used in cut] for unit, needs in seat.model.needs.items()} if cut else {}
         )
-        self._order = Order(seat.data, seat.agree_algorithm)
+        self._order = LockStepGuard(seat.data, seat.agree_algorithm)
         ahead = self.overlap if self.ahead else None
-        self._whole_parameters = transient(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS), ahead)
+        self._whole_parameters = transient_layers(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS), ahead)
         whole = () if self._keeps_gradients else seat.units
-        self._whole_gradients = transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS), self.overlap)
+        self._whole_gradients = transient_layers(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS), self.overlap)
         own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
         self._node = NodeParameters(seat, [*map(levels.of_all, levels.cuts)]) if config.shared_parameters else None
-        self.owner = Owner(
+        self.owner = ShardedUpdate(
             self._stepped(own),
             self._keep_gradients(),
             self._offload.optimizer(own),
@@ -124,10 +148,10 @@ class ZeroExchange(OwnerExchange):
             Kind.COMMIT: self.commit,
             **self.owner.carries_out,
         }
-        self._behind: Behind | None = None
+        self._behind: ZeroOverlap | None = None
         if self.overlap is not None:
             how = (self._layer_of, self.gradients_at, self._place, self._take_in)
-            self._behind = Behind(self.overlap, levels, self._order, *how)
+            self._behind = ZeroOverlap(self.overlap, levels, self._order, *how)
             self.carries_out = {**self.carries_out, **self._behind.carries_out}
 
     def _is_cut(self, unit: int, persistent_below: int) -> bool:
@@ -298,3 +322,6 @@ class ZeroExchange(OwnerExchange):
         """Return this rank's share, by bytes, of the own cuts: what several ranks own is written once."""
         own = counted(self.seat.layout, self.levels.of_replicas(self.owner.parts), self.seat.tensor)
         return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)
+
+
+__all__ = ["ZeroExchange"]

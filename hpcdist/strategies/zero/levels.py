@@ -1,4 +1,4 @@
-"""The nested cuts of every layer over the data axis, and the ways down and up along them.
+"""The nested cuts of every layer over the data axis: reduce-scatters down, all-gathers up along them.
 
 A layer is cut over the ranks of a parameter group; each of these shards once more, over the ranks of a gradient group
 that hold it; each of those over the ranks of an optimizer group. Groups are blocks of consecutive data ranks:
@@ -22,9 +22,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.logical_shards import ALGORITHM
-from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.zero_config import Degrees
+from hpcdist.strategies.core.logical_shards import ALGORITHM
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.zero.config import ShardingDegrees
 
 WHOLE: Final = 0  # indices into the cuts of a layer
 PARAMETERS: Final = 1
@@ -40,7 +40,7 @@ class Levels:
     the model once, ``replicas`` those with the same last cut; None where this rank is alone.
     """
 
-    def __init__(self, seat: Seat, degrees: Degrees) -> None:
+    def __init__(self, seat: RankContext, degrees: ShardingDegrees) -> None:
         self._data, self._made = seat.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), seat.dtype.itemsize
@@ -71,7 +71,7 @@ class Levels:
                 self._made[inner, outer] = data.split(color, data.rank, f"data of {inner} in {outer}")
         return self._made[inner, outer]
 
-    def _way(self, seat: Seat) -> Sharding:
+    def _way(self, seat: RankContext) -> Sharding:
         if self.algorithm == ALGORITHM:
             return SHARDED["ring"]  # hands round what the trees have summed
         ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
@@ -175,7 +175,7 @@ class Levels:
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
 
 
-def _alike(seat: Seat) -> str:
+def _alike(seat: RankContext) -> str:
     """Return the algorithm, or the ring where the ranks of a tensor axis would be given other cuts. Collective.
 
     Those of ``hierarchical`` follow the nodes, and where tensor groups lie across nodes so may the replicas of one of

@@ -1,0 +1,209 @@
+"""Error feedback: residuals of compression through skipped steps, checkpoints, and changes of the ranks.
+
+Each of the p ranks that exchange payloads has residuals of its own, and their sum is what the run still owes its
+parameters. For as many ranks again a checkpoint gives every rank its own back, to the bit. For another number each
+new rank takes the sums over all old ranks in a share of the elements, and zeros elsewhere: nothing is lost, nothing
+counts twice, and every byte is read once. A checkpoint without residuals, of a run that did not compress, begins with
+zeros.
+
+`ErrorFeedbackExchange` is the base class of exchanges with residuals. Gradients are encoded as float32 and in
+unscaled units: 16-bit working gradients are widened and divided by the loss scale before, so that what is fed back
+means the same whatever becomes of the scale.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.workspace import scratch
+from hpcdist.compression.feedback import RESIDUAL, ErrorFeedback
+from hpcdist.errors import StorageError
+from hpcdist.optim import kernels
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
+from hpcdist.strategies.tensor.replicated import counted
+
+STATE: Final = "residuals"  # the number of ranks that had some, among the numbers of a checkpoint
+
+
+class RankNumber(Protocol):
+    """One of several ranks, as a communicator counts them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+
+class Residuals:
+    """The residuals of this rank for ``parts``, one of those in ``comm``. All of it is local.
+
+    ``can_roll_back`` where a step may be given up after its gradients were encoded.
+    """
+
+    def __init__(self, seat: RankContext, comm: RankNumber, parts: Sequence[Range], *, can_roll_back: bool) -> None:
+        self.rank, self.ranks, self._can_roll_back = comm.rank, comm.size, can_roll_back
+        self._seat, self._before = seat, comm.size
+        self.feedback = ErrorFeedback(seat.layout, parts, on=seat.on, can_roll_back=can_roll_back, ledger=seat.ledger)
+        self._store = self.feedback.residuals
+        self._taken: list[FlatStore] = []  # of another number of ranks, while a checkpoint is read
+
+    def keep(self) -> None:
+        """End a step that is applied."""
+        self.feedback.keep()
+
+    def settle(self) -> None:
+        """End a step that was given up, if there was one: residuals are those of before it.
+
+        Where they cannot be, nothing goes on from here: the run has met a gradient that is not finite.
+        """
+        if self._can_roll_back:
+            self.feedback.rollback()
+        else:
+            self.feedback.keep()
+
+    def pieces(self) -> list[Piece]:
+        """Return views of the residuals, of a kind of this rank's own."""
+        self.settle()
+        return self._pieces_of(self._store, self.rank, counted(self._seat.layout, self._store.parts, self._seat.tensor))
+
+    def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
+        return [
+            Piece.of(_kind(rank), segment, touched, store.contents(touched))
+            for part in parts
+            for segment, touched in store.layout.within(part)
+        ]
+
+    def foresee(self, state: Mapping[str, Any]) -> None:
+        """Take note of the numbers of the checkpoint that is about to be read: `wanted` follows them."""
+        ranks = state.get(STATE, self.ranks)
+        if not (isinstance(ranks, int) and ranks > 0):
+            raise StorageError(f"the checkpoint says that {ranks!r} ranks had residuals of compression; it is damaged")
+        self._before = ranks
+
+    def wanted(self) -> list[Piece]:
+        """Return where residuals of a checkpoint go; it may have none."""
+        if self._before == self.ranks:
+            return self._pieces_of(self._store, self.rank, self._store.parts)
+        own = [_share(part, self.ranks)[self.rank] for part in self._store.parts]
+        self._taken = [FlatStore(self._store.layout, self._store.dtype, own, on=self._seat.on) for _ in self.old]
+        return [
+            piece for rank, store in zip(self.old, self._taken, strict=True)
+            for piece in self._pieces_of(store, rank, store.parts)
+        ]  # fmt: skip
+
+    @property
+    def old(self) -> range:
+        """The ranks that had residuals in the checkpoint that is read."""
+        return range(self._before)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the pieces of `wanted` are called; each may be missing."""
+        return tuple(map(_kind, self.old))
+
+    def restored(self) -> None:
+        """Take what was read: sums of all old ranks, where their number was another one."""
+        if self._before == self.ranks:
+            return
+        self._store.zero()
+        for taken in self._taken:
+            for part in taken.parts:
+                self._store.add(part, taken.range(part))
+        self._taken, self._before = [], self.ranks
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the pieces."""
+        return {STATE: self.ranks}
+
+
+def _kind(rank: int) -> str:
+    return f"{RESIDUAL}.{rank}"
+
+
+def _share(part: Range, ranks: int) -> list[Range]:
+    return [share.shift(part.start) for share in split(part.size, ranks, np.dtype(np.float32).itemsize)]
+
+
+_FLOAT32: Final = np.dtype(np.float32)
+
+
+class ErrorFeedbackExchange(ShardedUpdateExchange):
+    """An exchange that may have ``residuals``. To stand before the exchange that it adds them to.
+
+    A subclass opens the step when it encodes, and gives up one that is still open at its `begin`.
+    """
+
+    residuals: Residuals | None = None
+    _is_open = False  # gradients were encoded that are not applied yet
+
+    def _give_up(self) -> None:
+        """Forget a step that was given up, if there was one (local)."""
+        if self._is_open and self.residuals is not None:
+            self.residuals.settle()
+        self._is_open = False
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step: what was encoded of its gradients counts."""
+        self._is_open = False
+        if self.residuals is not None:
+            self.residuals.keep()
+        super().begin_update(scale)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return also this rank's residuals."""
+        self._give_up()
+        return [*super().pieces(), *([] if self.residuals is None else self.residuals.pieces())]
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Take note of whose residuals a checkpoint has; it may lack all of them (local)."""
+        found = set(super().foresee(state))
+        if self.residuals is not None:
+            self.residuals.foresee(state)
+            found |= set(self.residuals.kinds)
+        return found
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return also where residuals go."""
+        return [*super().wanted(), *([] if self.residuals is None else self.residuals.wanted())]
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock, and how many ranks have residuals."""
+        return super().state() | ({} if self.residuals is None else self.residuals.state())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there."""
+        super().restore(state)
+        if self.residuals is not None:
+            self.residuals.restored()
+
+
+def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
+    """Return ``gradients`` themselves, or float32 copies of 16-bit ones without their loss scale (local).
+
+    Copies are written to ``wide``; without it they last until the next ones are made.
+    """
+    if gradients.dtype == _FLOAT32:
+        return gradients
+    if wide is None:
+        wide = scratch("compressed.widened", gradients.size, _FLOAT32, gradients)
+    kernels.widen(gradients, wide)
+    wide *= np.float32(1.0 / loss_scale)
+    return wide
+
+
+def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
+    """Write ``values``, which `unscaled` returned, to 16-bit ``gradients`` with their loss scale (local)."""
+    if values is not gradients:
+        values *= np.float32(loss_scale)
+        kernels.round_into(values, gradients)

@@ -1,0 +1,292 @@
+"""Reductions of compressed gradients over the ranks of a communicator, to the same bits on all of them.
+
+With n values and p ranks, c the bytes of a payload of one value, a rank sends
+
+  QuantisedReduction  2 (p-1)/p c n    each share goes to its owner, who sums in float32 and hands the sum on, encoded
+                                       once more: two errors of the compressor in all, whatever p (qgZ of ZeRO++, Wang
+                                       et al., arXiv:2306.10209). Along a ring each of p-1 partial sums would be
+                                       encoded again.
+  GatheredReduction   (p-1) c n        every rank gets the payloads of all others and adds them in order of ranks:
+                                       sums of sparse payloads are less sparse
+  PayloadAllreduce    2 (p-1)/p c n    payloads of which sums decode to sums: an allreduce of them
+
+What a rank owns of a quantised sum does not travel, so it is not encoded before it is summed. The residuals of error
+feedback are those of what the rank encodes: its gradients in the shares of others, the sum in its own. So one
+residual per element is enough, and each counts once in what a later sum makes up for.
+
+`InterNodeReduction` compresses between nodes only. The ranks of a node sum in float32, since links within a node are
+fast and a float32 sum there costs no error; each of its l ranks has a share of that sum, and exchanges it with the
+ranks of the same number in the other nodes. With n values on k nodes a rank sends 2 n 4 (l-1)/l bytes within its
+node, and what the reduction between nodes sends of n/l values for k ranks.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Final, Protocol
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives.pieces import wait_all
+from hpcdist.collectives.sharded import SHARDED
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm import checked
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.compression.compressor import align
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.compressed.coder import GradientCoder
+from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
+
+# Of a message between nodes, below what MPI libraries send at once. Longer ones are announced first, and Open MPI's
+# answer over TCP waits behind the data that goes the same way: two hosts that send each other 1 MiB over 100 Mbit/s
+# take half as long again, or twice as long.
+SEGMENT_BYTES: Final = 60 << 10
+_BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+class CompressedReduction(Protocol):
+    """Sums float32 gradients in place."""
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """How often every value is encoded and decoded by a rank, on average."""
+        ...
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return the ranges of ``part``, disjoint and ascending, of which this rank may have residuals (local)."""
+        ...
+
+    def allreduce(self, values: Array, part: Range) -> None:
+        """Sum the ``values`` of ``part``, a range of the flat space. Collective over its communicator."""
+        ...
+
+
+class _Messages:
+    """Messages of bytes over ``comm``, in segments where it has several nodes. Construction is collective over it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._longest = SEGMENT_BYTES if comm.nodes().count > 1 else sys.maxsize
+
+    def _segments(self, row: Array) -> list[Array]:
+        return [row[start : start + self._longest] for start in range(0, row.size, self._longest)]
+
+    def send(self, row: Array, peer: int) -> list[Request]:
+        """Begin to send ``row`` to ``peer``; nothing where it is empty (local)."""
+        return [self._comm.isend(segment, peer) for segment in self._segments(row)]
+
+    def receive(self, row: Array, peer: int) -> list[Request]:
+        """Begin to receive ``row`` from ``peer`` (local)."""
+        return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
+
+    def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
+        """Fill the own row by ``encode``, bring all to everybody and ``take`` them in order of ranks. Collective."""
+        rank, size = self._comm.rank, self._comm.size
+        receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
+        encode()
+        ahead = [(rank + distance) % size for distance in range(1, size)]
+        sends = [request for peer in ahead for request in self.send(rows[rank], peer)]
+        for peer in range(size):
+            wait_all(receives.get(peer, ()))
+            take(peer)
+        wait_all(sends)
+
+
+class QuantisedReduction:
+    """Every share to its owner, float32 sums, one further encoding, and every sum to everybody."""
+
+    def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
+        self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Encoded by all but the owner, and once by it; decoded by the owner as often, and once by everybody."""
+        return 1.0, 2.0 - 1.0 / self.comm.size
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return all of it: shares of others, and sums of the own one."""
+        return [part]
+
+    def shares(self, part: Range) -> list[Range]:
+        """Return what each rank owns of ``part`` (local)."""
+        return [share.shift(part.start) for share in split(part.size, self.comm.size, _FLOAT32.itemsize)]
+
+    def allreduce(self, values: Array, part: Range) -> None:
+        """Sum ``values`` (part.size,) in place. Collective."""
+        shares = self.shares(part)
+        self.reduce_scatter(values, part, shares)
+        self.all_gather(values, part, shares)
+
+    def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
+        """Sum ``values`` of ``part`` to the ``shares`` of the ranks, ranges within it, in place. Collective.
+
+        Own values first, then those of the others in order of ranks, in float32; the sum is not encoded. What
+        ``values`` hold beyond the own share is undefined afterwards.
+        """
+        comm, own = self.comm, shares[self.comm.rank]
+        _compare(comm, "reduce_scatter", self.coder, part, shares)
+        rows = _rows("compressed.arrived", [self.coder.message(own).nbytes] * comm.size, values)
+        others = [peer for peer, row in enumerate(rows) if peer != comm.rank and row.size]
+        receives = {peer: self._messages.receive(rows[peer], peer) for peer in others}
+        sends = self._send_shares(values, part, shares)
+        total = _within(values, part, own)
+        for peer in others:
+            wait_all(receives[peer])
+            self.coder.add(rows[peer], own, total)
+        wait_all(sends)
+
+    def _send_shares(self, values: Array, part: Range, shares: Sequence[Range]) -> list[Request]:
+        """Encode and send the shares of the others, the next rank's first, so that no rank is everybody's first."""
+        comm, sent = self.comm, list[Request]()
+        rows = _rows("compressed.outgoing", [self.coder.message(share).nbytes for share in shares], values)
+        for distance in range(1, comm.size):
+            peer = (comm.rank + distance) % comm.size
+            if rows[peer].size:
+                self.coder.encode(_within(values, part, shares[peer]), shares[peer], rows[peer])
+                sent += self._messages.send(rows[peer], peer)
+        return sent
+
+    def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
+        """Fill ``values`` from the shares of the ranks, each encoded by its owner, who decodes it too. Collective."""
+        comm = self.comm
+        _compare(comm, "all_gather", self.coder, part, shares)
+        rows = _rows("compressed.arrived", [self.coder.message(share).nbytes for share in shares], values)
+        self._messages.gather_and_take(
+            rows,
+            lambda: self.coder.encode(_within(values, part, shares[comm.rank]), shares[comm.rank], rows[comm.rank]),
+            lambda peer: self.coder.decode(rows[peer], shares[peer], _within(values, part, shares[peer])),
+        )
+
+
+class GatheredReduction:
+    """The payloads of all ranks to everybody."""
+
+    def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
+        self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Encoded once, and decoded from every rank."""
+        return 1.0, float(self.comm.size)
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return all of it."""
+        return [part]
+
+    def allreduce(self, values: Array, part: Range) -> None:
+        """Sum ``values`` (part.size,) in place: zeros, and what each rank sends in order of ranks. Collective."""
+        comm = self.comm
+        _compare(comm, "gather", self.coder, part, [part])
+        rows = _rows("compressed.arrived", [self.coder.message(part).nbytes] * comm.size, values)
+
+        def take(peer: int) -> None:
+            if peer == 0:
+                values[...] = 0
+            self.coder.add(rows[peer], part, values)
+
+        self._messages.gather_and_take(rows, lambda: self.coder.encode(values, part, rows[comm.rank]), take)
+
+
+class PayloadAllreduce:
+    """An allreduce of payloads: those of one unit name the same elements on all ranks, so the coder's rank is 0."""
+
+    def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
+        assert coder.compressor.is_linear and coder.rank == 0
+        self.comm, self.coder, self.algorithm = comm, coder, algorithm
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Encoded once, and the sum decoded once."""
+        return 1.0, 1.0
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return all of it."""
+        return [part]
+
+    def allreduce(self, values: Array, part: Range) -> None:
+        """Sum ``values`` (part.size,) in place. Collective."""
+        message, compressor = self.coder.message(part), self.coder.compressor
+        payloads = scratch("compressed.arrived", message.nbytes, _BYTES, values)
+        self.coder.encode(values, part, payloads)
+        floats = [compressor.summable(payloads[unit.place.slice]) for unit in message.units]
+        total = scratch("compressed.summed", sum(piece.size for piece in floats), _FLOAT32, values)
+        ends = np.cumsum([0, *(piece.size for piece in floats)]).tolist()
+        for piece, start in zip(floats, ends, strict=False):
+            total[start : start + piece.size] = piece
+        collectives.allreduce(self.comm, total, self.algorithm)
+        for piece, start in zip(floats, ends, strict=False):
+            piece[...] = total[start : start + piece.size]
+        self.coder.decode(payloads, part, values)
+
+
+def _within(values: Array, part: Range, share: Range) -> Array:
+    return values[share.shift(-part.start).slice]
+
+
+def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
+    """Return scratch memory for messages of these ``sizes`` in bytes, each where payloads may begin (local)."""
+    starts = list(accumulate(map(align, sizes), initial=0))
+    memory = scratch(name, starts[-1], _BYTES, like)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, shares: Sequence[Range]) -> None:
+    """Where calls are checked, raise on all ranks unless they are about to do the same. Collective over ``comm``."""
+    if comm.checked and comm.size > 1:
+        count = f"{part.size} in {len(shares)} shares"
+        checked.compare(comm, checked.Call(f"compressed {call}", coder.compressor.name, "float32", count))
+
+
+def inter_node(data: Communicator) -> Communicator:
+    """Return the ranks that stand for the same share, one of each node. Collective over ``data``.
+
+    Raises ConfigurationError, on every rank, where nodes have different numbers of ranks.
+    """
+    nodes = data.nodes()
+    if not nodes.uniform:
+        raise ConfigurationError(
+            f"compression.across_nodes = true with {', '.join(str(len(own)) for own in nodes.members)} data ranks on "
+            f"{nodes.count} nodes: each needs as many as the others; start equally many ranks on each node, or set it "
+            "to false"
+        )
+    return nodes.peers
+
+
+class InterNodeReduction:
+    """See `hpcdist.strategies.compressed.reduction.CompressedReduction`; ``way`` is that over `between_nodes`."""
+
+    def __init__(self, data: Communicator, way: CompressedReduction) -> None:
+        self._way = way
+        self._node, self._sharding = data.nodes().intra, SHARDED["ring"]
+
+    def _shares(self, part: Range) -> list[Range]:
+        """Return what each rank of the node stands for, from the start of ``part``: whole tensors for factors."""
+        shares = self._sharding.shares(self._node, part.size, np.dtype(np.float32).itemsize)
+        if not isinstance(self._way, PowerSgdReduction):
+            return shares
+        starts = [where.start - part.start for _, where in self._way.layout.within(part)]
+        edges = [0, *(min([*starts, part.size], key=lambda at: abs(at - share.stop)) for share in shares[:-1])]
+        return [Range(start, stop) for start, stop in pairwise([*edges, part.size])]
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Those of the way between nodes, for a share."""
+        encodes, decodes = self._way.passes
+        return encodes / self._node.size, decodes / self._node.size
+
+    def kept(self, part: Range) -> list[Range]:
+        """Return what the way between nodes keeps of this rank's share."""
+        own = self._shares(part)[self._node.rank].shift(part.start)
+        return self._way.kept(own) if own else []
+
+    def allreduce(self, values: Array, part: Range) -> None:
+        """Sum ``values`` (part.size,) in place. Collective over the data axis."""
+        shares = self._shares(part)
+        own = shares[self._node.rank]
+        self._sharding.reduce_scatter(self._node, values, shares)
+        if own:
+            self._way.allreduce(values[own.slice], own.shift(part.start))
+        self._sharding.all_gather(self._node, values, shares)

@@ -1,0 +1,118 @@
+"""Compressors and reductions by the names of a recipe.
+
+`compressor` makes a quantiser or sparsifier, `bucket_reduction` what sums the gradients of a rank with it: the
+buckets, their coder, and the reduction of `hpcdist.strategies.compressed.reduction` that suits the compressor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
+from hpcdist.comm.communicator import Communicator
+from hpcdist.compression.adaptive import Adaptive
+from hpcdist.compression.blockwise import NEAREST, STOCHASTIC, Blockwise
+from hpcdist.compression.casts import BFloat16, Float16
+from hpcdist.compression.compressor import Compressor
+from hpcdist.compression.qsgd import Qsgd
+from hpcdist.compression.randomk import RandomK
+from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.topk import TopK
+from hpcdist.strategies.allreduce import buckets_of_layers
+from hpcdist.strategies.compressed.coder import GradientCoder
+from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig
+from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
+from hpcdist.strategies.compressed.reduction import (
+    CompressedReduction,
+    GatheredReduction,
+    InterNodeReduction,
+    PayloadAllreduce,
+    QuantisedReduction,
+    inter_node,
+)
+from hpcdist.strategies.core.rank_context import RankContext
+
+# Integers are rounded to nearest where what that loses is fed back, else by draws: without bias.
+_MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
+    "float16": lambda config: Float16(),
+    "bfloat16": lambda config: BFloat16(),
+    "int8": lambda config: Blockwise(bits=8, rounding=NEAREST if config.error_feedback else STOCHASTIC),
+    "int4": lambda config: Blockwise(bits=4, rounding=NEAREST if config.error_feedback else STOCHASTIC),
+    "adaptive": lambda config: Adaptive(),
+    "qsgd": lambda config: Qsgd(bits=config.bits),
+    "sign": lambda config: SignSgd(),
+    "topk": lambda config: TopK(density=config.density),
+    "randomk": lambda config: RandomK(density=config.density, scaled=not config.error_feedback),
+}
+
+
+def compressor(name: str, config: CompressionConfig) -> Compressor:
+    """Return the compressor ``name``, one of `config.QUANTISED` or `config.SPARSE` (local)."""
+    return _MAKE[name](config)
+
+
+_ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of what is encoded, whatever gradients are kept as
+
+
+@dataclass(frozen=True)
+class BucketReduction:
+    """How the gradients of a seat are summed over the ranks of ``comm``, bucket by bucket.
+
+    ``codes`` holds the state between steps; ``way`` is what sums: itself, or something around it.
+    """
+
+    comm: Communicator
+    buckets: tuple[Range, ...]
+    codes: GradientCoder | PowerSgdReduction
+    way: CompressedReduction
+
+    def kept(self) -> list[Range]:
+        """Return the ranges of which this rank may have residuals, ascending (local)."""
+        found = [part for bucket in self.buckets for part in self.way.kept(bucket)]
+        return sorted(found, key=lambda part: part.start)
+
+
+def bucket_reduction(seat: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
+    """Return how ``name`` sums over the data axis of ``seat``, without feedback. Collective over it.
+
+    Raises ConfigurationError where nodes that ``config`` tells apart have different numbers of ranks.
+    """
+    comm = inter_node(seat.data) if config.across_nodes else seat.data
+    found = tuple(bucket for part in reversed(seat.parts) for bucket in _cut(seat, name, part))
+    codes, way = _way(seat, comm, found, name, config, seed)
+    return BucketReduction(comm, found, codes, InterNodeReduction(seat.data, way) if config.across_nodes else way)
+
+
+def _cut(seat: RankContext, name: str, part: Range) -> list[Range]:
+    """Return the buckets of ``part``, in the order in which gradients are complete (local).
+
+    They are as long as those of float32 gradients. Factors are of whole tensors, and each bucket of them takes two
+    rounds of messages: theirs are as many layers as make such a bucket.
+    """
+    if name not in LOW_RANK:
+        # The draws of a piece are named by the line that it begins in: no two begin in the same one.
+        return buckets_of_layers(seat.layout, _ITEMSIZE, align_up(seat.bucket_bytes, ALIGN_BYTES), part)
+    found: list[Range] = []
+    stop = part.stop
+    layers = (unit for unit in seat.layout.units.values() if unit.intersect(part))
+    for layer in sorted(layers, reverse=True):
+        if (stop - layer.start) * _ITEMSIZE >= seat.bucket_bytes or layer.start == part.start:
+            found.append(Range(layer.start, stop))
+            stop = layer.start
+    return found
+
+
+def _way(
+    seat: RankContext, comm: Communicator, parts: tuple[Range, ...], name: str, config: CompressionConfig, seed: int
+) -> tuple[GradientCoder | PowerSgdReduction, CompressedReduction]:
+    if name in LOW_RANK:
+        factors = PowerSgdReduction(comm, seat.layout, parts, config.rank, seed, seat.algorithm, seat.on)
+        return factors, factors
+    made = compressor(name, config)
+    # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
+    coder = GradientCoder(seat.layout, made, seed, 0 if name in SUMMED else comm.rank)
+    if name in QUANTISED:
+        return coder, QuantisedReduction(comm, coder)
+    return coder, PayloadAllreduce(comm, coder, seat.algorithm) if name in SUMMED else GatheredReduction(comm, coder)

@@ -1,0 +1,263 @@
+"""The exchange protocol between a training step and the strategy that turns gradients into parameters.
+
+The executor drives every strategy through `Exchange`: begin a step, handle the communication operations, agree on
+loss and norm, update, save and restore. `BackgroundCollectives` runs collectives of an exchange while other layers
+are computed: sums of gradients behind a backward, and parameters that are gathered ahead. It measures the seconds for
+which a rank had to wait for them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives import nonblocking
+from hpcdist.collectives.progress import Handle
+from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero.config import ShardingDegrees
+
+
+@dataclass(frozen=True)
+class PrefetchCounts:
+    """Gathers that were started ahead: those that were there when they were waited for, those that were not.
+
+    ``exposed_s`` is the time that starting and waiting took.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    exposed_s: float = 0.0
+
+
+class BackgroundCollectives:
+    """What is under way over the axis ``data``, by any key, and what of it the rank had to wait for.
+
+    Construction is collective. ``kind`` is one of `nonblocking.KINDS`: with "thread" nothing has to be polled.
+    """
+
+    def __init__(self, data: Communicator, kind: str) -> None:
+        self._progress = nonblocking.begin(data, kind)
+        self.over = self._progress.own  # the communicator that sums: not ``data``, on which others may go on
+        self.polls = kind == "poll"
+        self._under_way: dict[Hashable, Handle] = {}
+        self._exposed_s = self._busy_before_s = 0.0
+        self._fetched = PrefetchCounts()
+
+    def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
+        """Begin to sum ``gradients`` in place. Collective over the axis, in the same order."""
+        with self._exposed():
+            self._under_way[key] = self._progress.iallreduce(gradients, algorithm)
+
+    def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
+        """Begin to sum ``gradients`` in place, each rank its share. Collective over the axis, in the same order."""
+        with self._exposed():
+            self._under_way[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
+
+    def wait(self, key: Hashable) -> None:
+        """Return when the sum that was started under ``key`` is there."""
+        with self._exposed():
+            self._under_way.pop(key).wait()
+
+    def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
+        """Begin to bring the shares of all ranks together. Collective over the axis, in the same order."""
+        with self._fetching():
+            self._under_way[key] = self._progress.iall_gather(parameters, shares, algorithm)
+
+    def wait_gather(self, key: Hashable) -> None:
+        """Return when what was gathered under ``key`` is there; count whether it was there already."""
+        with self._fetching():
+            handle = self._under_way.pop(key)
+            if handle.test():
+                self._fetched = replace(self._fetched, hits=self._fetched.hits + 1)
+            else:
+                self._fetched = replace(self._fetched, misses=self._fetched.misses + 1)
+                handle.wait()
+
+    def poll(self) -> None:
+        """Move what is under way, without waiting (local)."""
+        with self._exposed():
+            self._progress.progress()
+
+    def drain(self) -> None:
+        """Return when nothing is under way (local): then ``over`` may be used by others.
+
+        What was started is still to be waited for, each by its key.
+        """
+        with self._exposed():
+            for handle in self._under_way.values():
+                handle.wait()
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._exposed_s += time.perf_counter() - begun
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        before = self._exposed_s
+        with self._exposed():
+            yield
+        self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
+
+    def taken(self) -> tuple[float, float]:
+        """Return, since the last call, the time that this rank gave to what goes on beside, and that it took (local).
+
+        The first is spent starting, polling and waiting. The second is the time in which the thread was at work,
+        waiting for other ranks included; NaN without a thread: while nobody looks, nobody knows what moves.
+        """
+        exposed_s, self._exposed_s = self._exposed_s, 0.0
+        busy_s, before_s = self._progress.busy_s, self._busy_before_s
+        self._busy_before_s = busy_s
+        return exposed_s, math.nan if self.polls else busy_s - before_s
+
+    def fetched(self) -> PrefetchCounts:
+        """Return the gathers that were waited for since the last call (local)."""
+        found, self._fetched = self._fetched, PrefetchCounts()
+        return found
+
+    def close(self) -> None:
+        """Give the communicator, and the thread, back. Collective."""
+        self._progress.close()
+
+
+Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
+
+
+class Exchange(Protocol):
+    """How replicas turn their gradients into the next parameters.
+
+    ``plan`` contributes operations to the step, and ``carries_out`` has the function for each kind of them; the
+    executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
+    their sum over the replicas is the mean.
+    """
+
+    algorithm: str  # of the reductions; kept in checkpoints
+    lock_step: bool  # whether all ranks make each step together
+    replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
+    accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
+    degrees: ShardingDegrees | None  # over how many replicas what is cut, where none keeps everything
+    # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
+    gathers: Mapping[int, Sequence[int]]
+    keeps_parameters: bool  # whether they stay from their first use in a step to their last
+    alternates: bool  # whether gradients of a step go elsewhere than those of the step before
+    ahead: int  # how many gathers are started before their turn
+    overlap: BackgroundCollectives | None  # the reductions that go on beside the computation, where there are any
+    carries_out: Handlers
+
+    @property
+    def parameters(self) -> FlatStore:
+        """What this rank keeps between steps."""
+        ...
+
+    def plan(self) -> list[Operation]:
+        """Return the operations of one step that are not the schedule's (local)."""
+        ...
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Take note that this rank is about to run ``operations``: a step, or an evaluation.
+
+        Collective over the data axis, or local.
+        """
+        ...
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the store that holds the parameters of ``layer`` now (local)."""
+        ...
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the store into which the gradients of ``layer`` go (local)."""
+        ...
+
+    def norm_squared(self) -> float:
+        """Return this rank's share of the squared norm of the mean gradient (local; waits for a GPU).
+
+        The shares of all ranks of the world add up to it: every tensor is counted once.
+        """
+        ...
+
+    def agree(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums of ``values`` (float64) over the world, in place, the same bits on all ranks. Collective."""
+        ...
+
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the sum of all ranks' ``losses``, one of each micro-batch, and the sums of ``values`` as `agree` does.
+
+        Collective.
+        """
+        ...
+
+    def begin_update(self, scale: float) -> None:
+        """Take note that this step updates, with gradients multiplied by ``scale`` (local)."""
+        ...
+
+    def count_samples(self, own: int, samples: int) -> None:
+        """Take note that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
+        ...
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Take note that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
+        ...
+
+    def flush(self) -> bool:
+        """Make one state of what the replicas have, where it differs; return whether it did. Collective.
+
+        Called before a run saves or evaluates.
+        """
+        ...
+
+    def finish(self) -> bool:
+        """Bring into the parameters what the last step has left to be done; return whether there was any. Collective.
+
+        Called when the run is complete.
+        """
+        ...
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over what concerns this rank of the initial values in ``initial``, which are on the host (local)."""
+        ...
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return views of the state that this rank saves, named by tensor.
+
+        Local, or collective over the data axis where sums of gradients are under way.
+        """
+        ...
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Take note of the ``state`` that will be restored, before `wanted` is asked (local).
+
+        Returns the kinds of pieces that it may lack: they begin as they are.
+        """
+        ...
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return views of the state that this rank restores (local)."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint needs beside the pieces: JSON values (local)."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there (local)."""
+        ...
+
+
+def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
+    """Return the pieces of ``parts`` of each store, by kind (local)."""
+    return [
+        Piece.of(kind, segment, touched, store.contents(touched))
+        for kind, store in stores.items()
+        for part in parts
+        for segment, touched in store.layout.within(part)
+    ]

@@ -1,0 +1,172 @@
+"""Context of one rank in a run: its communicators, its stages of the model, and the memory that is made for it.
+
+Every strategy gets a `RankContext` when it is made: the axes (world, data, pipeline, tensor), the model and its
+layout, the optimizer's configuration, the collective algorithm, and the device and dtype of its stores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import Allocate, FlatStore
+from hpcdist.collectives import node_shared
+from hpcdist.collectives.selection import parse
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.models.model import Model
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.master import WithMaster
+from hpcdist.optim.optimizer import Optimizer
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+_FEW_BYTES: Final = 128
+_IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work on buffers where they lie
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """What an architecture needs to know of the rank it works for.
+
+    ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
+    replica, ``tensor`` those who compute these stages together, each with its part of the tensors, which ``model``
+    has. ``placement`` says which stages of ``model`` each rank of the pipeline computes; None: the one rank all. A rank
+    that only serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are kept and
+    sent, while updates step a float32 master; None: the type that the model computes in.
+    """
+
+    world: Communicator
+    data: Communicator
+    pipeline: Communicator
+    model: Model
+    optimizer: OptimizerConfig
+    total_steps: int
+    algorithm: str = "native"
+    bucket_bytes: int = 4 << 20
+    overlap: str = "none"
+    on: str = "cpu"
+    ledger: Ledger | None = None
+    computes: bool = True
+    working: "np.dtype[np.generic] | None" = None
+    placement: StagePlacement | None = None
+    tensor: Communicator = field(default_factory=solo)
+
+    @property
+    def placed(self) -> StagePlacement:
+        """Which stages each rank of the pipeline computes."""
+        return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The stages that this rank computes, by consecutive ones."""
+        return self.placed.of(self.pipeline.rank)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The stages that this rank computes, in the order of the model; never none."""
+        return tuple(unit for chunk in self.chunks for unit in chunk)
+
+    @property
+    def members(self) -> Communicator:
+        """Who computes these stages and who serves their parameters: the world, but for the replicas in a product."""
+        return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
+
+    @property
+    def layout(self) -> Layout:
+        """The flat space of the whole model."""
+        return self.model.layout
+
+    @property
+    def dtype(self) -> "np.dtype[np.generic]":
+        """Type in which parameters and gradients are kept and sent."""
+        return self.model.dtype if self.working is None else self.working
+
+    @property
+    def master_dtype(self) -> "np.dtype[np.generic]":
+        """Type in which an update steps parameters: float32 where stages compute in 16 bits."""
+        return accumulation_dtype(self.model.dtype)
+
+    @property
+    def parts(self) -> tuple[Range, ...]:
+        """The ranges of the flat space that the stages of this rank take: one, or one for each of its chunks."""
+        found: list[Range] = []
+        for part in self.ranges.values():
+            if found and found[-1].stop == part.start:
+                found[-1] = Range(found[-1].start, part.stop)
+            else:
+                found.append(part)
+        return tuple(found)
+
+    @property
+    def part(self) -> Range:
+        """The one range of the flat space of a rank that has one chunk."""
+        (part,) = self.parts
+        return part
+
+    @property
+    def ranges(self) -> dict[int, Range]:
+        """The range of each of this rank's stages, by its index in the model."""
+        return {unit: self.layout.units[self.model.stages[unit].layer] for unit in self.units}
+
+    @property
+    def agree_algorithm(self) -> str:
+        """The allreduce for a few numbers.
+
+        They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is. Of a choice by size it
+        is that for small buffers, if it suits them on the world too.
+        """
+        small = parse(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
+        suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
+        return small if suits else "recursive_doubling"
+
+    def store(
+        self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
+    ) -> FlatStore:
+        """Return zeroed memory for ``parts``, by default for all stages of this rank (local)."""
+        return FlatStore(
+            self.layout,
+            self.dtype,
+            self.parts if parts is None else parts,
+            on=self.on,
+            allocate=allocate,
+            category=category,
+            ledger=None if allocate else self.ledger,
+        )
+
+    def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
+        """Return how to take memory that the replicas on a node can read, or None where no collective would (local).
+
+        What it returns is collective over ``over``, by default ``data``. Buffers that are summed or handed round there
+        then need no copy.
+        """
+        names = {row.partition("<=")[0] for row in self.algorithm.split(",")}  # of a choice by size, each of its rows
+        if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
+            return None
+
+        def allocate(size: int, dtype: "np.dtype[np.generic]") -> Array:
+            array = node_shared.allocate(over or self.data, size, np.dtype(dtype))
+            return array if self.ledger is None else self.ledger.track(array, category)
+
+        return allocate
+
+    def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
+        """Return the optimizer of ``parts``, with zeroed state, and its master where it has one (local)."""
+        built = optimizers.build(
+            self.optimizer,
+            self.layout,
+            parts,
+            np.dtype(self.master_dtype),
+            total_steps=self.total_steps,
+            ledger=self.ledger,
+            on=self.on,
+        )
+        if self.working is None:
+            return built
+        return WithMaster(built, self.layout, parts, ledger=self.ledger, on=self.on)

@@ -1,0 +1,249 @@
+"""The optimizer update of the ranges that a rank owns, for every strategy that is in lock-step.
+
+`ShardedUpdate` steps parts of the parameters in the two phases of an optimizer (direction, then apply, with the norms
+of layer-wise rates between). `ShardedUpdateExchange` is the base class of lock-step exchanges: one store of
+parameters and gradients each, agreement on norm and loss, and the pieces of a checkpoint.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.optim import clip, exact
+from hpcdist.optim.master import WithMaster, rounded
+from hpcdist.optim.optimizer import Optimizer
+from hpcdist.strategies.core.exchange import BackgroundCollectives, pieces_of
+from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.tensor.replicated import counted, ranges_of, sum_gradients, sum_norms
+from hpcdist.strategies.zero.config import ShardingDegrees
+
+
+class ShardedUpdate:
+    """Steps ``parameters`` on ``parts`` along the reduced ``gradients``, in the two phases of an optimizer.
+
+    ``sharers`` joins the ranks that own the other parts of the same tensors, None where tensors are whole: layer-wise
+    rates and the global norm are then exact however tensors are cut. With ``exactly`` they are so to the bit: their
+    squares are summed without rounding. ``tensor`` joins the ranks of the tensor axis, where there are several: tensors
+    that all of them have whole count once.
+    """
+
+    def __init__(
+        self,
+        parameters: FlatStore,
+        gradients: FlatStore,
+        optimizer: Optimizer,
+        parts: Sequence[Range],
+        sharers: Communicator | None,
+        agree_algorithm: str,
+        *,
+        exactly: bool = False,
+        tensor: Communicator | None = None,
+    ) -> None:
+        self.parameters, self.gradients, self.optimizer = parameters, gradients, optimizer
+        self.parts = [part for part in parts if part]
+        self._sharers, self._algorithm, self._exactly = sharers, agree_algorithm, exactly
+        if exactly:
+            optimizer.sum_exactly()
+        self._tensor = tensor or solo()
+        self.counted = counted(gradients.layout, self.parts, self._tensor)
+        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []  # counted by another
+        self._scale = 1.0
+        self._norms: np.ndarray | None = None  # (segments, 2)
+        self.carries_out = {
+            Kind.DIRECTION: self.direction,
+            Kind.NORMS: self.norms,
+            Kind.APPLY: self.apply,
+            Kind.SUM_ROWS: self.sum_rows,
+        }
+
+    def plan(self) -> list[Operation]:
+        """Return DIRECTION of every part, NORMS where layer-wise rates need them, APPLY of every part (local)."""
+        norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
+        return [
+            *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
+            *norms,
+            *(Operation(Kind.APPLY, range=part) for part in self.parts),
+        ]
+
+    def norm_squared(self) -> float:
+        """Return the sum of squares of the gradients of the owned parts (local).
+
+        Exactly summed it is that of all sharers, returned by the first of them, 0 by the others: their sum, as it must
+        be. Collective over the sharers then. Not finite also where gradients are not that another rank of the tensor
+        axis counts: it has its own.
+        """
+        if not self._exactly:
+            return clip.sum_of_squares(self.gradients, self.counted, self._elsewhere)
+        digits = clip.exact_squares(self.gradients, self.parts)
+        if self._sharers is not None:
+            collectives.allreduce(self._sharers, digits, self._algorithm)
+        speaks = self._sharers is None or self._sharers.rank == 0
+        return float(exact.rounded(digits)) if speaks else 0.0
+
+    def begin_update(self, scale: float) -> None:
+        """Advance the optimizer's clock; gradients of this step are multiplied by ``scale`` (local)."""
+        self._scale = scale
+        self.optimizer.begin_step()
+
+    def direction(self, op: Operation) -> None:
+        """Turn gradients into directions (local)."""
+        assert op.range is not None
+        self.optimizer.direction(op.range, self.parameters, self.gradients, self._scale)
+
+    def norms(self, op: Operation) -> None:
+        """Sum the norms of tensors over those who share them. Collective over the sharers and the tensor axis."""
+        norms = self.optimizer.partial_norms()
+        if self._sharers is not None:
+            collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
+        sum_norms(norms, self.gradients.layout, self._tensor, self._algorithm)
+        self._norms = exact.rounded(norms) if self._exactly else norms
+
+    def sum_rows(self, op: Operation) -> None:
+        """Sum what the ranks of the tensor axis have of gradients of tensors that are not cut. Collective over it."""
+        sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
+
+    def apply(self, op: Operation) -> None:
+        """Step the parameters (local)."""
+        assert op.range is not None
+        self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
+
+    @property
+    def master(self) -> WithMaster | None:
+        """The optimizer where it keeps float32 weights of its own, and the parameters are their 16-bit copies."""
+        return self.optimizer if isinstance(self.optimizer, WithMaster) else None
+
+    def slots(self) -> dict[str, FlatStore]:
+        """Return the stores of the optimizer's state, by the kind that a checkpoint gives them (local)."""
+        return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
+
+
+class ShardedUpdateExchange:
+    """What exchanges in lock-step share: one store of parameters and gradients each, and an `Owner` of parts of them.
+
+    See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds how
+    gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
+    """
+
+    lock_step = True
+    accumulates = True
+    degrees: ShardingDegrees | None = None
+    gathers: Mapping[int, Sequence[int]] = {}
+    keeps_parameters = False
+    alternates = False
+    ahead = 0
+    overlap: BackgroundCollectives | None = None
+    owner: ShardedUpdate
+
+    def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
+        self.seat, self.shards = seat, shards
+        self.algorithm = seat.algorithm if shards is None else ALGORITHM
+
+    @property
+    def parameters(self) -> FlatStore:
+        """What this rank keeps between steps."""
+        return self.owner.parameters
+
+    @property
+    def gradients(self) -> FlatStore:
+        """What this rank keeps of the gradients until the update."""
+        return self.owner.gradients
+
+    @property
+    def weights(self) -> FlatStore:
+        """What a checkpoint keeps of the parameters: never a rounded copy."""
+        return self.parameters if self.owner.master is None else self.owner.master.weights
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Nothing has to be known of a list before it runs (local)."""
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the one store of parameters."""
+        return self.parameters
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the one store of gradients."""
+        return self.gradients
+
+    def norm_squared(self) -> float:
+        """Return the share of the owned parts: together they are the model, once."""
+        return self.owner.norm_squared()
+
+    def agree(self, values: np.ndarray) -> np.ndarray:
+        """Sum ``values`` over the world, in place. Collective."""
+        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+        return values
+
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Sum ``losses`` and ``values`` over the world. Collective."""
+        if self.shards is not None:
+            return self.shards.agree_losses(losses, values, self.agree)
+        sums = self.agree(np.concatenate([[sum(losses)], values]))
+        return float(sums[0]), sums[1:]
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        self.owner.begin_update(scale)
+
+    def count_samples(self, own: int, samples: int) -> None:
+        """Sums over the replicas need no weights (local)."""
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Sums of scaled gradients are scaled sums (local)."""
+
+    def flush(self) -> bool:
+        """All replicas have the same."""
+        return False
+
+    def finish(self) -> bool:
+        """Nothing is left to be done between steps."""
+        return False
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values; working copies are their 16-bit rounding."""
+        self.weights.copy_from(initial)
+        if self.owner.master is not None:
+            self.parameters.copy_from(rounded(initial, self.parameters.dtype))
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return parameters and optimizer state of the owned parts."""
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.counted)
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Return nothing: every piece has to be there (local)."""
+        return ()
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return all parameters that this rank keeps, and the optimizer state of the owned parts.
+
+        Of working copies it is the master, on the owned parts: `restore` makes the copies from it.
+        """
+        kept = pieces_of({"parameters": self.weights}, self.weights.parts)
+        return kept + pieces_of(self.owner.slots(), self.owner.parts)
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock, and the arithmetic of logical shards."""
+        return self.owner.optimizer.state() | (self.shards.state() if self.shards is not None else {})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the optimizer's clock, and make working copies anew. Collective over the data axis then."""
+        if self.shards is not None:
+            self.shards.check(state)
+        self.owner.optimizer.restore(dict(state))
+        if self.owner.master is not None:
+            self.owner.master.round_into(self.parameters)
+            self.spread()
+
+    def close(self) -> None:
+        """Give back what is not memory alone; no step can be made afterwards. Collective over the world."""
+
+    def spread(self) -> None:
+        """Bring the parameters of the owned parts to all who keep them: here each rank has made its own (local)."""

@@ -1,0 +1,263 @@
+"""Backup workers ("bsp" but for stragglers): take the first N - b of N gradients, drop the late ones.
+
+Chen et al. 2016 (arXiv:1604.00981), Algorithms 3 and 4. Late gradients are never added to another clock; the late
+worker goes on at the current step with the newest values. Gradients are summed in the order of the ranks and divided
+by the number of samples that were taken: their exact mean, clipped by its norm. The order of arrival decides which
+are taken and nothing else; it depends on time, so runs are not reproducible.
+
+    worker        FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: tell the first server, wait for all
+    first server  decides: a `Turn`; tells the other servers
+    every server  carries out the turns in their order: sum, norm (told to the other servers), update, answer
+
+The first server decides for all (`Quorum`), so all servers take the same gradients for a clock; and since turns are
+carried out in one order, a late worker reads the same version from all of them. A server takes gradients off the wire
+in its turn only: one buffer is enough for the sum, and gradients wait where they are. Nobody waits in a collective: a
+server that lacks the norms of others goes on with what else it does.
+
+In a step a worker that is taken sends what it sends under bsp, and the first server control messages of a hundred
+bytes besides.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcdist.collectives.reduction import ufunc
+from hpcdist.collectives.workspace import scratch
+from hpcdist.optim import clip, rates
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.asynchronous.base import GRADIENT, AsynchronousServerExchange
+from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.schedule.operations import Operation
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One entry of the list.
+
+    Sum the gradients of ``taken`` (ascending), multiply the sum by ``scale`` and step to the values of ``clock``; or,
+    where nobody is taken, drop the gradient of ``dropped``. Then answer: these workers go on at ``clock``.
+    """
+
+    clock: int
+    taken: tuple[int, ...] = ()
+    scale: float = 1.0
+    dropped: int = -1
+
+
+class Quorum:
+    """The decisions for ``workers``, of which ``spare`` are not waited for; ``clock`` updates are decided."""
+
+    def __init__(self, workers: Iterable[int], spare: int) -> None:
+        self._workers = set(workers)
+        self._needed = len(self._workers) - spare
+        self._away: set[int] = set()
+        self._here: dict[int, int] = {}  # worker -> samples of its gradient for this clock
+        self.clock = 0
+        self.dropped = 0  # gradients, so far
+
+    def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[Turn]:
+        """Take note of the gradient of ``worker`` for the update to ``clock``; return what is decided by it.
+
+        It is the sum over ``samples`` samples, divided by ``divisor``: by the samples of all workers together. So with
+        all of them taken the scale is exactly 1.
+        """
+        if clock <= self.clock:
+            return [self._drop(worker)]
+        assert clock == self.clock + 1, "a worker goes on at the clock that it was told"
+        self._here[worker] = samples
+        if len(self._here) < self._needed:
+            return self._release()
+        taken = tuple(sorted(self._here))
+        total = sum(self._here.values())
+        self._here.clear()
+        self.clock += 1
+        return [Turn(self.clock, taken, divisor / total if total else 0.0)]
+
+    def leave(self, worker: int) -> list[Turn]:
+        """Take note that ``worker`` pushes no more before a meeting; return what is decided by it."""
+        self._away.add(worker)
+        return self._release()
+
+    def convene(self, clock: int) -> None:
+        """Let all workers come back at ``clock``: after a meeting."""
+        self._away.clear()
+        self.clock = clock
+
+    def _release(self) -> list[Turn]:
+        """Let those go who would wait for ever, because too many have left for this clock to be complete."""
+        if len(self._workers - self._away) >= self._needed:
+            return []
+        turns = [self._drop(worker) for worker in sorted(self._here)]
+        self._here.clear()
+        return turns
+
+    def _drop(self, worker: int) -> Turn:
+        self.dropped += 1
+        return Turn(self.clock, dropped=worker)
+
+
+class BackupExchange(AsynchronousServerExchange):
+    """One rank of it; ``spare`` workers are not waited for."""
+
+    def __init__(self, seat: RankContext, roles: Roles, spare: int) -> None:
+        super().__init__(seat, roles, seat)
+        self._notes.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}
+        self._quorum = Quorum(roles.workers, spare) if self.rank == self._first else None
+        self._turns: deque[Turn] = deque()
+        self._summed = False  # whether the gradients of the first of them are
+        self._norms: dict[int, dict[int, float]] = {}  # clock -> server -> squared norm of its part of the sum
+        self._seen = dict.fromkeys(roles.workers, 0)
+        self._weight = (0, 1)
+        self.share = (len(roles.workers) - spare) / len(roles.workers)
+
+    @property
+    def seen(self) -> Mapping[int, int]:
+        """The clock to which each worker was told to go on, as this server knows it."""
+        return self._seen
+
+    def weigh(self, samples: int, batch: int) -> int:
+        """Divide by the samples of all workers, as bsp does; the servers know how many of them they took (local)."""
+        self._weight = samples, batch
+        return batch
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step; what is clipped is the mean of what is taken, by the servers."""
+
+    def pull(self, op: Operation) -> None:
+        """Tell the first server that the gradient is complete, and take the values with which to go on (local)."""
+        self.meetings.consider()
+        samples, divisor = self._weight
+        self._request(ControlKind.PUSH, ControlFields(self.clock + 1, samples=samples, divisor=divisor), [self._first])
+
+    def _on_push(self, worker: int, what: ControlFields) -> None:
+        assert self._quorum is not None
+        self._decide(self._quorum.push(worker, what.clock, what.samples, what.divisor))
+
+    def _on_left(self, worker: int) -> None:
+        if self._quorum is not None:
+            self._decide(self._quorum.leave(worker))
+
+    def _decide(self, turns: Sequence[Turn]) -> None:
+        """Hand out what the first server has decided."""
+        for turn in turns:
+            workers = turn.taken or (turn.dropped,)
+            what = ControlFields(turn.clock, scale=turn.scale, dropped=not turn.taken, workers=workers)
+            for server in self.roles.servers:
+                if server != self.rank:
+                    self._notes.tell(server, ControlKind.TURN, what)
+        self._turns.extend(turns)
+        self._advance()
+
+    def _on_turn(self, server: int, what: ControlFields) -> None:
+        dropped = Turn(what.clock, dropped=what.workers[0])
+        self._turns.append(dropped if what.dropped else Turn(what.clock, what.workers, what.scale))
+        self._advance()
+
+    def _on_norm(self, server: int, what: ControlFields) -> None:
+        self._norms.setdefault(what.clock, {})[server] = what.scale
+        self._advance()
+
+    def _advance(self) -> None:
+        """Carry out the turns as far as the norms of the other servers are there."""
+        while self._turns:
+            turn = self._turns[0]
+            if turn.taken and not self._update(turn):
+                return
+            if not turn.taken:
+                self._discard(turn.dropped)
+            self._turns.popleft()
+            assert self.shard is not None and self.shard.updates == turn.clock
+            called = self.meetings.due
+            for worker in turn.taken or (turn.dropped,):
+                self._seen[worker] = turn.clock
+                self._answer(
+                    worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=not turn.taken)
+                )
+
+    def _update(self, turn: Turn) -> bool:
+        """Step along the mean of what is taken; False when other servers' norms are still missing."""
+        shard, scale, limit = self.shard, turn.scale, self.seat.optimizer.clip_norm
+        normalizes = self.seat.optimizer.normalize_gradient
+        assert shard is not None
+        if not self._summed:
+            self._sum(turn.taken)
+            self._summed = True
+            if limit or normalizes:
+                self._tell_norm(turn)
+        if limit or normalizes:
+            norms = self._norms[turn.clock]
+            if len(norms) < len(self.roles.servers):
+                return False
+            total = sum(norms[server] for server in self.roles.servers)
+            scale *= clip.clip_scale(scale * scale * total, limit, normalize=normalizes)
+            del self._norms[turn.clock]
+        shard.step(shard.inbox, scale)
+        self._summed = False
+        if self.rank == self._first:
+            self.updates = turn.clock
+            self.meetings.due |= 0 < self.meet_at <= turn.clock
+        self.meetings.consider()
+        return True
+
+    def _tell_norm(self, turn: Turn) -> None:
+        assert self.shard is not None
+        own = clip.sum_of_squares(self.shard.inbox, self.shard.parts)
+        self._norms.setdefault(turn.clock, {})[self.rank] = own
+        for server in self.roles.servers:
+            if server != self.rank:
+                self._notes.tell(server, ControlKind.NORM, ControlFields(turn.clock, scale=own))
+
+    def _sum(self, workers: Sequence[int]) -> None:
+        """Add up what ``workers`` have pushed, the first one's first."""
+        assert self.shard is not None
+        for part in self._served():
+            total = self.shard.inbox.range(part)
+            arrived, add = scratch("parameter_server.arrived", total.size, total.dtype, total), ufunc(total, "sum")
+            for worker in workers:
+                own = self.gradients.range(part) if worker == self.rank else arrived
+                if worker != self.rank:
+                    own = total if worker == workers[0] else arrived
+                    self._values.recv(own, worker, GRADIENT)
+                elif worker == workers[0]:
+                    total[...] = own
+                if worker != workers[0]:
+                    add(total, own, total)
+
+    def _told(self, what: ControlFields) -> None:
+        self.clock, self.taken = what.clock, not what.dropped
+
+    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+        """Take note of what the meeting found out: clocks of the workers, updates, calls. Collective over the world.
+
+        Whoever was late, and called before the others made their last step, missed that: it goes on where they are.
+        """
+        super().adjourn([updates] * len(clocks), updates, calls)
+        if self._quorum is not None:
+            self._quorum.convene(updates)
+        if min(clocks) < updates:
+            self.refresh()
+        if self.works:
+            self.clock = updates
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last update that this rank knows of (local)."""
+        return rates.learning_rate(self.seat.optimizer, max(1, self.updates), self.seat.total_steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of updates: the clock of all workers in a meeting."""
+        return {"count": min(self.clocks)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the clock; whatever wrote the state, all workers go on from the slowest of them."""
+        count = int(state["count"])
+        self.clock = self.updates = count
+        self.clocks = [count] * len(self.roles.workers)
+        self._seen = dict.fromkeys(self.roles.workers, count)
+        if self._quorum is not None:
+            self._quorum.convene(count)
+        if self.shard is not None:
+            self.shard.optimizer.restore({"count": count})

@@ -1,0 +1,358 @@
+"""Base class of parameter servers without lock-step (asp, ssp, backup workers).
+
+Each worker makes steps of its own, and servers answer it:
+
+  worker   FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: say that the gradient is complete, wait for values
+  server   takes gradients, updates its part, answers with the new values
+
+A worker posts its receives before it sends a control message, and takes what comes while it waits, so a server that
+sends values never waits for a rank that serves it something else: only one that does not run at all (SIGSTOP, a
+frozen node) holds up the others, until the deadline names it. A colocated rank serves between its operations only.
+
+`ServerShard` is what a server holds: its part of the parameters, whole tensors, and the optimizer's state of them.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Request
+from hpcdist.optim import clip
+from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers, pieces_of
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
+    SHORTEST_S,
+    ControlChannel,
+    ControlFields,
+    ControlKind,
+    Rendezvous,
+)
+from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero.config import ShardingDegrees
+
+
+def per_push_context(seat: RankContext, workers: int) -> RankContext:
+    """Return ``seat`` for servers that update ``workers`` times where a lock-step run would once.
+
+    The schedule of the learning rate is that of the steps of a worker: it goes by updates / workers.
+    """
+    optimizer = replace(seat.optimizer, warmup_steps=seat.optimizer.warmup_steps * workers)
+    return replace(seat, optimizer=optimizer, total_steps=seat.total_steps * workers)
+
+
+class ServerShard:
+    """The parameters of ``parts``, and their updates. Nothing here communicates.
+
+    They lie apart from the copy with which a colocated rank computes, so that a gradient is always one of parameters
+    that stood still. ``inbox`` takes the gradient of another rank, or the sum of several. Tensors are whole, so
+    layer-wise rates need nobody else's norms.
+    """
+
+    def __init__(self, seat: RankContext, parts: Sequence[Range]) -> None:
+        self.parts = parts
+        self.parameters, self.inbox = seat.store("parameters", parts), seat.store("gradients", parts)
+        self.optimizer = seat.build_optimizer(parts)
+        self.busy_s = 0.0  # spent in updates
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far: the version of the values."""
+        return self.optimizer.count
+
+    def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
+        """Step along ``scale * gradients`` at ``factor`` times the rate; the parts of ``gradients`` are overwritten."""
+        began = time.perf_counter()
+        self.optimizer.begin_step(factor)
+        for part in self.parts:
+            self.optimizer.direction(part, self.parameters, gradients, scale)
+        norms = self.optimizer.partial_norms() if self.optimizer.needs_norms else None
+        for part in self.parts:
+            self.optimizer.apply(part, self.parameters, gradients, None, norms)
+        backend.synchronise(self.parameters.array)  # the time of a GPU counts; the answer would wait for it anyway
+        self.busy_s += time.perf_counter() - began
+
+    def stores(self) -> dict[str, FlatStore]:
+        """Return what a checkpoint keeps of it, by kind."""
+        return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
+
+
+GRADIENT: Final = 0  # tags of the values
+PARAMETER: Final = 1
+
+
+class AsynchronousServerExchange:
+    """One rank of them. ``together``: it is in a meeting; then `agree` is collective over the world, else local.
+
+    A meeting is called once the slowest worker's clock is ``meet_at`` (0: never). ``clock`` is this worker's,
+    ``clocks`` are those of all as of the last meeting, ``updates`` what this rank knows of. A subclass says what a
+    server does with a push (`_on_push`) and with a worker that pushes no more (`_on_left`), and what a rank keeps of it
+    for a checkpoint.
+    """
+
+    lock_step = False
+    replicas_identical = False
+    accumulates = True
+    degrees: ShardingDegrees | None = None
+    gathers: Mapping[int, Sequence[int]] = {}
+    keeps_parameters = False
+    alternates = False
+    ahead = 0
+    overlap: BackgroundCollectives | None = None
+    taken = True  # whether the last gradient of this worker was
+    staleness = 0  # of that gradient
+
+    def __init__(self, seat: RankContext, roles: Roles, serving: RankContext) -> None:
+        """Collective. ``serving`` is the seat by which a server builds its optimizer."""
+        self.seat, self.roles, self.algorithm = seat, roles, seat.algorithm
+        self.rank, self._first = seat.world.rank, roles.servers[0]
+        self.works = self.rank in roles.workers
+        self._values = seat.world.dup("values")
+        self._notes = ControlChannel(seat.world.dup("notes"))
+        self._notes.answers |= {
+            ControlKind.PUSH: self._on_push,
+            ControlKind.REPLY: self._on_reply,
+            ControlKind.DROP: self._on_drop,
+        }
+        self.meetings = Rendezvous(self.rank, roles, self._notes)
+        self.meetings.left = self._on_left
+        found = partition_keys(seat.layout, len(roles.servers), whole=True)
+        self.fullest = found.fullest
+        self._messages = [(part, roles.servers[index]) for part, index in found.messages(seat.layout.units)]
+        self._owner_of = dict(self._messages)
+        self._parts = {rank: found.parts(index) for index, rank in enumerate(roles.servers)}
+        own = self._parts.get(self.rank)
+        self.shard = None if own is None else ServerShard(serving, own)
+        self.parameters = seat.store("parameters") if self.shard is None or self.works else self.shard.parameters
+        self.gradients = seat.store("gradients") if self.shard is None or self.works else self.shard.inbox
+        self._pushed: list[Request] = []
+        self._expected: dict[int, list[Request]] = {}  # server -> the values that it will send
+        self._pushes = True
+        self.meet_at, self.together = 0, True
+        self.clock, self.updates, self.clocks = 0, 0, [0] * len(roles.workers)
+        self.carries_out: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.attend}
+
+    def plan(self) -> list[Operation]:
+        """Return what a worker does; a dedicated server has no steps, it waits in `meet`."""
+        if not self.works:
+            return []
+        pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
+        return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.seat.layout.size))]
+
+    def attended(self, operations: Sequence[Operation]) -> list[Operation]:
+        """Return ``operations`` with, on a colocated rank, a look at what has come behind each that computes."""
+        if self.shard is None:
+            return list(operations)
+        look = [Operation(Kind.COLLECT)]
+        return [each for op in operations for each in [op, *(look if op.kind in (Kind.FORWARD, Kind.BACKWARD) else [])]]
+
+    def push(self, op: Operation) -> None:
+        """Begin to send the gradients of a range to its server, which does not look at them before `pull` (local)."""
+        assert op.range is not None
+        server = self._owner_of[op.range]
+        if server != self.rank and self._pushes:
+            self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
+
+    def attend(self, op: Operation | None = None) -> None:
+        """Serve what has come; wait for nothing (local)."""
+        self._notes.attend()
+
+    def weigh(self, samples: int, batch: int) -> int:
+        """Return by how many samples the gradient of a step is divided, of which this worker has ``samples`` (local).
+
+        ``batch`` are those of all workers together.
+        """
+        return samples
+
+    def pull(self, op: Operation) -> None:
+        """Say that this worker's gradient is complete, and take the new values; serve others meanwhile (local)."""
+        raise NotImplementedError
+
+    def _request(self, note: ControlKind, what: ControlFields, told: Sequence[int]) -> None:
+        """Tell the servers ``told`` what this worker wants, and return when all servers have given their values.
+
+        What it has pushed is with them then. Others are served meanwhile.
+        """
+        for server in self.roles.servers:
+            # Posted before the server can send them: a server never waits for a rank that serves it something else.
+            self._expected[server] = [] if server == self.rank else self._take_from(server)
+        for server in told:
+            if server != self.rank:
+                self._notes.tell(server, note, what)
+        if self.rank in told:
+            self._notes.answers[note](self.rank, what)
+        while self._expected:
+            self._notes.wait(alone=self.shard is None)
+        for request in self._pushed:
+            request.wait()
+        self._pushed.clear()
+
+    @contextmanager
+    def unpushed(self) -> Iterator[None]:
+        """Take back what was pushed of a step that is given up, and push nothing inside (local).
+
+        The step can be computed again there: gradients must stay as they are until the servers have them, or they
+        would be overwritten on their way, and a second push would be taken for that of the next step. Others are
+        served until then.
+        """
+        for server in self.roles.servers:
+            if server != self.rank:
+                self._notes.tell(server, ControlKind.DROP)
+        while not all(request.test() for request in self._pushed):
+            self._notes.attend()
+            time.sleep(SHORTEST_S)
+        self._pushed.clear()
+        self._pushes = False
+        try:
+            yield
+        finally:
+            self._pushes = True
+
+    def _take_from(self, server: int) -> list[Request]:
+        return [self._values.irecv(self.parameters.range(part), server, PARAMETER) for part in self._parts[server]]
+
+    def _served(self) -> list[Range]:
+        """Return the ranges of the messages that come to this server, in their order."""
+        return [part for part, server in self._messages if server == self.rank]
+
+    def _discard(self, worker: int) -> None:
+        """Take all that ``worker`` has pushed of a step, and forget it."""
+        assert self.shard is not None
+        for part in self._served() if worker != self.rank else []:
+            own = self.shard.inbox.range(part)
+            self._values.recv(scratch("parameter_server.arrived", own.size, own.dtype, own), worker, GRADIENT)
+
+    def _answer(self, worker: int, what: ControlFields) -> None:
+        """Give ``worker`` the values as they are now."""
+        assert self.shard is not None
+        if worker == self.rank:
+            for part in self.shard.parts:
+                self.parameters.range(part)[...] = self.shard.parameters.range(part)
+            self._on_reply(self.rank, what)
+            return
+        self._notes.tell(worker, ControlKind.REPLY, what)
+        for part in self.shard.parts:
+            self._values.send(self.shard.parameters.range(part), worker, PARAMETER)
+        self._notes.tidy()
+
+    def _on_push(self, worker: int, what: ControlFields) -> None:
+        raise NotImplementedError
+
+    def _on_left(self, worker: int) -> None:
+        raise NotImplementedError
+
+    def _on_drop(self, worker: int, what: ControlFields) -> None:
+        self._discard(worker)
+
+    def _on_reply(self, server: int, what: ControlFields) -> None:
+        for request in self._expected.pop(server):
+            request.wait()
+        if server == self._first:
+            self.updates = what.updates
+            self.meetings.called |= what.called
+            self._told(what)
+
+    def _told(self, what: ControlFields) -> None:
+        """Take note of what the first server says of this worker's step."""
+
+    def meet(self) -> None:
+        """Push no more, and return when no worker does. Collective over the world; a dedicated server serves here."""
+        self.meetings.meet()
+        self.together = True
+
+    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+        """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
+        self.clocks, self.updates = list(clocks), updates
+        self.meetings.settle(calls)
+
+    def part(self) -> None:
+        """End the meeting: every rank goes on by itself (local)."""
+        self.together = False
+
+    def refresh(self) -> None:
+        """Bring the newest values to all workers. Collective over the world, in a meeting."""
+        others = [server for server in self.roles.servers if server != self.rank]
+        taken = [request for server in others for request in self._take_from(server)] if self.works else []
+        if self.shard is not None:
+            workers = [worker for worker in self.roles.workers if worker != self.rank]
+            taken += [
+                self._values.isend(self.shard.parameters.range(part), worker, PARAMETER)
+                for worker in workers
+                for part in self.shard.parts
+            ]
+        for request in taken:
+            request.wait()
+        if self.works and self.shard is not None:
+            for part in self.shard.parts:
+                self.parameters.range(part)[...] = self.shard.parameters.range(part)
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Nothing has to be known of a list before it runs (local)."""
+
+    def count_samples(self, own: int, samples: int) -> None:
+        """Sums over the replicas need no weights (local)."""
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Sums of scaled gradients are scaled sums (local)."""
+
+    def flush(self) -> bool:
+        """Nothing is left to be done between steps, nor at the end (local)."""
+        return False
+
+    finish = flush
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the one store of parameters."""
+        return self.parameters
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the one store of gradients."""
+        return self.gradients
+
+    def norm_squared(self) -> float:
+        """Return the squared norm of the worker's own gradient: a step is agreed with nobody else."""
+        return clip.sum_of_squares(self.gradients, self.gradients.parts)
+
+    def agree(self, values: np.ndarray) -> np.ndarray:
+        """Sum ``values`` over those who are together: the world in a meeting, this rank alone in a step."""
+        if self.together:
+            collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+        return values
+
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Sum ``losses`` and ``values`` as `agree` does."""
+        sums = self.agree(np.concatenate([[sum(losses)], values]))
+        return float(sums[0]), sums[1:]
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values."""
+        self.parameters.copy_from(initial)
+        if self.shard is not None:
+            self.shard.parameters.copy_from(initial)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank serves, parameters and optimizer state; a dedicated worker saves nothing."""
+        return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Return nothing: every piece has to be there (local)."""
+        return ()
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return what this rank keeps: all parameters on a worker, and the state of what it serves."""
+        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
+        return [*kept, *self.pieces()]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the clocks."""
+        raise NotImplementedError

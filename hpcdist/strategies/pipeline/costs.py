@@ -1,0 +1,254 @@
+"""Costs of the units of a model in closed form: operations, memory and messages, without a run.
+
+Operations are the multiplications and additions of matrix products, 2 for each pair, for s tokens a sample:
+
+    dense(i, o)        forward 2 i o, gradient of the input 2 i o, of the weight 2 i o a token
+    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = sum over blocks of queries of
+                       (queries x keys that are computed), s (s + 64) / 2 for long samples, s^2 up to 64 tokens
+    gpt head           2 h v s forward, twice that backward
+    gpt embedding      no product: h s additions forward, 2 h s back into the tables
+
+That is section 5.1 of Megatron-LM (arXiv:2104.04473), but for attention: it has A = s^2, as it computes scores of the
+future too, which `hpcdist.models.attention` does not. The backward of attention, 10 h A as it computes scores again,
+belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and neither
+is that a GPU, or a cache, likes large products better: only `hpcdist.strategies.pipeline.measured` sees what they
+take.
+
+Memory is that of the arena (`hpcdist.models.arena`): what the forward of a micro-batch leaves for its backward, what
+a backward that is split leaves for its second pass, and scratch that all units of a rank share. In elements a sample,
+with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
+
+    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 4 s h + [12 s h]
+    gpt head           kept s h + 2 s + [s v] + s, between two passes the same without the statistics
+    gpt embedding      kept s h, between two passes s h
+    dense              kept its output, twice where an activation follows; between two passes input and output
+
+Activations outside of brackets are cut over t as well where the tokens are (sequence parallelism). Those of other
+norms, activations and heads, and of convolutions, are in `hpcdist.models.counts`, from which all of this is taken.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.models import counts_units as counts
+from hpcdist.models.attention_tiles import QUERY_BLOCK
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.convnet import Convolution
+from hpcdist.models.convnet import Head as PooledHead
+from hpcdist.models.counts_units import Kept, Scratch, Unit
+from hpcdist.models.gpt import Block, Embed, Head
+from hpcdist.models.mlp import Dense
+from hpcdist.models.model import Model
+from hpcdist.models.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSplit:
+    """How the tensor axis cuts a unit: over how many ranks, and whether tokens between the products too."""
+
+    ranks: int = 1
+    by_tokens: bool = False
+
+    def of(self, elements: int) -> int:
+        """Return the most that one rank has of ``elements`` that are cut."""
+        return -(-elements // self.ranks)
+
+    def between(self, elements: int) -> int:
+        """Return the most that one rank has of activations between the parallel parts."""
+        return self.of(elements) if self.by_tokens else elements
+
+    def elements(self, of: Kept) -> int:
+        """Return the most that one rank has of an array, for a sample."""
+        return of.size if of.whole else self.of(of.size) if of.cut else self.between(of.size)
+
+    def scratch(self, of: Scratch, samples: int) -> int:
+        """Return the most that one rank has of scratch, for so many samples."""
+        if of.most:  # a tile, or a cache full
+            return of.of(samples)
+        return samples * self.elements(Kept(of.each, of.cut, of.whole))
+
+    def size(self, spec: TensorSpec) -> int:
+        """Return the most elements that one rank has of a tensor of the whole model."""
+        if spec.cut is None:
+            return spec.padded
+        return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCost:
+    """One unit, for a micro-batch: of all tensor ranks together in operations, of one of them in bytes.
+
+    ``kept_bytes`` are its activations from forward to backward, ``held_bytes`` those between the two passes of a split
+    backward, ``scratch`` bytes by name: units of a rank share what has the same name. ``input_bytes`` and
+    ``output_bytes`` go over its borders, where those are borders of ranks.
+    """
+
+    parameters: int
+    forward_flop: int = 0
+    input_flop: int = 0
+    weight_flop: int = 0
+    kept_bytes: int = 0
+    held_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    scratch: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def flop(self) -> int:
+        """Return the operations forward and back."""
+        return self.forward_flop + self.input_flop + self.weight_flop
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """What is told of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
+
+    ``products`` are the operations of attention forward, with scores that are computed needlessly; ``additions`` those
+    of an embedding. ``joint``: all of its backward is in the first of two passes.
+    """
+
+    unit: Unit
+    held: tuple[Kept, ...] = ()
+    products: int = 0
+    additions: int = 0
+    joint: bool = False
+
+    @property
+    def input_flop(self) -> int:
+        """Operations of the first pass; attention computes its scores again there."""
+        return (2 if self.joint else 1) * self.unit.linear + 5 * self.products // 2
+
+    @property
+    def weight_flop(self) -> int:
+        """Operations of the second pass."""
+        return (0 if self.joint else self.unit.linear) + 2 * self.additions
+
+
+def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -> tuple[UnitCost, ...]:
+    """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local)."""
+    found: list[UnitCost] = []
+    itemsize, last = model.dtype.itemsize, len(model.stages) - 1
+    for unit, stage in enumerate(model.stages):
+        forms = _FORMS.get(type(stage), _matrices)(model, stage)
+        whole = forms.unit
+        before = 0 if unit == 0 else found[-1].output_bytes
+        # What is behind the last unit are logits: no message, and their memory is counted with the unit.
+        after = 0 if unit == last else split.between(_per_sample(stage)) * itemsize * samples
+        found.append(
+            UnitCost(
+                parameters=sum(split.size(spec) for spec in stage.tensors()),
+                forward_flop=samples * (whole.linear + forms.products + forms.additions),
+                input_flop=0 if unit == 0 else samples * forms.input_flop,
+                weight_flop=samples * forms.weight_flop,
+                kept_bytes=sum(map(split.elements, whole.kept)) * itemsize * samples,
+                held_bytes=sum(map(split.elements, forms.held)) * itemsize * samples,
+                input_bytes=before,
+                output_bytes=after,
+                scratch={name: split.scratch(one, samples) * itemsize for name, one in whole.scratch.items()}
+                | {"linear.dweight": itemsize * max((split.size(spec) for spec in _products(model, stage)), default=0)},
+            )
+        )
+    return tuple(found)
+
+
+def attention_scores(context: int) -> int:
+    """Return how many scores attention computes for a sample and head: blocks of queries times the keys they see."""
+    blocks, rest = divmod(context, QUERY_BLOCK)
+    return QUERY_BLOCK**2 * (blocks * (blocks + 1) // 2) + rest * context
+
+
+def _per_sample(stage: Stage) -> int:
+    size = 1
+    for extent in stage.output_shape(1):
+        size *= extent
+    return size
+
+
+def _products(model: Model, stage: Stage) -> list[TensorSpec]:
+    """Return the matrices that the unit multiplies with, tied ones included."""
+    if isinstance(stage, Embed):
+        return []
+    tied = [model.layout.by_key[key].spec for key in stage.tied.values()]
+    return [spec for spec in (*stage.tensors(), *tied) if spec.adapted and len(spec.shape) > 1]
+
+
+def _matrices(model: Model, stage: Stage) -> SampleCounts:
+    """Return the forms of one linear after the other, each with an output that is kept."""
+    shape = stage.output_shape(1)
+    tokens = shape[1] if len(shape) > 2 else 1
+    matrices = _products(model, stage)
+    outputs = sum(spec.size // spec.shape[-1] for spec in matrices) * tokens
+    inputs = sum(spec.shape[-1] for spec in matrices) * tokens
+    active = isinstance(stage, Dense) and stage.activation
+    counted = getattr(stage, "forward_flops", None)  # of a user's own modules, whose backward is one pass
+    unit = Unit(
+        parameters=0,
+        linear=sum(2 * spec.size * tokens for spec in matrices) if counted is None else round(counted),
+        kept=(Kept(outputs * (2 if active else 1)),),
+        scratch={"linear.dx": Scratch(inputs)},
+    )
+    # The data itself is not counted.
+    held = Kept(outputs), Kept(inputs if stage is not model.stages[0] else 0)
+    return SampleCounts(unit=unit, held=held, joint=counted is not None)
+
+
+def _embedding(model: Model, stage: Stage) -> SampleCounts:
+    own = Kept(_per_sample(stage))
+    return SampleCounts(unit=Unit(parameters=0, kept=(own,)), held=(own,), additions=own.size)
+
+
+def _block(model: Model, stage: Stage) -> SampleCounts:
+    assert isinstance(stage, Block)
+    _, context, hidden = stage.output_shape(1)
+    shapes = {spec.name: spec.shape for spec in stage.tensors()}
+    config = ModelConfig(
+        kind="gpt" if stage.causal else "encoder",
+        hidden=hidden,
+        heads=hidden // stage.head_size,
+        kv_heads=shapes["kv.weight"][1] // stage.head_size if stage.grouped else 0,
+        feed_forward=shapes["down.weight"][1],
+        activation=stage.activation,
+        norm=stage.norm,
+        bias="down.bias" in shapes,
+        dropout=stage.dropout,
+    )
+    unit = counts.block(config, context)
+    # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones.
+    rest = unit.linear // (2 * context * hidden)  # the matrices have so many columns that are not of the residual
+    held = Kept(4 * context * hidden), Kept(context * rest, cut=True)
+    scores = attention_scores(context) if stage.causal else context * context
+    return SampleCounts(unit=unit, held=held, products=4 * hidden * scores)
+
+
+def _head(model: Model, stage: Stage) -> SampleCounts:
+    assert isinstance(stage, Head)
+    _, context, vocabulary = stage.output_shape(1)
+    config = ModelConfig(hidden=stage.tensors()[0].shape[0], heads=1, vocabulary=vocabulary, norm=stage.norm)
+    return SampleCounts(
+        unit=counts.head(config, context),
+        held=(Kept(context * config.hidden), Kept(context * vocabulary, cut=True)),
+    )
+
+
+def _convolution(model: Model, stage: Stage) -> SampleCounts:
+    assert isinstance(stage, Convolution)
+    statistics = len([spec for spec in stage.tensors() if spec.name.startswith("norm.")])
+    first = stage is model.stages[0]
+    return SampleCounts(unit=counts.convolution(stage.picture, stage.shape, statistics, first=first), joint=not first)
+
+
+def _pooled(model: Model, stage: Stage) -> SampleCounts:
+    classes, channels = stage.tensors()[0].shape
+    height, width, _ = model.stages[-2].output_shape(1)[1:]
+    return SampleCounts(unit=counts.pooled((height, width, channels), classes), held=(Kept(channels), Kept(classes)))
+
+
+_FORMS: Final = {
+    Embed: _embedding,
+    Block: _block,
+    Head: _head,
+    Convolution: _convolution,
+    PooledHead: _pooled,
+}

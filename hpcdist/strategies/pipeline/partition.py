@@ -1,0 +1,392 @@
+"""The partition of a model's units over the ranks of a pipeline: the least time within the memory limits.
+
+A rank has one chunk of units, or v of them (`hpcdist.strategies.schedule.placement`). Its time is the sum of the
+times of all its units, by its relative speed: that is what it works for each micro-batch, so where m is large the
+slowest rank is the pace of the pipeline. The largest such time is made as small as can be among all partitions in
+which every chunk has a unit, in the order of the model, and every rank keeps its limit of memory.
+
+One chunk a rank: exactly, by dynamic programming over (ranks so far, units so far), O(p n^2). Among all partitions
+that are as fast, one with the smallest largest memory is taken: the same programme once more, for bytes, over the
+parts that are fast enough.
+
+Several chunks, looped or folded: a rank's sum couples chunks that are far apart, and the general problem contains
+that of packing bins. What occurs is kinder: the inner units of a model are alike, and only the first (an embedding)
+and the last (a head) differ. Then only how many units a rank has counts, and giving one after the other to the rank
+that is done first with it is optimal: that is both the first partition and a bound, and no search follows. In
+general:
+
+  bound    the larger of all work over all speeds; the ranks of the first and the last unit with these and the chunks
+           they must have; and the above with all inner units as short as the shortest
+  start    the count above, and boundaries at equal shares of work; each made better by moving boundaries by one unit
+  search   depth first over the chunks, in the order of the model, within the best largest time so far (branch and
+           bound): a place is left when a rank is too slow or too full, when the ranks have no room for the rest, or,
+           where no memory is limited, when no rank had less to do at an earlier visit to the same place
+
+It ends proven, or after `STEPS` steps with the best partition so far and the bound. Boundaries at equal shares are
+off by half a unit at most, so the result is never worse than all work over all speeds plus v of the longest units on
+the slowest rank, where memory is not limited. Chunks of one rank are not balanced among themselves beyond that: the
+bubble of an interleaved schedule is smallest where they are equal too, which identical units give.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.model import Model
+from hpcdist.strategies.pipeline.memory import StageMemory
+
+STEPS: Final = 30_000  # about a second
+SAME: Final = 1e-12  # sums of the same numbers in another order differ by less
+VISITS: Final = 50  # that are remembered of a place
+
+
+@dataclass(frozen=True)
+class PartitionSearchResult:
+    """A cut, the time of its slowest rank, and a bound for that of any."""
+
+    chunks: tuple[range, ...]
+    largest: float
+    bound: float
+
+
+def search(
+    seconds: Sequence[float],
+    ranks: Sequence[int],
+    speeds: Sequence[float],
+    limits: Sequence[int],
+    memory: StageMemory | None,
+    steps: int = STEPS,
+) -> PartitionSearchResult | None:
+    """Return the best cut into chunks for ``ranks``; None where none was found within the limits (local)."""
+    task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
+    bound = task.bound()
+    best: tuple[float, tuple[int, ...]] | None = None
+    for first in (task.counted(), task.even()):
+        improved = _improve(task, first)
+        value = task.value(improved)
+        if task.fits(improved) and (best is None or value < best[0] * (1 - SAME)):
+            best = value, improved
+    if best is None or best[0] > bound * (1 + SAME):
+        walk = _Walk(task, best, bound, steps)
+        walk.run()
+        best = walk.best
+        if walk.is_complete and best is not None:
+            bound = best[0]
+    if best is None:
+        return None
+    return PartitionSearchResult(tuple(range(a, b) for a, b in pairwise(best[1])), best[0], bound)
+
+
+@dataclass
+class _Task:
+    seconds: tuple[float, ...]
+    ranks: tuple[int, ...]  # of each chunk
+    speeds: tuple[float, ...]
+    limits: tuple[int, ...]
+    memory: StageMemory | None
+    sums: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sums = list(accumulate(self.seconds, initial=0.0))
+
+    @property
+    def limited(self) -> bool:
+        return self.memory is not None and any(self.limits)
+
+    def loads(self, edges: Sequence[int]) -> list[float]:
+        """Return the seconds of each rank with the chunks so far, those between ``edges``."""
+        found = [0.0] * len(self.speeds)
+        for rank, (start, stop) in zip(self.ranks, pairwise(edges), strict=False):
+            found[rank] += (self.sums[stop] - self.sums[start]) / self.speeds[rank]
+        return found
+
+    def value(self, edges: Sequence[int]) -> float:
+        return max(self.loads(edges))
+
+    def longest_chunk(self, edges: Sequence[int]) -> float:
+        parts = zip(self.ranks, pairwise(edges), strict=True)
+        return max((self.sums[stop] - self.sums[start]) / self.speeds[rank] for rank, (start, stop) in parts)
+
+    def fits(self, edges: Sequence[int], rank: int | None = None) -> bool:
+        """Whether the chunks so far keep the limits: of ``rank``, or all."""
+        if self.memory is None or not self.limited:
+            return True
+        for one in range(len(self.speeds)) if rank is None else (rank,):
+            own = [pair for owner, pair in zip(self.ranks, pairwise(edges), strict=False) if owner == one]
+            if self.limits[one] and own:
+                starts, stops = zip(*own, strict=True)
+                if self.memory.on(one, starts, stops) > self.limits[one]:
+                    return False
+        return True
+
+    def bound(self) -> float:
+        inner = self.seconds[1:-1]
+        least = min(inner, default=0.0)
+        loads, _ = self._counts(least)
+        return max(sum(self.seconds) / sum(self.speeds), max(loads))
+
+    def _counts(self, each: float) -> tuple[list[float], list[int]]:
+        """Return loads and numbers of the inner units by chunk when all of them take ``each``: the best there are."""
+        chunks, last = len(self.ranks), len(self.seconds) - 1
+        counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
+        loads = [0.0] * len(self.speeds)
+        for number, rank in enumerate(self.ranks):
+            loads[rank] += counts[number] * each / self.speeds[rank]
+        for end in (0, last):
+            rank = self.ranks[0 if end == 0 else chunks - 1]
+            loads[rank] += self.seconds[end] / self.speeds[rank]
+        times = [count * each for count in counts]
+        times[0] += self.seconds[0]
+        times[-1] += self.seconds[last]
+        for _ in range(last - 1 - sum(counts)):
+            rank = min(range(len(loads)), key=lambda one: (loads[one] + each / self.speeds[one], one))
+            loads[rank] += each / self.speeds[rank]
+            shortest = min((n for n, owner in enumerate(self.ranks) if owner == rank), key=lambda n: (times[n], n))
+            counts[shortest] += 1
+            times[shortest] += each
+        return loads, counts
+
+    def counted(self) -> tuple[int, ...]:
+        """Return the cut that is best where all inner units take as long as they do on average."""
+        inner = self.seconds[1:-1]
+        _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
+        counts[0] += 1
+        counts[-1] += 1
+        return tuple(accumulate(counts, initial=0))
+
+    def even(self) -> tuple[int, ...]:
+        """Return the cut whose boundaries are nearest to equal shares of the work, by speed."""
+        chunks, units = len(self.ranks), len(self.seconds)
+        shares = list(accumulate(self.speeds[rank] for rank in self.ranks))
+        edges = [0]
+        for number in range(1, chunks):
+            wanted = self.sums[-1] * shares[number - 1] / shares[-1]
+            places = range(edges[-1] + 1, units - (chunks - number) + 1)
+            edges.append(min((abs(self.sums[place] - wanted), place) for place in places)[1])
+        return (*edges, units)
+
+
+def _improve(task: _Task, edges: tuple[int, ...]) -> tuple[int, ...]:
+    """Move single boundaries by one unit while the largest time, or then the longest chunk, becomes less."""
+
+    def rank_of(one: tuple[int, ...]) -> tuple[bool, float, float]:
+        return not task.fits(one), task.value(one), task.longest_chunk(one)
+
+    now = rank_of(edges)
+    while True:
+        moved = [
+            (*edges[:at], edges[at] + step, *edges[at + 1 :])
+            for at in range(1, len(edges) - 1)
+            for step in (-1, 1)
+            if edges[at - 1] < edges[at] + step < edges[at + 1]
+        ]
+        best = min(moved, key=rank_of, default=edges)
+        found = rank_of(best)
+        if not _less(found, now):
+            return edges
+        edges, now = best, found
+
+
+def _less(one: tuple[bool, float, float], other: tuple[bool, float, float]) -> bool:
+    if one[0] != other[0]:
+        return one[0] < other[0]
+    if abs(one[1] - other[1]) > SAME * other[1]:
+        return one[1] < other[1]
+    return one[2] < other[2] * (1 - SAME)
+
+
+class _Walk:
+    """Depth first over the chunks, in the order of the model."""
+
+    def __init__(self, task: _Task, best: tuple[float, tuple[int, ...]] | None, bound: float, steps: int) -> None:
+        self.task, self.best, self._bound, self._left = task, best, bound, steps
+        self.is_complete = False
+        self._seen: dict[tuple[int, int], list[list[float]]] = {}
+
+    def run(self) -> None:
+        """Walk until all is seen, nothing can be better, or no steps are left."""
+        stack: list[Iterator[tuple[int, ...]]] = [iter(((0,),))]
+        while stack:
+            edges = next(stack[-1], None)
+            if edges is None:
+                stack.pop()
+                continue
+            self._left -= 1
+            if self._left < 0:
+                return
+            if len(edges) == len(self.task.ranks) + 1:
+                value = self.task.value(edges)
+                if self._is_better(value):
+                    self.best = value, edges
+                    if value <= self._bound * (1 + SAME):
+                        break
+            elif self._is_worth(edges):
+                stack.append(self._next(edges))
+        self.is_complete = True
+
+    def _is_better(self, value: float) -> bool:
+        return self.best is None or value < self.best[0] * (1 - SAME)
+
+    def _next(self, edges: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        task, done, units = self.task, len(edges) - 1, len(self.task.seconds)
+        behind = len(task.ranks) - done - 1
+        load, rank, start = task.loads(edges)[task.ranks[done]], task.ranks[done], edges[-1]
+        for stop in range(start + 1, units - behind + 1) if behind else (units,):
+            time = load + (task.sums[stop] - task.sums[start]) / task.speeds[rank]
+            if not self._is_better(time):
+                return  # more units only take longer
+            if task.fits((*edges, stop), rank):
+                yield (*edges, stop)
+
+    def _is_worth(self, edges: tuple[int, ...]) -> bool:
+        task, loads = self.task, self.task.loads(edges)
+        if self.best is not None:
+            room = sum((self.best[0] - load) * speed for load, speed in zip(loads, task.speeds, strict=True))
+            if room <= (task.sums[-1] - task.sums[edges[-1]]) * (1 - SAME):
+                return False
+        if task.limited:
+            return True
+        seen = self._seen.setdefault((len(edges), edges[-1]), [])
+        if any(all(a <= b for a, b in zip(one, loads, strict=True)) for one in seen):
+            return False
+        if len(seen) < VISITS:
+            seen.append(loads)
+        return True
+
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class StageDevices:
+    """The ranks of a pipeline: how fast they are, relative to each other, and how many bytes they have, 0: enough."""
+
+    speeds: tuple[float, ...]
+    limits: tuple[int, ...]
+
+    @classmethod
+    def alike(cls, ranks: int) -> "StageDevices":
+        """Return so many equal ranks, with enough memory."""
+        return cls((1.0,) * ranks, (0,) * ranks)
+
+
+@dataclass(frozen=True)
+class StagePartition:
+    """The chunks, in the order of the model; no cut is faster than ``bound`` s, where that is known."""
+
+    chunks: tuple[range, ...]
+    largest: float
+    bound: float
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no cut is faster."""
+        return self.largest <= self.bound * (1 + 1e-12)
+
+
+def partition(
+    seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
+) -> StagePartition | None:
+    """Return the best cut of units that take ``seconds`` into chunks for ``ranks``, in the order of the model (local).
+
+    None where no cut keeps the limits, or the search has found none. At least as many units as chunks are needed.
+    """
+    assert len(seconds) >= len(ranks) > 0
+    if len(set(ranks)) == len(ranks):
+        return _contiguous(seconds, ranks, devices, memory)
+    found = search(seconds, ranks, devices.speeds, devices.limits, memory)
+    return None if found is None else StagePartition(found.chunks, found.largest, found.bound)
+
+
+def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
+    """Return the cut, of one chunk a rank, whose worst memory is smallest beside its limit (local)."""
+    shares = [
+        _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
+    ]
+    found = _least([shares[rank] for rank in ranks])
+    assert found is not None
+    return found[1]
+
+
+def split_by_parameters(model: Model, ranks: int) -> list[range]:
+    """Return one chunk for each of ``ranks``, with the largest number of parameters as small as can be (local)."""
+    check_units(len(model.stages), ranks, 1)
+    sizes = [float(sum(spec.size for spec in stage.tensors())) for stage in model.stages]
+    found = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
+    assert found is not None
+    return list(found.chunks)
+
+
+def check_units(units: int, ranks: int, chunks: int) -> None:
+    """Raise ConfigurationError when there are fewer units than chunks."""
+    if units >= ranks * chunks:
+        return
+    each = f" x {chunks} chunks each = {ranks * chunks}" if chunks > 1 else ""
+    fewer = " or chunks" if chunks > 1 else ""
+    raise ConfigurationError(
+        f"parallel.pipeline = {ranks}{each}, but the model has only {units} stages (its layers, and what is before and "
+        f"behind them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers (one of "
+        "your own: of more stages)"
+    )
+
+
+def _contiguous(
+    seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
+) -> StagePartition | None:
+    """Return the best cut of one chunk a rank."""
+    count = len(seconds)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, np.float64))])
+    times, sizes = [], []
+    for rank in ranks:
+        time = (sums[None, :] - sums[:, None]) / devices.speeds[rank]  # [start, stop]
+        size = np.zeros((count + 1, count + 1)) if memory is None else _bytes(memory, rank, count)
+        if devices.limits[rank]:
+            time = np.where(size <= devices.limits[rank], time, NEVER)
+        times.append(time)
+        sizes.append(size)
+    fastest = _least(times)
+    if fastest is None:
+        return None
+    # Sums of the same units in another order differ by rounding, which must not decide.
+    enough = fastest[0] * (1 + 1e-12)
+    chunks = fastest[1]
+    if memory is not None:
+        small = _least([np.where(time <= enough, size, NEVER) for time, size in zip(times, sizes, strict=True)])
+        assert small is not None
+        chunks = small[1]
+    largest = max(float(time[part.start, part.stop]) for time, part in zip(times, chunks, strict=True))
+    return StagePartition(chunks, largest, largest)
+
+
+def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
+    """Return the bytes on ``rank`` with the units [start, stop), for all of them; meaningless where start > stop."""
+    start, stop = np.indices((count + 1, count + 1))
+    return np.asarray(memory.on(rank, [start], [stop]), np.float64)
+
+
+def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
+    """Return the smallest possible largest cost, and the first cut that has it; ``costs[part][start, stop]``.
+
+    None where it cannot be finite. No part is empty.
+    """
+    count = costs[0].shape[0] - 1
+    filled = np.triu(np.ones((count + 1, count + 1), bool), 1)
+    best = np.full(count + 1, NEVER)  # by the number of units that are in parts
+    best[0] = 0.0
+    begins = []
+    for cost in costs:
+        reached = np.where(filled, np.maximum(best[:, None], cost), NEVER)
+        begins.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+    if best[count] == NEVER:
+        return None
+    parts, stop = [], count
+    for begin in reversed(begins):
+        start = int(begin[stop])
+        parts.append(range(start, stop))
+        stop = start
+    return float(best[count]), tuple(reversed(parts))

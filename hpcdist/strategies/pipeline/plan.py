@@ -1,0 +1,233 @@
+"""The partition plan of a recipe: the partition over the pipeline, and the table of every rank's share.
+
+All of it is local, and the same on every rank. The basis is the number of parameters, the operations of
+`hpcdist.strategies.pipeline.costs`, or seconds that were measured; a plan that no rank's memory limit allows is
+refused, with the smallest limit that would do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hpcdist.arrays.sizes import in_units
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.model import Model
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.pipeline.costs import TensorSplit, UnitCost, unit_costs
+from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline.memory import Moment, StageMemory, StateBytes, moments
+from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition
+from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+# What work is counted in, and its size; parameters are no work.
+BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionRow:
+    """What one rank of the pipeline got. Work is that of a micro-batch, on a rank of speed 1."""
+
+    units: tuple[range, ...]
+    parameters: int
+    forward: float
+    backward: float
+    share: float  # of its time in that of the slowest
+    bytes: Mapping[str, int]
+    limit: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of its memory."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionPlan:
+    """The placement of the units, a row for each rank, and by which share no cut is faster; 0: proven."""
+
+    placement: StagePlacement
+    basis: str
+    origin: str
+    rows: tuple[PartitionRow, ...]
+    gap: float = 0.0
+
+    @property
+    def stage_units(self) -> tuple[int, ...]:
+        """The number of units of each chunk, as ``parallel.stage_units`` takes them."""
+        return tuple(len(chunk) for chunk in self.placement.chunks)
+
+    @property
+    def balance(self) -> float:
+        """How busy the ranks are on average while the slowest works: no schedule keeps them busier."""
+        return sum(row.share for row in self.rows) / len(self.rows)
+
+    def table(self) -> list[str]:
+        """Return the lines that a person reads."""
+        work, size = BASES[self.basis]
+        lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
+        lines[0].append("memory")
+        for rank, row in enumerate(self.rows):
+            parts = ", ".join(f"{name} {in_units(each)}" for name, each in row.bytes.items() if each)
+            limit = f" of {in_units(row.limit)}" if row.limit else ""
+            figures = [f"{done / size:.3g}" if work else "" for done in (row.forward, row.backward)]
+            units = ", ".join(map(_shown, row.units))
+            memory = f"{in_units(row.total_bytes)}{limit}: {parts}"
+            lines.append([str(rank), units, f"{row.parameters:,}", *figures, f"{row.share:.0%}", memory])
+        columns = [column for column in zip(*lines, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        cells = [[cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
+        gap = f"; no cut is more than {self.gap:.1%} faster" if self.gap else ""
+        first = f"stages {self.origin}: while the slowest works, the ranks are busy {self.balance:.0%} on average{gap}"
+        return [first, *("  ".join(row).rstrip() for row in zip(*cells, strict=True))]
+
+
+def plan(
+    model: Model,
+    parallel: ParallelConfig,
+    schedule: ScheduleText,
+    states: StateBytes,
+    samples: int,
+    *,
+    seconds: Sequence[PassSeconds] | None = None,
+    kept: Sequence[int] = (),
+) -> PartitionPlan:
+    """Return which ranks compute which units of the whole ``model``, for micro-batches of ``samples``.
+
+    ``seconds`` are those of each unit, where the cut is by measurement. ``kept`` is the cut of an earlier start, as
+    `Plan.stage_units`. Raises ConfigurationError where there are fewer units than chunks, and where the limits of
+    memory cannot be kept, with the table.
+    """
+    ranks, count = parallel.pipeline, len(model.stages)
+    check_units(count, ranks, schedule.chunks)
+    split = TensorSplit(ranks=parallel.tensor, by_tokens=parallel.sequence_parallel)
+    costs = unit_costs(model, samples, split)
+    empty = schedule.place([range(unit, unit + 1) for unit in range(ranks * schedule.chunks)])
+    live = [_moments(schedule, empty, rank, recompute=parallel.recompute) for rank in range(ranks)]
+    memory = StageMemory(costs, states, live, _copies(model, empty, states.itemsize + states.widened, split))
+    speeds = tuple(map(float, parallel.stage_speeds)) or (1.0,) * ranks
+    limits = parallel.stage_memory_bytes or (0,)
+    devices = StageDevices(speeds, limits * ranks if len(limits) == 1 else limits)
+    work = list(_work(parallel.partition, costs, seconds, schedule, recompute=parallel.recompute))
+    weights = [forward + backward for forward, backward in work]
+    given, gap = tuple(parallel.stage_units or kept), 0.0
+    origin = f"cut by {parallel.partition}" if not given else "given" if parallel.stage_units else "kept"
+    if given:
+        chunks = _given(given, count, ranks, schedule.chunks)
+    elif found := partition(weights, empty.ranks, devices, memory):
+        chunks, gap = found.chunks, 0.0 if found.is_proven else 1 - found.bound / found.largest
+    else:
+        chunks = _too_large(weights, empty, devices, memory)
+    placement = replace(schedule.place(chunks), skips=model.skips)
+    rows = tuple(_rows(placement, costs, work, memory, devices))
+    made = PartitionPlan(placement=placement, basis=parallel.partition, origin=origin, rows=rows, gap=gap)
+    _refuse_full(made, model, is_given=bool(given))
+    return made
+
+
+def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recompute: bool) -> tuple[Moment, ...]:
+    """Return what ``rank`` has alive, chunk by chunk, in its worst moments."""
+    steps = expand(schedule.passes[rank], empty, rank, recompute=recompute)
+    return moments(steps, empty.of(rank))
+
+
+def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:
+    """Return the bytes of the copies that a unit needs of tensors of others: parameters and gradients.
+
+    Tied are the ends of a model, which are on one rank where the chunks are folded.
+    """
+    if empty.ranks[0] == empty.ranks[-1]:
+        return {}
+    found = {}
+    for unit, stage in enumerate(model.stages):
+        tied = [model.layout.by_key[key].spec for key in stage.tied.values()]
+        if tied:
+            found[unit] = sum(2 * itemsize * split.size(spec) for spec in tied)
+    return found
+
+
+def _work(
+    basis: str,
+    costs: Sequence[UnitCost],
+    seconds: Sequence[PassSeconds] | None,
+    schedule: ScheduleText,
+    *,
+    recompute: bool,
+) -> Iterator[tuple[float, float]]:
+    """Yield the work of each unit, forward and back; a forward that is repeated counts with the backward."""
+    for unit, cost in enumerate(costs):
+        if basis == "parameters":
+            yield float(cost.parameters), 0.0
+            continue
+        forward, backward = float(cost.forward_flop), float(cost.input_flop + cost.weight_flop)
+        if basis == "measured":
+            assert seconds is not None, "measure the units first"
+            one = seconds[unit]
+            forward, backward = one.forward, one.input + one.weight if schedule.splits else one.backward
+        yield forward, backward + forward * recompute
+
+
+def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[range, ...]:
+    if len(sizes) != ranks * chunks or sum(sizes) != count:
+        each = f" x {chunks} chunks each" if chunks > 1 else ""
+        raise ConfigurationError(
+            f"parallel.stage_units = {list(sizes)}: {len(sizes)} parts of {sum(sizes)} units in all; give one for each "
+            f"of {ranks} pipeline ranks{each}, {count} units in all (layers, and what is before and behind them)"
+        )
+    starts = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def _too_large(
+    weights: Sequence[float], empty: StagePlacement, devices: StageDevices, memory: StageMemory
+) -> tuple[range, ...]:
+    """Return a cut to show that the limits cannot be kept: the leanest, or the fastest."""
+    if len(empty.chunks) == empty.stages:
+        return least_memory(len(weights), empty.ranks, devices, memory)
+    found = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)
+    assert found is not None
+    return found.chunks
+
+
+def _rows(
+    placement: StagePlacement,
+    costs: Sequence[UnitCost],
+    work: Sequence[tuple[float, float]],
+    memory: StageMemory,
+    devices: StageDevices,
+) -> Iterator[PartitionRow]:
+    own = [[unit for chunk in placement.of(rank) for unit in chunk] for rank in range(placement.stages)]
+    sums = [tuple(sum(work[unit][way] for unit in units) for way in (0, 1)) for units in own]
+    times = [sum(both) / speed for both, speed in zip(sums, devices.speeds, strict=True)]
+    for rank, units in enumerate(own):
+        chunks = placement.of(rank)
+        terms = memory.terms(rank, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks])
+        yield PartitionRow(
+            units=chunks,
+            parameters=sum(costs[unit].parameters for unit in units),
+            forward=sums[rank][0],
+            backward=sums[rank][1],
+            share=times[rank] / max(times) if max(times) else 1.0,
+            bytes={name: int(size) for name, size in terms.items()},
+            limit=devices.limits[rank],
+        )
+
+
+def _refuse_full(made: PartitionPlan, model: Model, *, is_given: bool) -> None:
+    """Raise ConfigurationError for the first rank that needs more than its limit."""
+    for rank, row in enumerate(made.rows):
+        if row.limit and row.total_bytes > row.limit:
+            largest = max(row.bytes, key=lambda name: row.bytes[name])
+            all_seen = not is_given and len(made.placement.chunks) == len(made.rows)
+            found = f"however the {len(model.stages)} units are cut" if all_seen else "with these stages"
+            raise ConfigurationError(
+                f"parallel.stage_memory_bytes: {found}, pipeline rank {rank} needs {row.total_bytes:,} bytes of "
+                f"{row.limit:,}, most of them {largest}; use more pipeline ranks, smaller or fewer micro-batches, "
+                "parallel.recompute, or a strategy that cuts its states (zero1, zero2, zero3):\n"
+                + "\n".join(made.table())
+            )
+
+
+def _shown(units: range) -> str:
+    return str(units.start) if len(units) == 1 else f"{units.start}-{units.stop - 1}"

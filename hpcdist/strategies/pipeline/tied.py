@@ -1,0 +1,122 @@
+"""Tied tensors of a pipeline: parameters that two of its ranks share, their copies and gradients.
+
+The first and the last stage of a language model may share the embedding: the rank that does not own it keeps a copy,
+sends its gradient to the owner after the backward, and gets the new values after the update.
+
+GPipe: Huang et al., arXiv:1811.06965. 1F1B: Narayanan et al., arXiv:1806.03377 and arXiv:2104.04473. The order of the
+work is in `hpcdist.strategies.schedule`, which rank computes which stages in `hpcdist.strategies.pipeline.partition`.
+"""
+
+from dataclasses import dataclass
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.models.model import Model
+from hpcdist.strategies.core.exchange import Exchange, Handlers
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+TAG = 0  # the first of `TIES` tags, below those of activations and gradients
+TIES = 1 << 10
+
+
+@dataclass(frozen=True)
+class TiedTensor:
+    """Tensor ``key`` of stage ``unit`` on pipeline rank ``owner``, which rank ``holder`` needs a copy of."""
+
+    key: str
+    unit: int
+    owner: int
+    holder: int
+
+
+def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
+    """Return the tensors that are tied across pipeline ranks."""
+    unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
+    found = []
+    for unit, stage in enumerate(model.stages):
+        for key in stage.tied.values():
+            owner = unit_of[model.layout.by_key[key].spec.layer]
+            tie = TiedTensor(key, owner, placement.rank_of(owner), placement.rank_of(unit))
+            if tie.owner != tie.holder and tie not in found:
+                found.append(tie)
+    assert len(found) <= TIES, f"{len(found)} tied tensors would run into the tags of activations"
+    return found
+
+
+class TiedCopies:
+    """What this rank does for tensors that are tied across the pipeline.
+
+    The gradient of a copy travels to the owner, which adds it to its own before any reduction; the owner alone updates,
+    and its new value travels back. So norms and checkpoints count the tensor once, and copies never drift.
+    """
+
+    def __init__(self, seat: RankContext, found: list[TiedTensor], exchange: Exchange) -> None:
+        self._comm: Communicator = seat.pipeline
+        self._exchange, self._layout = exchange, seat.layout
+        self._owned = [tie for tie in found if tie.owner == self._comm.rank]
+        self._held = [tie for tie in found if tie.holder == self._comm.rank]
+        self._tags = {tie: TAG + number for number, tie in enumerate(found)}
+        keys = sorted({tie.key for tie in self._held}, key=lambda key: seat.layout.by_key[key].range)
+        parts = [seat.layout.by_key[key].range for key in keys]
+        self.layers = {seat.layout.by_key[key].spec.layer for key in keys}
+        self.parameters = seat.store("parameters", parts)
+        self.gradients = seat.store("gradients", parts)
+        owned_sizes = [seat.layout.by_key[tie.key].range.size for tie in self._owned]
+        self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, seat.on)
+        self.carries_out: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
+
+    @property
+    def keys(self) -> set[str]:
+        """Tensors that this rank holds copies of."""
+        return {tie.key for tie in self._held}
+
+    def after_backward(self) -> list[Operation]:
+        """Return the operations that follow the last backward of this rank (local)."""
+        return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
+
+    def after_update(self) -> list[Operation]:
+        """Return the operations that follow the update (local)."""
+        return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
+
+    def _units(self) -> list[int]:
+        return sorted({tie.unit for tie in (*self._owned, *self._held)})
+
+    def gradient(self, op: Operation) -> None:
+        """Bring the gradients of copies to the owner. Called by the owner and the holders of tensors of a stage."""
+        held = [tie for tie in self._held if tie.unit == op.unit]
+        requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
+        for tie in self._owned:
+            if tie.unit == op.unit:
+                where = self._layout.by_key[tie.key].range
+                arrival = self._arrival[: where.size]
+                self._comm.recv(arrival, tie.holder, self._tags[tie])
+                self._exchange.gradients_at(self._layer(tie)).add(where, arrival)
+        for request in requests:
+            request.wait()
+
+    def value(self, op: Operation) -> None:
+        """Bring the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
+        requests: list[Request] = []
+        for tie in self._owned:
+            if tie.unit == op.unit:
+                own = self._of(self._exchange.parameters_at(self._layer(tie)), tie)
+                requests.append(self._comm.isend(own, tie.holder, self._tags[tie]))
+        for tie in self._held:
+            if tie.unit == op.unit:
+                self._comm.recv(self._of(self.parameters, tie), tie.owner, self._tags[tie])
+        for request in requests:
+            request.wait()
+
+    def refresh(self) -> None:
+        """Bring all values to their copies, as at the start of a run. Collective over the pipeline."""
+        for op in self.after_update():
+            self.value(op)
+
+    def _layer(self, tie: TiedTensor) -> int:
+        return self._layout.by_key[tie.key].spec.layer
+
+    def _of(self, store: FlatStore, tie: TiedTensor) -> backend.Array:
+        return store.range(self._layout.by_key[tie.key].range)

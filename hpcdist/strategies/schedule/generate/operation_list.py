@@ -1,0 +1,236 @@
+"""Operation lists of one rank: pure functions that put compute, exchange and pipeline together into its step.
+
+`compute_operations` expands the passes of a schedule, `insert_gathers` and `insert_exchange` add the operations of an
+exchange. `overlap_reductions`, `prefetch_gathers` and `insert_polls` rewrite a list so that exchanges go on behind
+the computation. What is started is waited for in the same order, so that a list without these passes and one with
+them exchange the same buffers in the same order, and end with the same bits.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, EXCHANGED, USES, Kind, Operation
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+
+def compute_operations(
+    schedule: str | Sequence[Passes],
+    microbatches: int,
+    placement: StagePlacement,
+    rank: int = 0,
+    *,
+    recompute: bool = False,
+) -> list[Operation]:
+    """Return the compute operations of ``rank`` in the pipeline, and its messages to the others.
+
+    ``schedule`` is one of `SCHEDULES`, or has the passes of every rank, as a file of them has.
+    """
+    if isinstance(schedule, str):
+        chunks = len(placement.chunks) // placement.stages
+        passes = SCHEDULES[schedule].passes(rank, placement.stages, microbatches, chunks)
+    else:
+        passes = schedule[rank]
+    return expand(passes, placement, rank, recompute=recompute)
+
+
+def evaluation_operations(placement: StagePlacement, rank: int = 0, microbatches: int = 1) -> list[Operation]:
+    """Return the operations that evaluate ``microbatches``, by default one batch as micro-batch 0.
+
+    Chunks take turns so that no rank waits but for the pipeline to fill: where they go around the ranks, by groups of
+    as many micro-batches as there are ranks; where they are folded, as soon as the first micro-batch is back.
+    """
+    return expand(_forwards(placement, rank, microbatches), placement, rank)
+
+
+def _forwards(placement: StagePlacement, rank: int, microbatches: int) -> Passes:
+    ranks, chunks = placement.stages, range(len(placement.of(rank)))
+    if placement.ranks == (*range(ranks), *reversed(range(ranks))):
+        ahead = min(2 * (ranks - rank) - 1, microbatches)  # until the first one is back from the other ranks
+        passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
+        for microbatch in range(microbatches):
+            passes.append((Pass.FORWARD, microbatch, 1))
+            if microbatch + ahead < microbatches:
+                passes.append((Pass.FORWARD, microbatch + ahead, 0))
+        return passes
+    return [
+        (Pass.FORWARD, microbatch, chunk)
+        for first in range(0, microbatches, ranks)
+        for chunk in chunks
+        for microbatch in range(first, min(first + ranks, microbatches))
+    ]
+
+
+def insert_gathers(
+    steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
+) -> list[Operation]:
+    """Put GATHER and FREE around the compute operations of ``steps`` that use parameters.
+
+    ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
+    gathered before each of its operations and freed behind it, unless the next one is its own again, as the backward of
+    the last unit of a model: 2 m gathers a step, up to 3 m with a second forward, for m micro-batches, and memory for
+    one unit. One that several use stays from the first of them in a micro-batch to the last, and on to the last of
+    every micro-batch that begins before. With ``keep`` each unit stays from its first use in the list to its last: 1
+    gather, memory for all of them.
+    """
+    users = Counter(unit for used in needs.values() for unit in used)
+    using = [index for index, op in enumerate(steps) if op.kind in USES]
+    # (unit, micro-batch, or where it has one user only its place in ``using``) -> where in ``using``
+    uses: dict[tuple[int, int], list[int]] = {}
+    for place, index in enumerate(using):
+        for unit in needs[steps[index].unit]:
+            span = 0 if keep else steps[index].microbatch if users[unit] > 1 else place
+            uses.setdefault((unit, span), []).append(place)
+    gathers: dict[int, list[int]] = {}  # before which operation -> units
+    frees: dict[int, list[int]] = {}  # behind which operation -> units
+    for unit in users:
+        spans = sorted((where[0], where[-1]) for (used, _), where in uses.items() if used == unit)
+        end = -2
+        for first, last in spans:
+            if first > end + 1:
+                gathers.setdefault(using[first], []).append(unit)
+            else:
+                frees[using[end]].remove(unit)  # still there, or needed again at once: it stays
+            end = max(end, last)
+            frees.setdefault(using[end], []).append(unit)
+    found: list[Operation] = []
+    for index, op in enumerate(steps):
+        found += [Operation(Kind.GATHER, op.microbatch, unit) for unit in sorted(gathers.get(index, ()))]
+        found.append(op)
+        found += [Operation(Kind.FREE, op.microbatch, unit) for unit in sorted(frees.get(index, ()))]
+    return found
+
+
+def insert_exchange(
+    steps: Sequence[Operation],
+    exchange: Sequence[Operation],
+    units: Mapping[int, Range],
+    *,
+    every_microbatch: bool = False,
+) -> list[Operation]:
+    """Put the operations of an exchange among ``steps``, those of `EXCHANGED` as early as their gradients are complete.
+
+    The gradients of a range are complete after the last BACKWARD or BACKWARD_WEIGHT, and COPY_GRADIENT, of every unit
+    that the range touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward
+    of each micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then
+    reduced. That cannot be where a backward is split and its halves lie apart (`verify` refuses it): the first ones of
+    later micro-batches would write among what is reduced. All other operations follow in their order behind the last of
+    ``steps``, but for a MIX_START at the beginning of ``exchange``, which stays at the beginning.
+    """
+    complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
+    for index, op in enumerate(steps):
+        if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.COPY_GRADIENT):
+            complete[op.microbatch if every_microbatch else -1, op.unit] = index
+    rounds = sorted({microbatch for microbatch, _ in complete})
+    added = {op.range for op in exchange if op.kind is Kind.ADD}
+    due: dict[int, list[Operation]] = {}
+    rest = []
+    first = [op for op in exchange[:1] if op.kind is Kind.MIX_START]
+    for op in exchange[len(first) :]:
+        if op.kind in EXCHANGED:
+            assert op.range is not None
+            touched = [unit for unit, part in units.items() if part.intersect(op.range)]
+            turns = rounds[:-1] if op.kind is Kind.ADD else rounds[-1:] if op.range in added else rounds
+            for microbatch in turns:
+                at = max(complete[microbatch, unit] for unit in touched)
+                if at + 1 < len(steps) and steps[at + 1].kind is Kind.SEND_GRADIENT:
+                    at += 1  # the previous stage waits for it, nobody for the reduction
+                due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
+        else:
+            rest.append(op)
+    found: list[Operation] = first
+    for index, op in enumerate(steps):
+        found += [op, *due.get(index, [])]
+    return found + rest
+
+
+NEEDS_SUMS = (Kind.SUM_ROWS, Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
+
+
+def overlap_reductions(
+    steps: Sequence[Operation],
+    units: Mapping[int, Range],
+    needs: Mapping[int, Collection[int]],
+    most: int | None = None,
+) -> list[Operation]:
+    """Turn each REDUCE of ``steps`` into a START in its place and a WAIT as late as can be.
+
+    That is before SUM_ROWS and AGREE, or before a BACKWARD writes again where something is under way: ``units`` are the
+    ranges of this rank, and ``needs`` maps each unit to those whose gradients its backward adds to. With ``most`` there
+    are never more under way: where whole gradients are freed by WAIT, this bounds their memory to that of one more.
+    """
+    found: list[Operation] = []
+    under_way: deque[Operation] = deque()
+
+    def wait() -> None:
+        found.append(replace(under_way.popleft(), kind=Kind.WAIT))
+
+    for op in steps:
+        if op.kind is Kind.REDUCE:
+            while most is not None and len(under_way) >= most:
+                wait()
+            op = replace(op, kind=Kind.START)
+            under_way.append(op)
+        elif op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+            written = [units[unit] for unit in needs[op.unit] if unit in units]
+            while any(part.intersect(other.range) for other in under_way if other.range for part in written):
+                wait()
+        elif op.kind in NEEDS_SUMS:
+            while under_way:
+                wait()
+        found.append(op)
+    while under_way:
+        wait()
+    return found
+
+
+def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
+    """Turn each GATHER of a unit that is freed again into a START_GATHER and, in its place, a WAIT_GATHER.
+
+    A gather starts as soon as the one ``ahead`` of it in the list has been waited for, so that at most ``ahead`` are
+    under way, and as many more units in memory; but not before the same unit was freed, and not before the parameters
+    are new (behind AGREE no gather moves). 0 leaves the list as it is.
+    """
+    agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
+    freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
+    if not ahead or not freed:
+        return list(steps)
+    waiting = deque(op for op in steps[:agreed] if op.kind is Kind.GATHER and op.unit in freed)
+    found: list[Operation] = []
+    under_way: list[Operation] = []
+    there: set[int] = set()  # units in memory, or on their way there
+
+    def start() -> None:
+        while waiting and len(under_way) < ahead and waiting[0].unit not in there:
+            gather = waiting.popleft()
+            there.add(gather.unit)
+            under_way.append(gather)
+            found.append(replace(gather, kind=Kind.START_GATHER))
+
+    for op in steps[:agreed]:
+        if op.kind is Kind.GATHER and op.unit in freed:
+            start()  # the first of all, and those that had to wait for a FREE right before
+            under_way.remove(op)
+            found.append(replace(op, kind=Kind.WAIT_GATHER))
+            start()
+        else:
+            found.append(op)
+            if op.kind is Kind.FREE:
+                there.discard(op.unit)
+                start()
+    return found + list(steps[agreed:])
+
+
+def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
+    """Put POLL behind each operation that computes while something is under way that was started."""
+    found: list[Operation] = []
+    under_way = sum(op.kind is Kind.SETTLE for op in steps)  # from the step before
+    for op in steps:
+        found.append(op)
+        under_way += (op.kind in ENDS) - (op.kind in ENDS.values())
+        if under_way and op.kind in COMPUTE:
+            found.append(Operation(Kind.POLL))
+    return found

@@ -1,0 +1,171 @@
+"""Observers of a step on one rank: phase timer, profiler ranges, gradient meter, search for NaN.
+
+`PhaseTimer` books the seconds of each operation under its phase, with a span for each. `ProfilerRanges` and
+`GradientMeter` are protocols that profilers (NVTX) and the gradient noise scale implement; without one nothing is
+marked or measured. `NanFinder` remembers the first value that is not finite while a failed step is computed again.
+"""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Protocol
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.spans import NULL_SPANS, SpanSink, now_ns
+from hpcdist.optim import clip
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+
+# All other kinds are communication.
+PHASES: Final = {
+    **dict.fromkeys(COMPUTE, "compute"),
+    Kind.ADD: "compute",
+    Kind.KEEP: "compute",
+    Kind.DIRECTION: "update",
+    Kind.APPLY: "update",
+    Kind.MIX: "update",
+    Kind.MIRROR: "update",
+}
+
+
+def phase_of(kind: Kind) -> str:
+    """Return the phase that operations of a ``kind`` are booked under."""
+    return PHASES.get(kind, "communication")
+
+
+class PhaseTimer:
+    """Books ``operations`` of ``step``, one after the other, from its construction on (local).
+
+    ``seconds`` gets what each phase took, as ``compute_s``. On a GPU, which works on what was launched until somebody
+    waits for it, operations of one phase are one span: they are waited for together, at the end of the phase.
+    ``array`` says which device that is.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        seconds: MutableMapping[str, float],
+        step: int,
+        array: Array,
+        spans: SpanSink = NULL_SPANS,
+    ) -> None:
+        self._operations, self._seconds, self._step, self._array, self._spans = operations, seconds, step, array, spans
+        self._phases = [phase_of(operation.kind) for operation in operations]
+        self._each = spans is not NULL_SPANS and not backend.is_device(array)
+        self._first = 0  # operation since the last booking
+        self._clock_ns = now_ns()
+
+    def done(self, place: int) -> None:
+        """Book the operation at ``place``, which has just returned."""
+        phases = self._phases
+        phase = phases[place]
+        ends = place + 1 == len(phases) or phase != phases[place + 1]
+        if not (ends or self._each):
+            return
+        if ends:
+            # What a GPU still computes belongs to this phase; a message would wait for it anyway.
+            backend.synchronise(self._array)
+        begun, self._clock_ns = self._clock_ns, now_ns()
+        self._seconds[f"{phase}_s"] += (self._clock_ns - begun) / 1e9
+        first, last = self._operations[self._first], self._operations[place]
+        if self._first == place:
+            self._spans.add(phase, last.kind.name, self._step, begun, self._clock_ns, last.microbatch, last.unit)
+        else:
+            name = first.kind.name if first.kind is last.kind else f"{first.kind.name} to {last.kind.name}"
+            self._spans.add(phase, name, self._step, begun, self._clock_ns)
+        self._first = place + 1
+
+
+class ProfilerRanges(Protocol):
+    """Hands out the range around something that the rank does."""
+
+    def __call__(
+        self, phase: str, name: str, microbatch: int = -1, unit: int = -1
+    ) -> AbstractContextManager[object, bool | None]:
+        """Return what is entered before and left after it, also when it raises. Ranges nest (local)."""
+        ...
+
+
+_NOTHING: Final = nullcontext()
+
+
+def no_ranges(
+    phase: str, name: str, microbatch: int = -1, unit: int = -1
+) -> AbstractContextManager[object, bool | None]:
+    """Mark nothing: the `Ranges` of a run that nobody profiles."""
+    return _NOTHING
+
+
+NO_RANGES: Final[ProfilerRanges] = no_ranges
+
+
+def in_range(ranges: ProfilerRanges, phase: str, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
+    """Return ``handler``, each call of which is within one of ``ranges``."""
+
+    def run(op: Operation) -> None:
+        with ranges(phase, op.kind.name, op.microbatch, op.unit):
+            handler(op)
+
+    return run
+
+
+class GradientMeter(Protocol):
+    """Looks at the gradients of one rank before they are exchanged. All of it is local."""
+
+    def went_back(self, op: Operation) -> None:
+        """Take note of a backward that was just computed."""
+        ...
+
+    def exchanges(self, op: Operation) -> None:
+        """Take note that ``op`` is about to take gradients, which are complete."""
+        ...
+
+    def numbers(self) -> np.ndarray:
+        """Return what was counted since the last call, equally many numbers on all ranks of the world."""
+        ...
+
+
+class NanFinder:
+    """Asleep until `begin`; then it remembers where this rank's own work first went wrong. Local."""
+
+    def __init__(self) -> None:
+        self._awake = False
+        self._found: str | None = None
+
+    def begin(self, parameters: FlatStore) -> None:
+        """Wake up, with a look at what this rank keeps."""
+        tensor = clip.first_nonfinite(parameters)
+        self._found = f"parameter {tensor}" if tensor else None
+        self._awake = True
+
+    def end(self) -> str | None:
+        """Go back to sleep; return what was found first."""
+        self._awake = False
+        return self._found
+
+    def look(self, what: str, values: Scalar) -> None:
+        """Look at ``values``, which this rank has computed."""
+        if self._awake and self._found is None and not _finite(values):
+            self._found = what
+
+    def look_at_gradients(self, store: FlatStore, part: Range) -> None:
+        """Look at the gradients of the tensors in ``part``."""
+        if self._awake and self._found is None:
+            for segment, touched in store.layout.within(part):
+                self.look(f"gradient of {segment.key}", store.range(touched))
+
+    def sees_only_finite(self, values: Array) -> bool:
+        """Whether this rank is looking, and ``values``, which it has computed, are as they should be."""
+        return self._awake and _finite(values)
+
+    def distrust(self, values: Array) -> None:
+        """Stop looking when ``values``, which came from another rank, are bad: what follows is not this rank's."""
+        if self._awake and not _finite(values):
+            self._awake = False
+
+
+def _finite(values: Scalar) -> bool:
+    return bool(backend.namespace(values).isfinite(values).all())

@@ -1,0 +1,159 @@
+"""Timeline of a simulated step: the stages' busy and idle time, the bubble, and the critical path.
+
+The same lists are run as the executor runs and the verifier proves (`simulate_lists`), or, for pipelines of any size,
+the passes that they are made of (`simulate_passes`). Sends never wait, receives do; see `program` for links and
+collectives.
+
+The bubble of a stage is that of the zero-bubble paper (P. Qi et al., arXiv:2401.10241): the share of its own span,
+from its first pass to the end of its last, in which it computes nothing. That of the step is that of the stage with
+the longest span. Beside it, the makespan rate is the share of all ranks' time, from the first pass of any to the
+last, in which nobody computes: where stages begin late and end early, as in ZB-H2, it is larger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.simulate import lists as lists_simulate
+from hpcdist.strategies.schedule.simulate import passes as passes_simulate
+from hpcdist.strategies.schedule.simulate import program as programs
+from hpcdist.strategies.schedule.simulate.costs import StepCosts
+from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Program, Times
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one rank does in a simulated step.
+
+    ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
+    in receives, ``exchange_s`` what it spends in collectives and their like, waiting included.
+    """
+
+    begin_s: float
+    span_s: float
+    busy_s: float
+    idle_s: float
+    exchange_s: float
+
+    @property
+    def bubble(self) -> float:
+        """The share of its own span in which it computes nothing."""
+        return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """A step with the time of each entry of each rank."""
+
+    program: Program
+    times: Times
+
+    @cached_property
+    def stages(self) -> tuple[StageTimes, ...]:
+        """What each rank does."""
+        return tuple(self._stage(self.program.row(rank)) for rank in range(self.program.ranks))
+
+    def _stage(self, row: slice) -> StageTimes:
+        program, times = self.program, self.times
+        begin_s, end_s, code, passes = times.begin_s[row], times.end_s[row], program.code[row], program.work[row] >= 0
+        took_s = end_s - begin_s
+        received = code == RECV
+        idle_s = float((took_s[received] - program.seconds[row][received]).sum())
+        exchange_s = float(took_s[~passes].sum() - took_s[received].sum())
+        if not passes.any():
+            return StageTimes(0.0, 0.0, 0.0, idle_s, exchange_s)
+        first_s, last_s = float(begin_s[passes].min()), float(end_s[passes].max())
+        return StageTimes(first_s, last_s - first_s, float(took_s[passes].sum()), idle_s, exchange_s)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the beginning to the end of the last entry of any rank."""
+        return float(self.times.end_s.max(initial=0.0))
+
+    @property
+    def computes_s(self) -> float:
+        """From the first pass of any rank to the end of the last one."""
+        computing = [stage for stage in self.stages if stage.span_s]
+        ends = [stage.begin_s + stage.span_s for stage in computing]
+        return max(ends, default=0.0) - min((stage.begin_s for stage in computing), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The bubble of the stage with the longest span; of several such the largest."""
+        longest = max(stage.span_s for stage in self.stages)
+        return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
+
+    @property
+    def makespan_rate(self) -> float:
+        """The share of the ranks' time, while any of them computes, in which they do not."""
+        computing = [stage for stage in self.stages if stage.span_s]
+        whole_s = len(computing) * self.computes_s
+        return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
+
+    def critical_path(self) -> "list[CriticalSegment]":
+        """Return the chain that decides the makespan, from the beginning on: no gap is between its links (local)."""
+        return _critical_path(self.program, self.times)
+
+
+@dataclass(frozen=True)
+class CriticalSegment:
+    """One part of the critical path: ``entry`` of ``rank`` at work, or what ``entry`` waited for on its way there."""
+
+    rank: int
+    entry: int
+    begin_s: float
+    end_s: float
+    travels: bool  # a message, or the duration of a meeting, and not work of the rank
+
+
+def simulate_lists(
+    steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts, grid: ProcessGrid | None = None
+) -> StepTimeline:
+    """Return the timeline of the lists of all ranks (local).
+
+    Without a ``grid`` they are one pipeline. Raises ScheduleError where a rank would wait for ever.
+    """
+    program = lists_simulate.program(steps, placement, costs, grid)
+    return StepTimeline(program, programs.run(program))
+
+
+def simulate_passes(
+    rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
+) -> StepTimeline:
+    """Return the timeline of the passes of all ranks of one pipeline, given as `simulate_passes.compact` (local).
+
+    Raises ScheduleError where a rank would wait for ever.
+    """
+    program = passes_simulate.program(rows, placement, costs, recompute=recompute)
+    return StepTimeline(program, programs.run(program))
+
+
+def _critical_path(program: Program, times: Times) -> list[CriticalSegment]:
+    found: list[CriticalSegment] = []
+    entry = int(times.end_s.argmax()) if len(times.end_s) else -1
+    while entry >= 0:
+        rank = program.rank_of(entry)
+        cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
+        if cause < 0:
+            found.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
+            follows = entry
+        else:
+            there_s = end_s - float(program.seconds[entry])
+            if there_s < end_s:
+                found.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
+            while times.before[cause] >= 0:
+                cause = int(times.before[cause])
+            meets = program.code[entry] in (AWAIT, MEET)
+            left_s = float((times.begin_s if meets else times.end_s)[cause])
+            found.append(CriticalSegment(rank, entry, left_s, there_s, travels=True))
+            if not meets:
+                entry = cause
+                continue
+            follows = cause
+        entry = follows - 1 if follows > program.starts[program.rank_of(follows)] else -1
+    return [link for link in reversed(found) if link.end_s > link.begin_s]

@@ -1,0 +1,234 @@
+"""Deadlock check by a dry run of all ranks: no circle of waits, and every message finds its receiver.
+
+The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
+receive waits for the message of its micro-batch and unit, a collective for all its members, COLLECT for what the
+workers push, PULL for what servers publish. What is started (`ENDS`) waits for nobody, but the members of an axis
+start in the same order; its end is taken for a collective: where nothing moves by itself, what others wait for moves
+when a rank comes there itself.
+
+No rank ever has a choice, so the order in which ranks are tried here cannot change what happens: a run that ends here
+ends always, as long as sends find room.
+"""
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.core.grid import ORDER, ProcessGrid
+from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+# (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
+SENDS: Final = {
+    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True),
+    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
+}
+RECEIVES: Final = {receive: (send, onward) for send, (receive, onward) in SENDS.items()}
+OVER_DATA: Final = (
+    *(Kind.REDUCE, Kind.COMBINE, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT, Kind.AVERAGE),
+    Kind.COMPRESS,
+    *(*ENDS, *ENDS.values()),
+)
+OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
+OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
+SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
+
+MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind of the send, micro-batch, unit, source)
+
+
+class PeerRanks:
+    """Who talks to whom on ``grid``; the ``ranks`` beyond it are parameter servers, in no pipeline."""
+
+    def __init__(self, grid: ProcessGrid, ranks: int) -> None:
+        self.grid, self.ranks = grid, ranks
+        self.workers = range(grid.size)
+        self.servers = tuple(range(grid.size, ranks))
+        self._places = [grid.coordinates(rank) for rank in self.workers]
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a worker."""
+        return self._places[rank]["pipeline"]
+
+    def along(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along ``axis`` only; servers are one such group."""
+        if rank >= self.grid.size:
+            return self.servers
+        others = [other for other in ORDER if other != axis]
+        place = self._places[rank]
+        return tuple(r for r in self.workers if all(self._places[r][other] == place[other] for other in others))
+
+
+class DryRun:
+    """Runs the lists of all ranks; afterwards ``messages`` and ``meetings`` say how many there were."""
+
+    def __init__(
+        self, lists: Sequence[Sequence[Operation]], neighbours: PeerRanks, places: Sequence[StagePlacement]
+    ) -> None:
+        self._lists, self._neighbours, self._places = lists, neighbours, places
+        self._at = [0] * len(lists)
+        self._letters: set[MessageKey] = set()  # sent, and not received yet
+        self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
+        # What was started, with the rank that came first.
+        self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
+        self._starts = [0] * len(lists)
+        self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
+        self._pipeline = [neighbours.along("pipeline", rank) for rank in neighbours.workers]
+        self.messages = self.meetings = 0
+
+    def run(self) -> None:
+        """Run all lists to their end. Raises ScheduleError where that cannot be."""
+        moving = True
+        while moving:
+            moving = False
+            for rank in range(len(self._lists)):
+                while self._now(rank) is not None and self._step(rank):
+                    moving = True
+        stuck = [rank for rank in range(len(self._lists)) if self._now(rank) is not None]
+        if stuck:
+            raise ScheduleError(self._explain(stuck[0]))
+        for sender, receiver, kind, microbatch, unit, source in sorted(self._letters, key=str):
+            lost = Operation(kind, microbatch, unit, source=source)
+            raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
+
+    def _now(self, rank: int) -> Operation | None:
+        steps = self._lists[rank]
+        return steps[self._at[rank]] if self._at[rank] < len(steps) else None
+
+    def _step(self, rank: int) -> bool:
+        """Carry out the operation at which ``rank`` is, and return True; False where it has to wait."""
+        op = self._now(rank)
+        assert op is not None
+        if op.kind in SENDS:
+            letter = self._letter(rank, op)
+            if letter in self._letters:
+                raise ScheduleError(f"rank {rank}: {op} is sent twice before rank {letter[1]} has received it")
+            self._letters.add(letter)
+            self.messages += 1
+        elif op.kind in RECEIVES:
+            if not self._receive(rank, op):
+                return False
+        elif op.kind in SERVED:
+            if self._missing(rank, op):
+                return False
+        elif op.kind in ENDS:
+            self._start(rank, op)
+        elif op.kind is Kind.AGREE or op.kind in (*OVER_DATA, *OVER_COPIES) or self._together(op):
+            return self._meet(rank, op)
+        self._at[rank] += 1
+        return True
+
+    def _letter(self, rank: int, op: Operation) -> MessageKey:
+        """Return the message of a SEND or RECV: it goes along the input of its unit, or back with the gradient."""
+        send, onward = (op.kind, SENDS[op.kind][1]) if op.kind in SENDS else RECEIVES[op.kind]
+        place = self._places[rank] if rank < len(self._places) else None
+        before = op.unit - 1 if op.source < 0 else op.source
+        known = place is not None and op.unit in place.units and (op.source < 0 or (before, op.unit) in place.skips)
+        if place is None or not known or before < 0 or place.rank_of(before) == place.rank_of(op.unit):
+            raise ScheduleError(f"rank {rank}: {op} has no other side: the input of its unit stays on one rank")
+        ends = [self._pipeline[rank][place.rank_of(unit)] for unit in (before, op.unit)]
+        source, target = ends if onward else ends[::-1]
+        if rank != (source if op.kind in SENDS else target):
+            raise ScheduleError(f"rank {rank}: {op} goes from rank {source} to rank {target}, and is not this rank's")
+        return source, target, send, op.microbatch, op.unit, op.source
+
+    def _receive(self, rank: int, op: Operation) -> bool:
+        letter = self._letter(rank, op)
+        if letter not in self._letters:
+            return False
+        self._letters.remove(letter)
+        return True
+
+    def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        """Return the communicator of a collective, as a key, and its members."""
+        if op.kind is Kind.AGREE:
+            return ("world",), tuple(range(len(self._lists)))
+        if op.kind in OVER_TENSOR:
+            members = self._neighbours.along("tensor", rank)
+            return ("tensor", *members), members
+        if op.kind in OVER_DATA:
+            members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
+            return ("data", *members), members
+        pipeline = self._neighbours.along("pipeline", rank)
+        members = tuple(r for r in pipeline if op in self._lists[r])
+        if len(members) < 2:
+            raise ScheduleError(f"rank {rank}: {op} has no other side among ranks {list(pipeline)}")
+        return ("copy", op.kind, op.unit, *members), members
+
+    def _together(self, op: Operation) -> bool:
+        return op.kind in OVER_TENSOR and self._neighbours.grid.tensor > 1
+
+    def _updating(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks along the data axis that update: all of them, or those among them that serve."""
+        axis = self._data[rank]
+        kinds = {member: {op.kind for op in self._lists[member]} for member in axis}
+        if not any(Kind.COLLECT in found for found in kinds.values()):
+            return axis
+        return tuple(member for member in axis if kinds[member] & {Kind.COLLECT, Kind.NORMS})
+
+    def _meet(self, rank: int, op: Operation) -> bool:
+        key, members = self._group(rank, op)
+        present = self._arrived.setdefault(key, {})
+        present[rank] = op
+        for other, theirs in present.items():
+            if theirs != op:
+                raise ScheduleError(
+                    f"rank {rank}: {op} meets {theirs} of rank {other}; the members of an axis need the same order"
+                )
+        if len(present) < len(members):
+            return False
+        del self._arrived[key]
+        for member in members:
+            self._at[member] += 1
+        self.meetings += 1
+        return True
+
+    def _start(self, rank: int, op: Operation) -> None:
+        """Take the next place in the order in which the members of the axis start."""
+        key, _ = self._group(rank, op)
+        begun = self._begun.setdefault(key, [])
+        place = self._starts[rank]
+        if place == len(begun):
+            begun.append((rank, op))
+        first, theirs = begun[place]
+        if theirs != op:
+            raise ScheduleError(
+                f"rank {rank}: {op} meets {theirs} of rank {first}; the members of an axis need the same order"
+            )
+        self._starts[rank] += 1
+
+    def _missing(self, rank: int, op: Operation) -> list[int]:
+        """Return the ranks that have still to push, or publish, what COLLECT, or PULL, waits for."""
+        awaited = SERVED[op.kind]
+        assert op.range is not None
+        sources = [
+            (source, index)
+            for source, steps in enumerate(self._lists)
+            for index, other in enumerate(steps)
+            if other.kind is awaited and other.range is not None and other.range.intersect(op.range)
+        ]
+        if not sources:
+            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")
+        return [source for source, index in sources if self._at[source] <= index]
+
+    def _awaited(self, rank: int, op: Operation) -> list[int]:
+        """Return the ranks without which ``rank`` cannot go on."""
+        if op.kind in RECEIVES:
+            return [self._letter(rank, op)[0]]
+        if op.kind in SERVED:
+            return self._missing(rank, op)
+        key, members = self._group(rank, op)
+        return [member for member in members if member not in self._arrived.get(key, {})]
+
+    def _explain(self, rank: int) -> str:
+        """Follow who waits for whom from ``rank`` to a rank that has ended, or around the circle."""
+        chain: list[int] = []
+        told: list[str] = []
+        while rank not in chain:
+            op = self._now(rank)
+            if op is None:
+                return f"rank {rank} has ended, but {'; '.join(told)}"
+            chain.append(rank)
+            awaited = self._awaited(rank, op)
+            told.append(f"rank {rank} waits in {op} for rank {awaited[0]}")
+            rank = awaited[0]
+        return f"a cyclic wait: {'; '.join(told[chain.index(rank) :])}"

@@ -1,0 +1,201 @@
+"""Liveness on one rank: gathered parameters are there and fresh when used, and activations are freed.
+
+`RankProgram` is what a rank has to do in a step, as all checks of the verifier look at it. The checks here follow
+what is in memory: units that are gathered and freed, and micro-batches from forward to backward; `gathered_peak` and
+`activation_peak` return the most at once. They ask one rank, and no other.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import merge
+from operator import itemgetter
+
+from hpcdist.arrays.ranges import Range, coverage
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.schedule.generate.passes import Peak
+from hpcdist.strategies.schedule.operations import COMPUTE, USES, Kind, Operation
+from hpcdist.strategies.schedule.placement import StagePlacement
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
+
+    A parameter server has no units, and no ``place``: which rank of which pipeline this is. ``needs`` maps a unit to
+    all units whose parameters it uses. ``accumulates``: gradients are exchanged once a step, not after every
+    micro-batch; ``alone``: there is nobody to exchange with.
+    ``combines``: a REDUCE does not sum over all replicas, and a COMBINE has to; ``refreshes``: what is kept of a unit
+    that is gathered and freed is more than this rank steps, and a REFRESH has to bring the rest.
+    """
+
+    rank: int
+    steps: Sequence[Operation]
+    units: Mapping[int, Range]
+    place: tuple[StagePlacement, int] | None
+    microbatches: int
+    needs: Mapping[int, Collection[int]]
+    accumulates: bool
+    combines: bool
+    refreshes: bool
+    alone: bool
+
+    def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
+        """Return (position, operation) of ``kinds``, in their order."""
+        found = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
+        return list(merge(*found, key=itemgetter(0)))
+
+    @cached_property
+    def _by_kind(self) -> dict[Kind, list[tuple[int, Operation]]]:
+        found: dict[Kind, list[tuple[int, Operation]]] = {}
+        for index, op in enumerate(self.steps):
+            found.setdefault(op.kind, []).append((index, op))
+        return found
+
+    def ranges(self, *kinds: Kind) -> list[Range]:
+        """Return the ranges of all operations of ``kinds``."""
+        return [op.range for _, op in self.where(*kinds) if op.range is not None]
+
+    def refuse(self, why: str) -> ScheduleError:
+        """Return the error that says so of this rank."""
+        return ScheduleError(f"rank {self.rank}: {why}")
+
+
+def is_covered(whole: Range, parts: Iterable[Range]) -> bool:
+    """Whether ``parts`` together are all of ``whole``."""
+    return all(times for _, times in coverage(whole, parts))
+
+
+def range_text(part: Range) -> str:
+    """Return the range as errors show it."""
+    return f"[{part.start}:{part.stop}]"
+
+
+GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
+
+
+def check_liveness(share: RankProgram) -> None:
+    """Raise ScheduleError when units of ``share`` are used while they are not there, or left with old values."""
+    _check_gathers(share)
+    _check_residence(share)
+    _check_freshness(share)
+
+
+def gathered_peak(share: RankProgram) -> int:
+    """Return the largest number of units that are there, or on their way, at once, of those that are freed again."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    there = most = 0
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
+        there += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
+        most = max(most, there)
+    return most
+
+
+def activation_peak(share: RankProgram) -> tuple[Peak, int]:
+    """Return the most micro-batches of chunks that are begun at once, and of those that have all activations.
+
+    The second is smaller where activations are dropped and computed again.
+    """
+    chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
+    chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
+    again = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
+    live: set[tuple[int, int]] = set()
+    whole: set[tuple[int, int]] = set()
+    held: set[tuple[int, int]] = set()
+    left = Counter(
+        {(mb, number): len(units) for mb in range(share.microbatches) for number, units in enumerate(chunks)}
+    )
+    most, most_whole = Peak(0, 0, 0), 0
+    for _, op in share.where(*COMPUTE):
+        at = op.microbatch, chunk_of[op.unit]
+        if op.kind is Kind.FORWARD:
+            live.add(at)
+            if op.recompute or at not in again:
+                whole.add(at)
+        elif op.kind is Kind.BACKWARD_WEIGHT:
+            left[at] -= 1
+            if not left[at]:
+                held.discard(at)
+        elif op.unit == chunks[at[1]].start:
+            live.discard(at)
+            whole.discard(at)
+            if op.kind is Kind.BACKWARD_INPUT:
+                held.add(at)
+        most = Peak(max(most.live, len(live)), max(most.held, len(held)), max(most.both, len(live) + len(held)))
+        most_whole = max(most_whole, len(whole))
+    return most, most_whole
+
+
+def _check_gathers(share: RankProgram) -> None:
+    """A gather that is started is waited for, once; until then nobody uses or gathers the unit, or steps its owners."""
+    under_way: dict[int, Operation] = {}
+    for _, op in share.where(*GATHERS, *USES, Kind.APPLY):
+        if op.kind is Kind.WAIT_GATHER:
+            if under_way.pop(op.unit, None) is None:
+                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+        elif op.kind in USES:
+            early = sorted({op.unit, *share.needs.get(op.unit, ())} & under_way.keys())
+            if early:
+                raise share.refuse(f"{op} uses unit {early[0]}, which is not gathered then: no WAIT_GATHER before it")
+        elif op.kind is Kind.APPLY:
+            for unit, begun in under_way.items():
+                if op.range and op.range.intersect(share.units.get(unit, Range(0, 0))):
+                    raise share.refuse(f"{op} changes what {begun}, still under way, sends")
+        elif op.unit in under_way:
+            raise share.refuse(f"{op} comes while {under_way[op.unit]} is under way")
+        elif op.kind is Kind.START_GATHER:
+            under_way[op.unit] = op
+    for begun in under_way.values():
+        raise share.refuse(f"{begun} is never waited for")
+
+
+def _check_residence(share: RankProgram) -> None:
+    """Units that are gathered and freed are there when they are used, and new when they are gathered."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    there: set[int] = set()
+    for op in share.steps:
+        if op.kind is Kind.START_GATHER and op.unit in there:
+            raise share.refuse(f"{op} gathers a unit that is there already")
+        if op.kind in (Kind.GATHER, Kind.WAIT_GATHER) and op.unit in freed:
+            if op.unit in there:
+                raise share.refuse(f"{op} gathers a unit that is there already")
+            there.add(op.unit)
+        elif op.kind is Kind.FREE:
+            if op.unit not in there:
+                raise share.refuse(f"{op} frees a unit that is not there")
+            there.remove(op.unit)
+        elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
+            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in USES else {op.unit}
+            absent = sorted((used & freed) - there)
+            if absent:
+                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
+        elif op.kind is Kind.APPLY and op.range is not None:
+            stale = [unit for unit in there if op.range.intersect(share.units.get(unit, Range(0, 0)))]
+            if stale:
+                raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
+    if there:
+        raise share.refuse(f"unit {min(there)} is gathered, but never freed")
+
+
+def _check_freshness(share: RankProgram) -> None:
+    """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    for unit, whole in share.units.items():
+        if unit in freed and not share.refreshes:
+            continue
+        touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
+        agreed = [index for index, _ in share.where(Kind.AGREE)]
+        gathers = [index for index, op in share.where(Kind.GATHER, Kind.START_GATHER) if op.unit == unit]
+        gathers += [index for index, _ in share.where(Kind.COMMIT)]
+        if unit in freed:
+            gathers = [index for index, op in share.where(Kind.REFRESH) if op.unit == unit]
+            if not gathers or gathers[-1] < max([*touching, *agreed], default=-1):
+                raise share.refuse(f"the shard of unit {unit} keeps old values: no REFRESH after its APPLY")
+            continue
+        if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
+            continue
+        if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
+            raise share.refuse(
+                f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {range_text(whole)}"
+            )

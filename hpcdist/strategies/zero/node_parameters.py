@@ -1,0 +1,117 @@
+"""One copy of the parameters on a node, for all of its ranks: a double buffer in shared memory.
+
+All ranks read the front. In an update each owner copies its cuts to the back and steps them there, while the front
+stays as it was; the commit brings the cuts of other nodes, waits until all ranks of the node have come, and the
+buffers change places. Nothing is gathered inside a node, and m ranks keep 2 Psi bytes where they would keep m Psi.
+
+One barrier a step is enough. A rank writes to a buffer again only after the commit that made it the back, and to that
+every rank of the node has come when it had done with the step that read it. A rank that dies in the middle of an
+update leaves the front whole.
+
+Between nodes a cut goes once to each other node, straight into its back: rank i of a node sends to rank i of the
+others (to rank i modulo their number where they have fewer), so that on k nodes of m ranks each sends (k-1) Psi/(k
+m).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives import node_shared
+from hpcdist.errors import DivergenceError, MissingCapabilityError
+from hpcdist.strategies.core.rank_context import RankContext
+
+_TAG: Final = 0  # messages between two ranks stay in the order of the layers, which all share
+
+
+class NodeParameters:
+    """The parameters of the data ranks of this node. Construction is collective over the data axis.
+
+    ``cuts`` has, for each layer, what every data rank updates of it. Each rank counts its share of the memory in its
+    ledger, as the kernel does in its PSS: together they count it once. Raises MissingCapabilityError, on all ranks,
+    where those of a node cannot share memory.
+    """
+
+    def __init__(self, seat: RankContext, cuts: Sequence[Sequence[Range]]) -> None:
+        nodes = seat.data.nodes()
+        self._intra = nodes.intra
+        self._data = seat.data
+        self._comm = seat.data.dup("node parameters") if nodes.count > 1 else seat.data
+        shares = self._intra.size == 1 or node_shared.is_available(self._intra)
+        if not all(seat.data.allgather_object(shares)):
+            raise MissingCapabilityError(
+                "zero.shared_parameters = true, but the ranks of a node cannot share memory (see the free memory, "
+                "/dev/shm and the containers' process namespaces); set it to false"
+            )
+        self._counted: list[Array] = []  # this rank's share of what is shared, kept for the ledger
+        # Nobody else reads the parameters of a rank that is alone on its node: they are stepped where they are.
+        self._stores = [self._new(seat) for _ in range(2 if self._intra.size > 1 else 1)]
+        self._own = [parts[seat.data.rank] for parts in cuts if parts[seat.data.rank]]
+        self._committed = 0
+        here, index = nodes.members[nodes.index], nodes.intra.rank
+        others = [members for number, members in enumerate(nodes.members) if number != nodes.index]
+        self._receivers = [members[index % len(members)] for members in others]
+        self._senders = [  # (rank, its cut), for this rank to take in
+            (rank, parts[rank])
+            for parts in cuts
+            for members in others
+            for number, rank in enumerate(members)
+            if here[number % len(here)] == seat.data.rank and parts[rank]
+        ]
+
+    def _new(self, seat: RankContext) -> FlatStore:
+        if self._intra.size == 1:
+            return seat.store("parameters")
+        store = seat.store(
+            "parameters", allocate=lambda size, dtype: node_shared.allocate_common(self._intra, size, np.dtype(dtype))
+        )
+        if seat.ledger is not None:
+            mine = split(store.size, self._intra.size, store.array.itemsize)[self._intra.rank]
+            self._counted.append(seat.ledger.track(store.array[mine.slice], "parameters"))
+        return store
+
+    @property
+    def front(self) -> FlatStore:
+        """What all ranks read."""
+        return self._stores[0]
+
+    def begin(self) -> FlatStore:
+        """Return the back, with this rank's cuts as they are in front (local)."""
+        back = self._stores[-1]
+        for part in self._own if back is not self.front else ():
+            back.range(part)[...] = self.front.range(part)
+        return back
+
+    def commit(self) -> None:
+        """Put the back in front once all of it is new. Collective over the data axis."""
+        back = self._stores[-1]
+        requests = [self._comm.irecv(back.range(part), rank, _TAG) for rank, part in self._senders]
+        for part in self._own:
+            requests += [self._comm.isend(back.range(part), rank, _TAG) for rank in self._receivers]
+        for request in requests:
+            request.wait()
+        self._committed += 1
+        self._meet()
+        self._stores.reverse()
+
+    def free(self) -> None:
+        """Give back what cuts travel over; nothing can be committed then. Collective over the data axis."""
+        if self._comm is not self._data:
+            self._comm.free()
+
+    def _meet(self) -> None:
+        """Return when all ranks of the node have come, for the same commit. Collective over the node."""
+        if self._intra.size == 1:
+            return
+        votes = np.array([self._committed, -self._committed], np.int64)
+        collectives.allreduce(self._intra, votes, "node_shared", op="max")
+        if votes[0] != -votes[1]:
+            raise DivergenceError(
+                f"the ranks of the node commit different steps of their common parameters: {-votes[1]} to {votes[0]}, "
+                f"and this one {self._committed}"
+            )

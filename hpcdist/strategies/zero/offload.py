@@ -1,0 +1,264 @@
+"""Offload of optimizer state, and of the shards of parameters and gradients, to the host or to a file.
+
+ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857). What is
+offloaded is used in one order that is known beforehand, so it is updated block by block: while one block is computed
+on the host, the next one is read and the one before is written. Three sets of blocks stay in memory, nothing else.
+
+Bytes that a rank moves in a step from and to the file, for psi bytes of each of its shards, s optimizer slots (2 for
+adamw and lamb, 1 for lars and sgd with momentum) and m micro-batches:
+
+                                   optimizer in the file       parameters too: gathers, gradients, their norm, update
+  adamw, sgd    read               s psi                       2 m psi + (m - 1) psi + psi + 2 psi
+                written            s psi                       m psi + psi
+  lamb          read               s psi                       ... + 2 psi: the step is read again, and the weights,
+                written            s psi                       ... + psi    once the norms of whole tensors are known
+  lars          as lamb
+
+Parameters that are gathered once for uses that follow each other, as those of the last layer, are read once for them.
+Layer-wise rates need a second pass, since all of DIRECTION comes before the norms and all of APPLY behind; the others
+are updated in one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays.filestore import BLOCK_BYTES, FileStore
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import ConfigurationError
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.optimizer import Optimizer
+from hpcdist.optim.segmentwise import SegmentWise
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.zero.config import ZeroConfig
+
+SETS: Final = 3  # of blocks: one is read, one is computed, one is written
+WEIGHTS: Final = "weights"
+GRADIENT: Final = "gradient"
+
+Wait = Callable[[], object]
+
+
+class Offload:
+    """Makes the stores and the optimizer of a rank where ``config`` wants them (local).
+
+    Raises ConfigurationError for what is not built, and StorageError where the directory has not the space.
+    """
+
+    def __init__(self, seat: RankContext, config: ZeroConfig) -> None:
+        self._seat, self._config = seat, config
+        if seat.working is not None and config.offload_optimizer != "none":
+            raise ConfigurationError(
+                f"zero.offload_optimizer = {config.offload_optimizer!r} with 16-bit working copies is not built in "
+                "this version; set precision.mode = 'float32', or zero.offload_optimizer = 'none'"
+            )
+
+    def parameters(self, parts: Sequence[Range]) -> FlatStore:
+        """Return the store of sharded parameters."""
+        return self._store(self._config.offload_parameters, "parameters", parts)
+
+    def gradients(self, parts: Sequence[Range]) -> FlatStore:
+        """Return the store of sharded gradients: they are where the parameters are."""
+        return self._store(self._config.offload_parameters, "gradients", parts)
+
+    def optimizer(self, parts: Sequence[Range]) -> Optimizer:
+        """Return the optimizer of ``parts``, with zeroed state."""
+        seat, place = self._seat, self._config.offload_optimizer
+        if place == "none":
+            return seat.build_optimizer(parts)
+        inner = optimizers.build(
+            seat.optimizer,
+            seat.layout,
+            parts,
+            np.dtype(seat.dtype),
+            total_steps=seat.total_steps,
+            make_slot=lambda name: self._store(place, "optimizer", parts, f"optimizer state {name}"),
+        )
+        return BlockedOptimizer(inner, block_bytes=BLOCK_BYTES, on=seat.on, ledger=seat.ledger)
+
+    def _store(self, place: str, category: str, parts: Sequence[Range], what: str = "") -> FlatStore:
+        seat = self._seat
+        if place == "none":
+            return seat.store(category, parts)
+        if place == "host":  # what the ledger counts is the memory of the GPU, where the rest is
+            return FlatStore(seat.layout, np.dtype(seat.dtype), parts)
+        return FileStore(
+            seat.layout,
+            np.dtype(seat.dtype),
+            parts,
+            directory=self._config.offload_directory,
+            what=what or category,
+            on=seat.on,
+            category=category,
+            ledger=seat.ledger,
+        )
+
+
+class BlockedOptimizer:
+    """An optimizer whose state, weights or gradients are not in memory, or not on the host, where it computes.
+
+    See `hpcdist.optim.optimizer.Optimizer`; the result has the bits of ``inner`` on stores in memory. Slots that lie in
+    memory are used where they are.
+    """
+
+    def __init__(self, inner: SegmentWise, *, block_bytes: int, on: str = "cpu", ledger: Ledger | None = None) -> None:
+        self._inner, self.slots, self.parts = inner, dict(inner.slots), inner.parts
+        self._on, self._ledger = on, ledger
+        longest = max((part.size for part in inner.parts), default=0)
+        self._block = max(1, min(block_bytes // inner.dtype.itemsize, longest))
+        self._buffers: dict[str, list[np.ndarray]] = {}
+        self._io = ThreadPoolExecutor(2, thread_name_prefix="hpcdist-offload")  # one reads, one writes
+        self._scale = 1.0
+
+    @property
+    def count(self) -> int:
+        """Number of applied updates, the begun one included."""
+        return self._inner.count
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether `apply` needs the reduced `partial_norms`."""
+        return self._inner.needs_norms
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the update that is under way."""
+        return self._inner.learning_rate
+
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Begin an update, at ``factor`` times the rate."""
+        self._inner.begin_step(factor)
+
+    def sum_exactly(self) -> None:
+        """Make `partial_norms` exact."""
+        self._inner.sum_exactly()
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2)
+        """Return sums of squares of w and of the direction over the pieces seen."""
+        return self._inner.partial_norms()
+
+    def state(self) -> dict[str, float]:
+        """Return the scalars that a checkpoint needs beside the slots."""
+        return self._inner.state()
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take back what `state` returned."""
+        self._inner.restore(state)
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Turn the gradient on ``piece`` into the direction. Without norms to wait for, `apply` does it in its pass."""
+        inner, self._scale = self._inner, scale
+        if not inner.needs_norms:
+            return
+        moved = {} if inner.slots_in_apply else self.slots
+
+        def compute(block: Range, at: Mapping[str, FlatStore]) -> None:
+            inner.direction(block, at[WEIGHTS], at[GRADIENT], scale)
+
+        self._pass(piece, {WEIGHTS: master, GRADIENT: gradient, **moved}, {GRADIENT, *moved}, compute)
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Write the new ``master`` weights on ``piece``. ``direction`` is undefined afterwards."""
+        inner = self._inner
+        moved = self.slots if inner.slots_in_apply or not inner.needs_norms else {}
+
+        def compute(block: Range, at: Mapping[str, FlatStore]) -> None:
+            if not inner.needs_norms:
+                inner.direction(block, at[WEIGHTS], at[GRADIENT], self._scale)
+            inner.apply(block, at[WEIGHTS], at[GRADIENT], working, norms)
+
+        self._pass(piece, {WEIGHTS: master, GRADIENT: direction, **moved}, {WEIGHTS, *moved}, compute)
+
+    def _pass(
+        self,
+        piece: Range,
+        stores: Mapping[str, FlatStore],
+        written: set[str],
+        compute: Callable[[Range, Mapping[str, FlatStore]], None],
+    ) -> None:
+        """Bring each block of ``piece`` to the host, compute with it, and bring what is ``written`` back."""
+        blocks = list(cut(piece, self._block))
+        away = {name: store for name, store in stores.items() if not _on_the_host(store)}
+        arrived: list[Wait] = []
+        arriving: list[Wait] = []
+        leaving: list[list[Wait]] = [[] for _ in range(SETS)]
+        try:
+            for number in range(-1, len(blocks)):
+                arrived, following = arriving, number + 1
+                if following < len(blocks):
+                    _all(leaving[following % SETS])  # what these blocks of memory held two blocks ago
+                    arriving = []  # one by one: what was begun before a failure is waited for
+                    for name, store in away.items():
+                        buffer = self._buffer(name, following, blocks[following])
+                        arriving.append(self._begin_read(store, blocks[following], buffer))
+                if number < 0:
+                    continue
+                _all(arrived)
+                block = blocks[number]
+                at = dict(stores) | {name: self._window(name, number, block) for name in away}
+                self._inner.slots = {name: at.get(name, slot) for name, slot in self.slots.items()}
+                compute(block, at)
+                leaving[number % SETS] = [
+                    self._begin_write(store, block, at[name].array) for name, store in away.items() if name in written
+                ]
+            for waits in leaving:
+                _all(waits)
+        finally:
+            self._inner.slots = self.slots
+            for wait in chain(
+                arrived, arriving, *leaving
+            ):  # nothing goes on behind a failure, and the first one is told
+                with suppress(Exception):
+                    wait()
+
+    def _window(self, name: str, number: int, block: Range) -> FlatStore:
+        """Return a store of the one ``block``, over the memory that it was read into."""
+        buffer = self._buffer(name, number, block)
+        return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
+
+    def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
+        """Return memory for block ``number`` of a store: taken at the first use, and kept."""
+        sets = self._buffers.setdefault(name, [])
+        while len(sets) <= number % SETS:
+            sets.append(self._take())
+        return sets[number % SETS][: block.size]
+
+    def _take(self) -> np.ndarray:
+        if self._on == "gpu":
+            return staging.lease(self._block, self._inner.dtype)
+        memory = np.empty(self._block, self._inner.dtype)
+        return memory if self._ledger is None else self._ledger.track(memory, "optimizer")
+
+    def _begin_read(self, store: FlatStore, where: Range, out: np.ndarray) -> Wait:
+        if isinstance(store, FileStore):
+            return self._io.submit(store.read, where, out).result
+        return staging.begin_to_host(store.range(where), out).synchronize  # type: ignore[no-any-return]
+
+    def _begin_write(self, store: FlatStore, where: Range, values: np.ndarray) -> Wait:
+        if isinstance(store, FileStore):
+            return self._io.submit(store.write, where, values).result
+        store.range(where).set(values)  # type: ignore[attr-defined]
+        return device.record().synchronize  # type: ignore[no-any-return]
+
+
+def _on_the_host(store: FlatStore) -> bool:
+    return not isinstance(store, FileStore) and not backend.is_device(store.array)
+
+
+def _all(waits: Sequence[Wait]) -> None:
+    for wait in waits:
+        wait()

@@ -1,0 +1,196 @@
+"""Overlap of ZeRO's messages with computation, and the lock-step guard on the order of its collectives.
+
+  REDUCE   ->  START ... WAIT                  the whole gradient of a layer is freed, and its shard taken in, by WAIT
+  GATHER   ->  START_GATHER ... WAIT_GATHER
+
+Sums of gradients go on behind a backward, and layers are gathered ahead. All of it goes over a communicator of its
+own, so memory that is exchanged here is shared over that one, and further memory is taken there only when nothing is
+under way.
+
+`LockStepGuard`: where parameters are gathered for each use, a rank that takes another branch than the others would
+meet them in a collective of another layer: they hang or, worse, mix up two layers of one size. So the order of the
+first step is agreed on by all ranks, and from then on each compares what it is about to do with it, without a
+message.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from hpcdist import collectives
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError, ScheduleError
+from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers
+from hpcdist.strategies.core.parameter_views import TransientLayers
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero.levels import WHOLE, Levels
+
+# What takes part in a collective of a layer, or begins to.
+GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.DEFER)
+
+
+class LockStepGuard:
+    """What is due on this rank. A step and an evaluation, which has no AGREE, each have an order of their own."""
+
+    def __init__(self, data: Communicator, algorithm: str) -> None:
+        self._data, self._algorithm = data, algorithm
+        self._known: dict[str, list[Operation]] = {}
+        self._pass = ""
+        self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nobody is watched
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Compare what is about to run with the order agreed on; the first time, agree. Collective then, else local.
+
+        Raises ScheduleError: where the first orders differ on all ranks, later on the one that differs.
+        """
+        self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
+        order = [op for op in operations if op.kind in GUARDED]
+        known = self._known.setdefault(self._pass, order)
+        if known is order:
+            self._agree(order)
+        elif known != order:
+            index = _first_difference(known, order)
+            raise self._refusal(index, _at(order, index), _at(known, index))
+        self._due = enumerate(known, start=1)
+
+    def meet(self, op: Operation) -> None:
+        """Raise ScheduleError unless ``op`` is what all ranks do next (local)."""
+        if self._due is None:
+            return
+        index, due = next(self._due, (0, None))
+        if due != op:
+            raise self._refusal(index, op, due)
+
+    def _agree(self, order: list[Operation]) -> None:
+        digest = xxhash.xxh3_64_intdigest(" ".join(map(str, order)).encode()) >> 1  # 63 bits fit an int64
+        votes = np.array([digest, ~digest], np.int64)
+        collectives.allreduce(self._data, votes, self._algorithm, op="max")
+        if votes[0] == ~votes[1]:
+            return
+        orders = self._data.allgather_object(order)
+        rank = next(rank for rank, other in enumerate(orders) if other != orders[0])
+        index = _first_difference(orders[0], orders[rank])
+        raise ScheduleError(
+            f"the data ranks do not agree on the order of {self._pass}: number {index} of rank {rank} is "
+            f"{_named(_at(orders[rank], index))}, of rank 0 {_named(_at(orders[0], index))}; every rank must take the "
+            "same branches"
+        )
+
+    def _refusal(self, index: int, got: Operation | None, expected: Operation | None) -> ScheduleError:
+        return ScheduleError(
+            f"data rank {self._data.rank} takes another branch than the others in {self._pass}: got {_named(got)}, "
+            f"expected {_named(expected)}{f' as number {index}' if index else ''} of the order agreed on in the first "
+            "one; every rank must gather and reduce the same units in the same order"
+        )
+
+
+def _first_difference(one: Sequence[Operation], other: Sequence[Operation]) -> int:
+    """Return the number, from 1, of the first entry in which they differ; one of them may have ended there."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) + 1 if False in same else len(same) + 1
+
+
+def _at(order: Sequence[Operation], number: int) -> Operation | None:
+    return order[number - 1] if number <= len(order) else None
+
+
+def _named(op: Operation | None) -> str:
+    if op is None:
+        return "the end"
+    return f"{op} of unit {op.unit}" if op.unit >= 0 else str(op)
+
+
+def overlap_of(seat: RankContext, levels: Levels) -> BackgroundCollectives | None:
+    """Return what exchanges beside the computation, None where nothing does. Collective over the data axis.
+
+    Raises ConfigurationError for sharding degrees with which it cannot.
+    """
+    if seat.overlap == "none" or seat.data.size == 1:
+        return None
+    if not levels.at_once:
+        raise ConfigurationError(
+            f"communication.overlap = {seat.overlap!r} with sharding degrees that are neither 1 nor all of the "
+            f"{seat.data.size} data ranks is not built in this version: only what is cut over all of them in one step "
+            "goes on beside the computation; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
+            "communication.overlap = 'none'"
+        )
+    return BackgroundCollectives(seat.data, seat.overlap)
+
+
+def transient_layers(
+    seat: RankContext,
+    category: str,
+    units: Collection[int],
+    over: Communicator | None,
+    overlap: BackgroundCollectives | None,
+) -> TransientLayers:
+    """Return memory for whole layers, exchanged over ``over`` or, where there is one, by ``overlap`` (local)."""
+    if overlap is None:
+        return TransientLayers(seat, category, units, over)
+    return TransientLayers(seat, category, units, overlap.over, overlap.drain)
+
+
+class ZeroOverlap:
+    """The operations that start and wait. Collective over the data axis, but for what is said to be local.
+
+    ``layer_of`` names the layer of an operation, ``gradients_at`` and ``place`` return where its whole gradient, and
+    its parameters with the own shard among them, lie; ``take_in`` is called with a layer whose gradient is summed.
+    """
+
+    def __init__(
+        self,
+        overlap: BackgroundCollectives,
+        levels: Levels,
+        order: LockStepGuard,
+        layer_of: Callable[[Operation], int],
+        gradients_at: Callable[[int], FlatStore],
+        place: Callable[[int], FlatStore],
+        take_in: Callable[[int], None],
+    ) -> None:
+        self._overlap, self._levels, self._order = overlap, levels, order
+        self._layer_of, self._gradients_at, self._place, self._take_in = layer_of, gradients_at, place, take_in
+        self.carries_out: Handlers = {
+            Kind.START: self.start,
+            Kind.WAIT: self.wait,
+            Kind.START_GATHER: self.start_gather,
+            Kind.WAIT_GATHER: self.wait_gather,
+            Kind.POLL: self.poll,
+        }
+
+    def start(self, op: Operation) -> None:
+        """Begin to sum the gradients of a layer."""
+        self._order.meet(op)
+        layer = self._layer_of(op)
+        whole = self._gradients_at(layer).range(self._levels.cuts[layer][WHOLE])
+        self._overlap.start_sum(op.range, whole, self._levels.shares(layer), self._levels.algorithm)
+
+    def wait(self, op: Operation) -> None:
+        """Return when the sum is there and taken in."""
+        self._overlap.wait(op.range)
+        self._take_in(self._layer_of(op))
+
+    def poll(self, op: Operation) -> None:
+        """Move what was started (local)."""
+        self._overlap.poll()
+
+    def start_gather(self, op: Operation) -> None:
+        """Begin to bring a layer together."""
+        self._order.meet(op)
+        self._start_gather(self._layer_of(op))
+
+    def wait_gather(self, op: Operation) -> None:
+        """Return when the layer is there."""
+        self._overlap.wait_gather(self._layer_of(op))
+
+    def gather(self, layer: int) -> None:
+        """Bring a layer together in its turn, where no list asks for it ahead."""
+        self._start_gather(layer)
+        self._overlap.wait(layer)
+
+    def _start_gather(self, layer: int) -> None:
+        whole = self._place(layer).range(self._levels.cuts[layer][WHOLE])
+        self._overlap.start_gather(layer, whole, self._levels.shares(layer), self._levels.algorithm)
