@@ -1,12 +1,13 @@
-"""The lock of a run directory: two jobs that write the same checkpoints would each destroy the other's (local).
+"""Lock of a run directory: two jobs that write the same checkpoints would each destroy the other's (local).
 
-The file ``lock`` names host, process and job of its holder, whose thread touches it every `BEAT_S`. It is stale when
-the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an earlier
-start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. A lock of another
-machine that may be one is waited for so long: a job that was requeued to another node goes on by itself.
+The file ``lock`` names host, process and job of its holder, whose thread touches it every `HEARTBEAT_S`. It is stale
+when the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an
+earlier start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. The
+lock of another machine that may be stale is waited for so long: a job that was requeued to another node goes on by
+itself.
 
-A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It looks before
-it writes a checkpoint and before it makes one visible (`lost`), and touches no lock that is another's.
+A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It looks
+before it writes a checkpoint and before it makes one visible (`lost`), and never touches the lock of another.
 """
 
 import contextlib
@@ -24,11 +25,11 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 
 LOCK_FILE: Final = "lock"
-MOST_BYTES: Final = 1 << 16  # of a lock, which has a few hundred
-BEAT_S: Final = 10.0
+MAX_BYTES: Final = 1 << 16  # of a lock, which has a few hundred
+HEARTBEAT_S: Final = 10.0
 STALE_S: Final = 60.0
 
-_held: dict[Path, "Lock"] = {}  # by directory: those of this process
+_held_locks: dict[Path, "RunLock"] = {}  # by directory: those of this process
 
 
 def lost(directory: Path) -> str:
@@ -36,11 +37,11 @@ def lost(directory: Path) -> str:
 
     It may also where it never had one.
     """
-    lock = _held.get(directory.resolve())
+    lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
 
-class Lock:
+class RunLock:
     """The lock of one process. Taken by the rank that commits checkpoints; a crash leaves the file behind."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -54,15 +55,15 @@ class Lock:
         Without ``waits`` one that may be dead is taken for alive. ``otherwise`` is what else a person can do.
         """
         path = directory / LOCK_FILE
-        limit = time.monotonic() + STALE_S + BEAT_S
+        limit = time.monotonic() + STALE_S + HEARTBEAT_S
         seen = None
         while not self._made(path):
-            holder, age_s = _look(path)
+            holder, age_s = _read_holder(path)
             if holder is None or is_dead(holder, self._own) or age_s > STALE_S:
                 _remove(path, holder)
                 continue
             touched = path.stat().st_mtime_ns if path.exists() else None
-            alive = not waits or _here(holder, self._own) or (seen is not None and touched != seen)
+            alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
                     f"{directory} is being written by process {holder.get('pid')} on {holder.get('host')}"
@@ -70,9 +71,9 @@ class Lock:
                     f"for its end or {otherwise}; if there is no such process any more, remove {path}"
                 )
             seen = touched
-            time.sleep(min(1.0, BEAT_S / 2))
+            time.sleep(min(1.0, HEARTBEAT_S / 2))
         self._path, self._ended = path, threading.Event()
-        _held[directory.resolve()] = self
+        _held_locks[directory.resolve()] = self
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
 
     def lost(self) -> str:
@@ -80,14 +81,14 @@ class Lock:
         path = self._path
         if path is None:
             return ""
-        holder, _ = _look(path)
+        holder, _ = _read_holder(path)
         if not holder:  # removed by somebody, so that nobody has it; or it cannot be read, and nobody knows
             try:
                 if holder is not None or self._made(path):
                     return ""
             except StorageError as error:  # told, not raised: one rank asks for all
                 return str(error)
-            holder = _look(path)[0] or {}
+            holder = _read_holder(path)[0] or {}
         if holder == self._own:
             return ""
         return (
@@ -107,7 +108,7 @@ class Lock:
         """
         if self._path is not None:
             return
-        holder, _ = _look(directory / LOCK_FILE)
+        holder, _ = _read_holder(directory / LOCK_FILE)
         if holder and holder == predecessor:  # it may have died on another machine, where nobody here can look
             _remove(directory / LOCK_FILE, holder)
         self.take(directory)
@@ -128,9 +129,9 @@ class Lock:
 
     def _beat(self) -> None:
         assert self._path is not None
-        while not self._ended.wait(BEAT_S):
+        while not self._ended.wait(HEARTBEAT_S):
             try:
-                if regular.json_value(self._path, MOST_BYTES) != self._own:
+                if regular.json_value(self._path, MAX_BYTES) != self._own:
                     return  # it is another's now: that one touches it
                 os.utime(self._path)
             except (OSError, ValueError):
@@ -140,8 +141,8 @@ class Lock:
         """Give the directory free, where this process has it."""
         self._ended.set()
         if self._path is not None:
-            _held.pop(self._path.parent.resolve(), None)
-            if _look(self._path)[0] == self._own:
+            _held_locks.pop(self._path.parent.resolve(), None)
+            if _read_holder(self._path)[0] == self._own:
                 self._path.unlink(missing_ok=True)
         self._path = None
 
@@ -154,7 +155,7 @@ def _link_new(new: Path, path: Path) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
         with path.open("x", encoding="utf-8") as file:  # a file system without links: whole a moment later
-            file.write(regular.text(new, MOST_BYTES))
+            file.write(regular.text(new, MAX_BYTES))
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _look(path: Path) -> tuple[dict[str, Any] | None, float]:
+def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
     """Return who holds the lock, {} where that cannot be read and None where nobody does, and since when it is still.
 
     Both times are those of the file system, whose clock may differ from this machine's.
@@ -178,7 +179,7 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, float]:
     try:
         os.close(atomic.create(now))
         age_s = now.stat().st_mtime - path.stat().st_mtime
-        found = regular.json_value(path, MOST_BYTES)
+        found = regular.json_value(path, MAX_BYTES)
         return (found if isinstance(found, dict) else {}), age_s
     except FileNotFoundError:
         return None, 0.0
@@ -192,10 +193,10 @@ def is_dead(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether the process ``holder`` is known not to run any more, as ``own`` sees it."""
     if own["job"] and holder.get("job") == own["job"] and holder.get("restarts") != own["restarts"]:
         return True  # the batch system starts a job again when it has ended
-    return _here(holder, own) and _started(holder.get("pid")) != holder.get("started")
+    return _is_visible(holder, own) and _started(holder.get("pid")) != holder.get("started")
 
 
-def _here(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+def _is_visible(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether processes of ``holder`` can be seen from here."""
     return bool(own["machine"]) and holder.get("machine") == own["machine"]
 
@@ -215,7 +216,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
         return
     except OSError as error:
         raise StorageError(f"{path} is stale and cannot be removed: {error.strerror}") from error
-    if _look(aside)[0] != holder:  # it was another's
+    if _read_holder(aside)[0] != holder:  # it was another's
         with contextlib.suppress(FileExistsError):
             _link_new(aside, path)
     aside.unlink(missing_ok=True)

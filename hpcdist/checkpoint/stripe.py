@@ -1,12 +1,12 @@
-"""Striping the directory of checkpoints, on file systems that spread files over servers: Lustre and BeeGFS (local).
+"""Stripe the directory of checkpoints on file systems that spread files over servers: Lustre and BeeGFS (local).
 
-A file is striped when it is made, after its directory. What is sensible follows from the size of a shard and from how
-many are written at once: shards of a few hundred megabytes, one a rank, spread the load by their number, and a stripe
-each is best; few large ones need several. On Lustre the layout is progressive (``lfs setstripe -E``): the first bytes,
-all that a small file has, lie on one server, and only what follows is spread.
+A file is striped when it is made, after its directory. The right layout follows from the size of a shard and from how
+many are written at once: shards of a few hundred megabytes, one a rank, spread the load by their number, and one
+stripe each is best; few large ones need several. On Lustre the layout is progressive (``lfs setstripe -E``): the
+first bytes, all that a small file has, lie on one server, and only what follows is spread.
 
     per_shard = bytes / writers
-    stripes   = min(per_shard / 1 GiB, servers / writers (8 where nobody knows how many there are)), at least 1,
+    stripes   = min(per_shard / 1 GiB, servers / writers (8 where the number of servers is not known)), at least 1,
                 and at least one for each 100 GB
 
 The recipe, and so the site profile, may say otherwise with ``checkpoint.stripe``: "none", or the options themselves.
@@ -32,13 +32,13 @@ MOUNTS: Final = Path("/proc/self/mounts")
 TOOL_LIMIT_S: Final = 30.0
 STRIPE_BYTES: Final = 4 << 20
 PER_STRIPE_BYTES: Final = 1 << 30
-AT_LEAST_ONE_EACH_BYTES: Final = 100 * 10**9
+MAX_BYTES_PER_STRIPE: Final = 100 * 10**9
 UNKNOWN_SERVERS_STRIPES: Final = 8
-MOST_STRIPES: Final = 128
+MAX_STRIPES: Final = 128
 
 
 @dataclass(frozen=True)
-class FileSystem:
+class MountedFileSystem:
     """What lies under a path. ``kind`` is "lustre", "beegfs", or the name that the mount table has."""
 
     kind: str
@@ -51,10 +51,10 @@ class FileSystem:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StripePlan:
     """How a directory would be striped. ``command`` is empty where it would not, for the reason in ``why``."""
 
-    system: FileSystem
+    system: MountedFileSystem
     command: tuple[str, ...]
     why: str
 
@@ -64,13 +64,13 @@ class Plan:
         return shlex.join(self.command)
 
 
-def file_system(path: Path, mounts: Path = MOUNTS) -> FileSystem:
+def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
     """Return the file system of ``path``, or of the nearest directory above that is there."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
     mount, mounted = _mount_of(there.resolve(), mounts)
-    return FileSystem(_MAGIC.get(_magic(there)) or _MOUNTED.get(mounted, mounted), mount)
+    return MountedFileSystem(_MAGIC.get(_magic(there)) or _MOUNTED.get(mounted, mounted), mount)
 
 
 def _magic(path: Path) -> int:
@@ -104,31 +104,31 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
     """Return over how many servers a shard is spread when ``writers`` write ``nbytes`` together."""
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
-    wanted = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // AT_LEAST_ONE_EACH_BYTES))
-    return min(wanted, MOST_STRIPES if servers is None else max(1, servers))
+    wanted = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
+    return min(wanted, MAX_STRIPES if servers is None else max(1, servers))
 
 
-def plan(directory: Path, nbytes: int, writers: int, wish: str = "auto", mounts: Path = MOUNTS) -> Plan:
+def plan(directory: Path, nbytes: int, writers: int, wish: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
     """Return how ``directory`` is to be striped before ``writers`` write ``nbytes`` into it.
 
     ``wish`` is ``checkpoint.stripe``: "auto", "none", or options of the tool in its place.
     """
     system = file_system(directory, mounts)
     if wish == "none":
-        return Plan(system, (), "checkpoint.stripe = 'none'")
+        return StripePlan(system, (), "checkpoint.stripe = 'none'")
     if not system.striped:
-        return Plan(system, (), f"{directory} lies on {system.kind}, which has no stripes")
-    begin = _begin(system.kind)
+        return StripePlan(system, (), f"{directory} lies on {system.kind}, which has no stripes")
+    begin = _base_command(system.kind)
     if wish != "auto":
-        return Plan(system, (*begin, *shlex.split(wish), str(directory)), "checkpoint.stripe says so")
+        return StripePlan(system, (*begin, *shlex.split(wish), str(directory)), "checkpoint.stripe says so")
     servers = _servers(directory) if system.kind == LUSTRE else None
     count = stripes(nbytes, writers, servers)
     known = "an unknown number of servers" if servers is None else counted(servers, "server")
     why = f"{in_units(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
-    return Plan(system, (*begin, *_options(begin, count), str(directory)), why)
+    return StripePlan(system, (*begin, *_options(begin, count), str(directory)), why)
 
 
-def _begin(kind: str) -> tuple[str, ...]:
+def _base_command(kind: str) -> tuple[str, ...]:
     if kind == LUSTRE:
         return ("lfs", "setstripe")
     return ("beegfs", "entry", "set") if shutil.which("beegfs") else ("beegfs-ctl", "--setpattern")
@@ -157,7 +157,7 @@ def _servers(directory: Path) -> int | None:
     return len(re.findall(r"^\d+:.* ACTIVE", done.stdout, re.MULTILINE)) or None
 
 
-def apply(wanted: Plan) -> str:
+def apply(wanted: StripePlan) -> str:
     """Stripe the directory, which is there; return what went wrong, "" where nothing did or nothing is to be done."""
     if not wanted.command:
         return ""

@@ -1,4 +1,7 @@
-"""Every byte of a checkpoint read and compared with its digest, and all damage told, not the first alone (local)."""
+"""Verify every byte of a checkpoint against its digest and report all damage, not the first alone (local).
+
+Called by `hpcdist checkpoint verify`, and by `prune` before it removes anything.
+"""
 
 import os
 from collections.abc import Sequence
@@ -10,16 +13,15 @@ import xxhash
 
 from hpcdist.arrays.ranges import Range, gaps
 from hpcdist.arrays.sizes import counted
-from hpcdist.checkpoint import catalogue
-from hpcdist.checkpoint.blocks import READ_BYTES, BlockReader
-from hpcdist.checkpoint.checks import INDEX
-from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.format.block_reader import READ_BYTES, BlockReader
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, INDEX_FILE, Manifest, StoredPiece
 from hpcdist.errors import StorageError
 from hpcdist.reporting.regular import open_regular
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What a look at every byte found. ``damage`` names file, bytes and tensor of each block that cannot be used.
 
     ``not_covered`` says which bytes have no digest, so that nobody knows whether they are what was written.
@@ -32,13 +34,13 @@ class Verdict:
     not_covered: tuple[str, ...] = ()
 
 
-def verify(path: Path) -> Verdict:
+def verify(path: Path) -> VerifyResult:
     """Read the whole checkpoint at ``path``, its files side by side (xxhash and pread work without the GIL)."""
-    found = catalogue.look(path)
+    found = listing.inspect(path)
     loaded = found.manifest
     if loaded is None:
-        return Verdict(path, found.state, (found.reason,) if found.state == catalogue.DAMAGED else (), 0)
-    by_file: dict[str, list[Entry]] = {name: [] for name in loaded.files}
+        return VerifyResult(path, found.state, (found.reason,) if found.state == listing.DAMAGED else (), 0)
+    by_file: dict[str, list[StoredPiece]] = {name: [] for name in loaded.files}
     for entry in (*loaded.pieces, *loaded.unused):
         by_file[entry.file].append(entry)
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
@@ -47,15 +49,15 @@ def verify(path: Path) -> Verdict:
     # A file of another size may still hold every block, and is damaged all the same: it is not what was written.
     damage = [found.reason] if found.reason else []
     damage += [line for lines, _ in results for line in lines]
-    state = catalogue.DAMAGED if damage else catalogue.COMPLETE
-    return Verdict(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
+    state = listing.DAMAGED if damage else listing.COMPLETE
+    return VerifyResult(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
 
 
 def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
     """Return of which bytes the manifest, of an earlier version, has no digest."""
     lacking = len(loaded.files.keys() - loaded.outside.keys())
     lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
-    return (*lines, INDEX) if loaded.index is None and (path / INDEX).exists() else tuple(lines)
+    return (*lines, INDEX_FILE) if loaded.index is None and (path / INDEX_FILE).exists() else tuple(lines)
 
 
 def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
@@ -81,7 +83,7 @@ def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
     return [], read_bytes
 
 
-def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[Entry]) -> tuple[list[str], int]:
+def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPiece]) -> tuple[list[str], int]:
     """Return what is wrong with the shard ``name``, which holds ``entries``, and the bytes that were read."""
     damage, read_bytes = [], 0
     with BlockReader(path) as reader:

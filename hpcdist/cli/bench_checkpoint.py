@@ -125,8 +125,8 @@ def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: 
     """Return who takes part (local)."""
     from hpcdist.bench import checkpoint as bench
     from hpcdist.bench import checkpoint_contenders as others
-    from hpcdist.checkpoint.restore import restore
-    from hpcdist.checkpoint.save import save
+    from hpcdist.checkpoint.restoring.restore import restore
+    from hpcdist.checkpoint.saving.two_phase import save
 
     def write(folder: Path) -> None:
         save(folder, 1, pieces(comm, state), {}, comm, writers=writers)
@@ -147,15 +147,15 @@ def pieces(comm: "Communicator", state: "State") -> list[Any]:
 
 def _beside(comm: "Communicator", state: "State", directory: Path, writers: str) -> Any:
     """Return a saver in the background."""
-    from hpcdist.checkpoint.background import Background
-    from hpcdist.checkpoint.save import Plan
+    from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+    from hpcdist.checkpoint.saving.two_phase import SavePlan
 
-    class Beside(Background):
+    class Beside(BackgroundCheckpoints):
         count = 0
 
         def begin(self) -> None:  # type: ignore[override]
             self.count += 1
-            plan = Plan(directory, self.count, comm.size, {}, {}, 1)
+            plan = SavePlan(directory, self.count, comm.size, {}, {}, 1)
             super().begin(plan, pieces(comm, state), writers)
 
     return Beside(comm)

@@ -11,7 +11,7 @@ from hpcdist.cli.checkpoint_stripe import stripe
 from hpcdist.errors import FAILURE, OK
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.checkpoint.verify import Verdict
+    from hpcdist.checkpoint.verify import VerifyResult
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
@@ -36,17 +36,17 @@ def ls(run_dir: Path, as_json: bool) -> None:
     Manifests and the sizes of files are looked at; `hpcdist checkpoint verify` reads every byte.
     """
     from hpcdist.arrays.sizes import counted, in_units
-    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint import listing
 
-    found = catalogue.listed(run_dir)
+    found = listing.list_checkpoints(run_dir)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [catalogue.summary(one) for one in found]}))
+        click.echo(json.dumps({"checkpoints": [listing.summary(one) for one in found]}))
         return
     for one in found:
         ranks = "" if one.manifest is None else f"  {counted(one.manifest.world, 'rank')}, {in_units(one.nbytes)}"
         reason = f": {one.reason}" if one.reason else ""
         click.echo(f"{one.path.name:<16} {one.written_utc:<25}  {one.state}{ranks}{reason}")
-    click.echo(f"{counted(len(found), 'checkpoint')} in {catalogue.place(run_dir)}", err=True)
+    click.echo(f"{counted(len(found), 'checkpoint')} in {listing.checkpoints_directory(run_dir)}", err=True)
 
 
 @command.command("show")
@@ -55,18 +55,18 @@ def ls(run_dir: Path, as_json: bool) -> None:
 @_JSON
 def show(path: Path, tensors: bool, as_json: bool) -> None:
     """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
-    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint import listing
     from hpcdist.errors import StorageError
 
-    found = catalogue.look(catalogue.choose(path))
+    found = listing.inspect(listing.select(path))
     loaded = found.manifest
     if loaded is None:
         raise StorageError(found.reason)
-    figures: dict[str, Any] = catalogue.summary(found) | {"scalars": loaded.scalars}
+    figures: dict[str, Any] = listing.summary(found) | {"scalars": loaded.scalars}
     if tensors:
         figures["tensors"] = [
             {"kind": one.kind, "name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.nbytes}
-            for one in catalogue.tensors(loaded)
+            for one in listing.stored_tensors(loaded)
         ]
     if as_json:
         click.echo(json.dumps(figures))
@@ -101,11 +101,11 @@ def verify(path: Path, as_json: bool) -> int:
     Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
     """
     from hpcdist.arrays.sizes import in_units
-    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.verify import verify as verified
 
     single = path.is_dir() and path.name.startswith("step-")
-    paths = [path] if single else [one.path for one in catalogue.listed(path)]
+    paths = [path] if single else [one.path for one in listing.list_checkpoints(path)]
     verdicts = [verified(one) for one in paths]
     if as_json:
         click.echo(json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _plain(verdicts)}))
@@ -119,7 +119,7 @@ def verify(path: Path, as_json: bool) -> int:
     return FAILURE if any(one.damage for one in verdicts) else OK
 
 
-def _plain(verdicts: "list[Verdict]") -> list[dict[str, Any]]:
+def _plain(verdicts: "list[VerifyResult]") -> list[dict[str, Any]]:
     return [
         {
             "path": str(one.path),
@@ -148,17 +148,17 @@ def prune(
     Only complete ones count, so the newest that can be restored always stays: it is read and verified first. What is
     being written is left alone. A run that is under way thins out its own: then nothing is removed (exit code 74).
     """
-    from hpcdist.checkpoint import thinning
-    from hpcdist.checkpoint.retention import Retention
+    from hpcdist.checkpoint import prune
+    from hpcdist.checkpoint.directory import Retention
 
     rule = Retention(keep, keep_every, keep_best)
     if dry_run:
-        plan = thinning.plan(run_dir, rule, damaged)
+        plan = prune.plan(run_dir, rule, damaged)
         removed, failed = [one.path for one in plan.doomed], dict[Path, str]()
     else:
-        with thinning.alone(run_dir):
-            plan = thinning.plan(run_dir, rule, damaged)
-            removed, failed = thinning.remove(plan)
+        with prune.exclude_jobs(run_dir):
+            plan = prune.plan(run_dir, rule, damaged)
+            removed, failed = prune.remove(plan)
     if as_json:
         figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
         kept = [str(one.path) for one in plan.kept]
@@ -167,4 +167,4 @@ def prune(
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
         click.echo(f"kept {', '.join(one.path.name for one in plan.kept)}", err=True)
-    thinning.check(failed)
+    prune.check_removed(failed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.checkpoint.adopt import Adopted
+    from hpcdist.checkpoint.convert.importing import ImportedCheckpoint
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -37,12 +37,13 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     beside OUT, which needs the space twice.
     """
     from hpcdist.arrays.sizes import counted, in_units
-    from hpcdist.checkpoint import catalogue, exporting, safetensors, torch_state
+    from hpcdist.checkpoint import listing
+    from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
     from hpcdist.errors import UsageError
 
-    checkpoint = catalogue.choose(path)
-    loaded = catalogue.usable(checkpoint)
-    tensors = exporting.chosen(loaded, optimizer)
+    checkpoint = listing.select(path)
+    loaded = listing.load_usable(checkpoint)
+    tensors = exporting.tensors_to_export(loaded, optimizer)
     out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
     if out.suffix == safetensors.SUFFIX:
         files = safetensors.write(checkpoint, loaded, tensors, out, shard_bytes)
@@ -84,8 +85,7 @@ def import_(
     an error message. With --recipe, DIR is a run that `hpcdist sample` knows; `hpcdist train --resume auto` goes on
     from what was exported with --optimizer.
     """
-    from hpcdist.checkpoint.adopt import adopt
-    from hpcdist.checkpoint.foreign import Foreign
+    from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
     from hpcdist.errors import UsageError
 
     if overrides and recipe is None:
@@ -94,17 +94,17 @@ def import_(
     if recipe is not None:
         from hpcdist.training import adoption
 
-        with Foreign(source) as file:
+        with ForeignFile(source) as file:
             known = file.metadata.get("scalars", {}).get("model_inputs", {})
             inputs, keys = adoption.prepare(run_dir, recipe, overrides, file.tensors, known)
-    found = adopt(source, run_dir, step, inputs, keys)
+    found = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
         click.echo(json.dumps(_figures(found)))
     else:
         _tell(found)
 
 
-def _figures(found: "Adopted") -> dict[str, Any]:
+def _figures(found: "ImportedCheckpoint") -> dict[str, Any]:
     return {
         "checkpoint": str(found.path),
         "format": found.format,
@@ -117,7 +117,7 @@ def _figures(found: "Adopted") -> dict[str, Any]:
     }
 
 
-def _tell(found: "Adopted") -> None:
+def _tell(found: "ImportedCheckpoint") -> None:
     from hpcdist.arrays.sizes import counted, in_units
 
     nbytes = sum(one.nbytes for one in found.tensors)

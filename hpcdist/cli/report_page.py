@@ -82,11 +82,11 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
 
 
 def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":
-    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint import listing
     from hpcdist.telemetry.page_data import Checkpoint
 
     try:
-        found = catalogue.listed(run_dir)[:CHECKPOINTS]
+        found = listing.list_checkpoints(run_dir)[:CHECKPOINTS]
     except StorageError:
         return [], ""  # there are none
     except OSError as error:
@@ -96,15 +96,15 @@ def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":
 
 def _sample(run_dir: Path, checkpoints: "list[Checkpoint]", prompt: str) -> "Sample":
     """Return text from the newest checkpoint, or why there is none. Another process draws it, for a minute at most."""
-    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint import listing
     from hpcdist.telemetry.page_data import NO_CHECKPOINT, Sample
 
-    if not any(one.state == catalogue.COMPLETE for one in checkpoints):
+    if not any(one.state == listing.COMPLETE for one in checkpoints):
         return Sample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
     try:
-        newest = catalogue.look(catalogue.choose(run_dir))
+        newest = listing.inspect(listing.select(run_dir))
         assert newest.manifest is not None
-        nbytes = sum(tensor.nbytes for tensor in catalogue.tensors(newest.manifest, (catalogue.PARAMETERS,)))
+        nbytes = sum(tensor.nbytes for tensor in listing.stored_tensors(newest.manifest, (listing.PARAMETERS,)))
     except HpcdistError as error:
         return Sample(reason=str(error))
     if nbytes > MOST_BYTES:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from hpcdist.batch.nodes import Allocation
-from hpcdist.checkpoint.lock import Lock, is_dead
+from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.cli.words import importable, mpi_options, python_of
 from hpcdist.comm import ending, launchers, restarts, supervisor
@@ -242,13 +242,13 @@ def _launch_dir() -> Iterator[str]:
     """Make the directory of one start, which names its owner, and remove it."""
     # A process that is just being ended may still write there: what it leaves is no failure of the job.
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        (Path(folder) / _OWNER).write_text(json.dumps(Lock().identity), encoding="utf-8")
+        (Path(folder) / _OWNER).write_text(json.dumps(RunLock().identity), encoding="utf-8")
         yield folder
 
 
 def _remove_abandoned() -> None:
     """Remove the directories of starts of this user whose `hpcdist run` is known to be dead, and what they name."""
-    own = Lock().identity
+    own = RunLock().identity
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             status = folder.lstat()

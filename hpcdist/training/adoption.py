@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import models
-from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.models.config import TRANSFORMERS
@@ -19,7 +19,7 @@ from hpcdist.training.recipe import Recipe
 
 
 def prepare(
-    run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[Tensor], inputs: Mapping[str, Any]
+    run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Make ``run_dir`` with the recipe ``path`` under ``overrides`` (local).
 
@@ -53,7 +53,7 @@ def _decided(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
     return data.open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
 
 
-def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, int]) -> dict[str, str]:
+def check(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
     """Return the name that a run of ``recipe`` has for each of ``tensors``, by the name in the file (local).
 
     Those of a user's modules, as a state dict has them, are known too. ``inputs`` are what the data decides of the

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcdist.checkpoint.writers import group_of
+from hpcdist.checkpoint.saving.two_phase import group_of
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.executor import Executor

@@ -8,8 +8,8 @@ from typing import Final
 
 from hpcdist.batch.ledger import FILE_NAME as JOBS_FILE
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint.lock import LOCK_FILE, Lock
-from hpcdist.checkpoint.restore import newest_complete
+from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
+from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
@@ -40,7 +40,7 @@ class RunDirectory:
 
 
 def prepare(
-    comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: Lock | None = None
+    comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
     """Create or reopen the run directory. Collective; rank 0 looks and decides, and all raise the same error.
 
@@ -64,7 +64,7 @@ def prepare(
     return verdict
 
 
-def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -> RunDirectory:
+def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None) -> RunDirectory:
     path = out or _fresh(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
     if stored.exists() and _begun(path):

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays import device
-from hpcdist.checkpoint.restore import on_first
+from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.machine import boot_id
 from hpcdist.energy import activities
@@ -78,7 +78,7 @@ class Energy:
         self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
         self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
-            self._restore(_checkpointed(on_first(comm, lambda: scalars_of(resume_from))))
+            self._restore(_checkpointed(on_first_rank(comm, lambda: scalars_of(resume_from))))
         self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(self._noted() if comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint

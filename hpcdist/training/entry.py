@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm import failfast, output
 from hpcdist.comm.start import start
 from hpcdist.training import combinations, directory, lives, team
@@ -24,7 +24,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     output.tolerate()
     wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
     wishes.listen()
-    lock = Lock()
+    lock = RunLock()
     wishes.starts(lock.release, failfast.note_end)  # a signal before the end of the first step finds nothing to save
     mode, spares = team.mode_of()
     if mode:

@@ -21,10 +21,10 @@ from hpcdist.arrays import backend, device
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import catalogue
-from hpcdist.checkpoint.catalogue import PARAMETERS
-from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.restore import from_newest, newest_complete, on_first, restore_together
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
@@ -106,14 +106,14 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
     that is not the one of the training, unless the caller says to ``trust`` it.
     """
     newest = newest_complete(path, comm)
-    return from_newest(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
+    return from_newest_intact(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
 
 
 def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, trust: bool) -> Trained:
     """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    stored = on_first(comm, lambda: catalogue.parameters(found))
+    stored = on_first_rank(comm, lambda: listing.load_parameters(found))
     scalars = scalars_of(found, stored)
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:

@@ -17,11 +17,11 @@ from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import catalogue
-from hpcdist.checkpoint.blocks import BlockReader, DamagedError
-from hpcdist.checkpoint.catalogue import PARAMETERS
-from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
-from hpcdist.checkpoint.restore import on_first, restore_together
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.format.block_reader import BlockReader, DamagedError
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest
+from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
@@ -38,9 +38,9 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
     there, damaged, or of another shape; without it none are, and StorageError names the first. Collective over the
     world; all ranks return and raise the same.
     """
-    path = on_first(trainer.comm, lambda: catalogue.choose(source))
-    stored = on_first(trainer.comm, lambda: catalogue.parameters(path))
-    found = {one.name: one.dtype for one in catalogue.tensors(stored, {PARAMETERS})}
+    path = on_first_rank(trainer.comm, lambda: listing.select(source))
+    stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
+    found = {one.name: one.dtype for one in listing.stored_tensors(stored, {PARAMETERS})}
     left = _misfits(trainer.model.layout, stored)
     if left and not partial:
         raise StorageError(
@@ -66,7 +66,7 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
 
 def _misfits(layout: Layout, stored: Manifest) -> dict[str, str]:
     """Return the tensors of the model that ``stored`` has not, and those that the model has not, with the reason."""
-    found = {one.name: one for one in catalogue.tensors(stored, {PARAMETERS})}
+    found = {one.name: one for one in listing.stored_tensors(stored, {PARAMETERS})}
     left = {}
     for segment in layout.segments:
         one, name, shape = found.pop(segment.key, None), segment.key, segment.spec.whole or segment.spec.shape

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm import ending, output
 from hpcdist.comm.session import Session
 from hpcdist.comm.spans import Spans
@@ -41,7 +41,7 @@ class Job:
     recipe: Recipe
     run: directory.RunDirectory
     wishes: StopWishes
-    lock: Lock
+    lock: RunLock
     as_json: bool
     holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
     lives: list[dict[str, Any]] = field(default_factory=list)  # that followed the death of ranks: see telemetry.lives

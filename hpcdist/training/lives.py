@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.checkpoint.restore import newest_complete
+from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.deaths import is_death
 from hpcdist.comm.session import Session
 from hpcdist.errors import MissingCapabilityError, TooFewRanksError

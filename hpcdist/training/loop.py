@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from hpcdist.checkpoint.retention import VAL_LOSS
+from hpcdist.checkpoint.directory import VAL_LOSS
 from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError, StorageError

@@ -6,7 +6,7 @@ What it imports, it imports before it joins the others, who wait for it.
 import sys
 
 import hpcdist.training.data.prefetch  # noqa: F401
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm import failfast
 from hpcdist.comm.deaths import is_death
 from hpcdist.comm.start import end_alone, start_joined
@@ -28,7 +28,7 @@ def main() -> int:
             end_alone(error)  # who started it meets again, and starts others
         raise
     wishes.ends = told["ends"]
-    job = Job(told["recipe"], told["run"], wishes, Lock(), told["as_json"], told["holder"], told["lives"])
+    job = Job(told["recipe"], told["run"], wishes, RunLock(), told["as_json"], told["holder"], told["lives"])
     Lives(job, session, mine, told["life"], change).run()
     return 0
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.restore import from_newest, on_first, restore_together
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, on_first_rank, restore_together
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.training.directory import refuse_to_begin_again
@@ -95,7 +95,7 @@ class Stored:
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "Stored":
         """Return the checkpoint with its scalars, which rank 0 reads. Collective; raises StorageError on all ranks."""
-        return cls(path, on_first(comm, lambda: scalars_of(path)))
+        return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
@@ -140,4 +140,4 @@ def from_whole(
         stored = None if path is None else Stored.together(comm, path)
         return take(stored), stored
 
-    return from_newest(run_dir, comm, origin.path, begin)
+    return from_newest_intact(run_dir, comm, origin.path, begin)

@@ -3,7 +3,7 @@
 Where every rank has the whole state, and the update that follows the agreement of a step sends nothing, nothing has to
 be copied: a survivor either made the update, whole, or did not begin it, and those that made it give it to the others.
 Everywhere else each rank keeps a copy of its own part of the state as it was after a step, and its partner another one
-(`hpcdist.checkpoint.buddies`): a death in the middle of an update tears nothing, since all go back to the copies of the
+(`hpcdist.checkpoint.partner.redundancy`): a death in the middle of an update tears nothing, since all go back to the copies of the
 newest step that are complete. That repeats ``every_steps`` steps at the most, and bit for bit on the same layout.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.sizes import counted
-from hpcdist.checkpoint import buddies
-from hpcdist.checkpoint.buddies import Buddies, Copies
-from hpcdist.checkpoint.redistribute import redistribute
+from hpcdist.checkpoint.partner import redundancy
+from hpcdist.checkpoint.partner.redundancy import HeldCopies, PartnerStore
+from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.allreduce import AllreduceExchange, FixedTreeExchange
 from hpcdist.strategies.delayed import DelayedExchange
@@ -43,7 +43,7 @@ class Recalled:
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
         """Take what this rank wants from whoever holds it, itself first. Collective over the holders."""
-        redistribute(self.holders or comm, self.held, wanted, optional)
+        reshard(self.holders or comm, self.held, wanted, optional)
 
     def __str__(self) -> str:
         return "the memory of the ranks that are left"
@@ -55,7 +55,7 @@ class Memory:
 
     life: int
     place: int
-    copies: Copies | None = None
+    copies: HeldCopies | None = None
     live: Recalled | None = None
 
 
@@ -68,9 +68,9 @@ class Protection:
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[Memory]) -> None:
         self._trainer, self._life, self._config, self._earlier = trainer, life, config, earlier
         self._done = trainer.first_step
-        self._buddies: Buddies | None = None
+        self._buddies: PartnerStore | None = None
         if trainer.comm.size > 1 and not all(trainer.comm.allgather_object(has_all(trainer))):
-            self._buddies = Buddies(trainer.comm, trainer.ledger)
+            self._buddies = PartnerStore(trainer.comm, trainer.ledger)
         self.described = (
             "in the replicas of every rank"
             if self._buddies is None
@@ -148,5 +148,5 @@ def _live(comm: Communicator, mine: Memory | None) -> Recalled | None:
 def _copied(comm: Communicator, mine: Memory | None) -> Recalled | None:
     """Return the state of the newest copies that are complete."""
     place, copies = (None, None) if mine is None else (mine.place, mine.copies)
-    found = buddies.recover(comm, place, copies)
+    found = redundancy.recover(comm, place, copies)
     return None if found is None else Recalled(found.step, found.scalars, found.held, comm)

@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from hpcdist.arrays import backend
-from hpcdist.checkpoint.sources import held
+from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.mixed_precision import FixedLossScale
@@ -157,7 +157,7 @@ class Recheck:
         outcome, owner = self._executor.outcome, self._exchange.owner
         sums = xxhash.xxh3_128(np.array([outcome.loss, outcome.gradient_norm]).tobytes())
         for part in owner.parts:
-            for block in held(owner.gradients.contents(part)):
+            for block in blocks_of(owner.gradients.contents(part)):
                 sums.update(block.data)
         return Computation(self._digest.digest(), sums.digest())
 

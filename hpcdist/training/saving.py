@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.kept import Kept
-from hpcdist.checkpoint.save import Plan, make
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.incremental import IncrementalWriter
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.training import state
 from hpcdist.training.trainer import Trainer
@@ -24,16 +24,18 @@ class Saver:
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
         self.opens: Callable[[int], Callable[[Path], Overlay]] | None = None  # makes the files of a step, if need be
-        self._kept = Kept() if trainer.recipe.checkpoint.incremental else None
+        self._kept = IncrementalWriter() if trainer.recipe.checkpoint.incremental else None
 
     def save(self, step: int, **kept: Any) -> Path:
         """Save the state after ``step`` steps, and what else is ``kept``; return where it lies, or will lie."""
         trainer = self.trainer
         trainer.flush()
         plan = self.plan(step, kept)
-        return make(plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept)
+        return save_planned(
+            plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept
+        )
 
-    def plan(self, step: int, kept: Mapping[str, Any]) -> Plan:
+    def plan(self, step: int, kept: Mapping[str, Any]) -> SavePlan:
         """Return the checkpoint after ``step`` steps (local)."""
         plan = state.plan(self.trainer, self.directory, step, kept)
         return plan if self.opens is None else replace(plan, opens=self.opens(step))
@@ -64,7 +66,7 @@ class BackgroundSaver(Saver):
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         super().__init__(trainer, directory)
         local = trainer.recipe.checkpoint.local_directory
-        self._background = Background(
+        self._background = BackgroundCheckpoints(
             trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, kept=self._kept
         )
 

@@ -29,8 +29,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.lock import Lock
-from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm import failfast, output
 from hpcdist.comm.launcher import RESUME, RUN_DIR
 from hpcdist.comm.spans import now_ns
@@ -81,7 +81,7 @@ class Training:
         self._model = model
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
-        lock = Lock()
+        lock = RunLock()
         wishes.starts(lock.release, failfast.note_end)
         try:
             self._begin(model, out, resume, lock)
@@ -91,7 +91,7 @@ class Training:
         for name in (RUN_DIR, RESUME):  # what the launcher says is meant for the first that begins
             os.environ.pop(name, None)
 
-    def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: Lock) -> None:
+    def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
         """Start MPI, build the run and open its files. Collective."""
         wishes = self._wishes
         communication = self.recipe.communication

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.save import Plan
+from hpcdist.checkpoint.directory import Retention
+from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.strategies.compressed.onebit import FROZEN, OneBitExchange
 from hpcdist.strategies.delayed import DelayedExchange
@@ -50,11 +50,11 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
     }
 
 
-def plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> Plan:
+def plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> SavePlan:
     """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
-    return Plan(directory, steps, trainer.comm.size, numbers, about(trainer), keep)
+    return SavePlan(directory, steps, trainer.comm.size, numbers, about(trainer), keep)
 
 
 def about(trainer: "Trainer") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hpcdist.arrays import device
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.save import make as save
+from hpcdist.checkpoint.saving.two_phase import save_planned as save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.session import Session
@@ -75,7 +75,7 @@ def survive(
 
     def body(comm: Communicator) -> int:
         session = Quiet(comm, locate(comm, None), "threads", abort)
-        lock = Lock({})
+        lock = RunLock({})
         run = directory.prepare(comm, recipe, out, resume, lock)
         team = Team.begin(comm, mode, spares)
         job = Job(recipe, run, StopWishes(), lock, as_json=False, holder=lock.identity)  # threads are one process

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.format import manifest
 
 LIMIT_S = 240
 WATTS = {"GPU-00": 100.0, "GPU-01": 50.0, "GPU-02": 7.0}  # each steps every 10 ms

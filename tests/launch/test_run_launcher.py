@@ -515,7 +515,7 @@ def test_what_a_killed_start_has_left_is_removed_and_nothing_else(tmp_path, monk
     """Directories in the folder for temporary files, and shared memory of MPI that ranks have named there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen(["sleep", "60"])
-    known = lock.Lock().identity
+    known = lock.RunLock().identity
     owners = {
         "dead": {**known, "pid": ended.pid, "started": lock._started(ended.pid)},
         "reused": {**known, "started": "1"},  # its process id is another's now

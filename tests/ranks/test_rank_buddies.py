@@ -6,9 +6,9 @@ import pytest
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import redistribute_moves
-from hpcdist.checkpoint.buddies import Buddies, recover
-from hpcdist.checkpoint.redistribute import lacking, redistribute
+from hpcdist.checkpoint.partner.redundancy import PartnerStore, recover
+from hpcdist.checkpoint.restoring import messages
+from hpcdist.checkpoint.restoring.reshard import reshard, why_unavailable
 from hpcdist.strategies.core.exchange import pieces_of
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
@@ -31,10 +31,10 @@ def drawn(rng):
 def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
     if where == "messages":
         comm.declared_node = comm.rank  # a node for each rank
-    monkeypatch.setattr(redistribute_moves, "WINDOW_BYTES", 16 << 10)
-    monkeypatch.setattr(redistribute_moves, "LONG_BYTES", 1 << 10)
+    monkeypatch.setattr(messages, "WINDOW_BYTES", 16 << 10)
+    monkeypatch.setattr(messages, "LONG_BYTES", 1 << 10)
     part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-    kept, store = Buddies(comm), FlatStore(LAYOUT, FLOAT, part)
+    kept, store = PartnerStore(comm), FlatStore(LAYOUT, FLOAT, part)
     for step in range(4):
         whole = state(comm, rng)
         store.copy_from(whole)
@@ -49,8 +49,8 @@ def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
         for cut in (Range(0, LAYOUT.size), part, split(LAYOUT.size, 7, 4)[comm.rank]):
             into = FlatStore(LAYOUT, FLOAT, cut)
             wanted = pieces_of({"parameters": into}, [cut])
-            assert lacking(comm, found.held, wanted) == ""
-            received = redistribute(comm, found.held, wanted)
+            assert why_unavailable(comm, found.held, wanted) == ""
+            received = reshard(comm, found.held, wanted)
             assert into.array.tobytes() == whole.array[cut.slice].tobytes()
             if cut == part and not new:
                 assert received == 0
@@ -59,7 +59,7 @@ def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
 
 def test_a_damaged_copy_gives_the_one_before(comm, rng, capfd):
     part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-    kept, first = Buddies(comm), state(comm, rng)
+    kept, first = PartnerStore(comm), state(comm, rng)
     kept.keep(1, pieces_of({"parameters": first}, [part]), {})
     kept.keep(2, pieces_of({"parameters": state(comm, rng)}, [part]), {})
     if comm.rank == 0:
@@ -68,6 +68,6 @@ def test_a_damaged_copy_gives_the_one_before(comm, rng, capfd):
     assert bool(kept.checked()) == (comm.rank == 0)
     found = recover(comm, comm.rank, kept.copies)
     into = FlatStore(LAYOUT, FLOAT)
-    redistribute(comm, found.held, pieces_of({"parameters": into}, into.parts))
+    reshard(comm, found.held, pieces_of({"parameters": into}, into.parts))
     assert found.step == 1 and into.array.tobytes() == first.array.tobytes()
     assert ("rank 0's state after step 2 is damaged" in capfd.readouterr().err) == (comm.rank == 0)

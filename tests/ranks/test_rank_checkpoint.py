@@ -11,10 +11,10 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import Plan, save
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save
 from hpcdist.errors import StorageError
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
@@ -77,9 +77,9 @@ def test_pieces_travel_to_their_writers(comm, rng, shared_dir, writers):
 def test_beside_the_steps(comm, rng, shared_dir):
     store = state(comm, rng)
     kept, part = store.array.copy(), split(LAYOUT.size, comm.size, 4)[comm.rank]
-    beside = Background(comm)
+    beside = BackgroundCheckpoints(comm)
     for step in (1, 2):
-        plan = Plan(Path(shared_dir) / "checkpoints", step, comm.size, {}, {}, 2)
+        plan = SavePlan(Path(shared_dir) / "checkpoints", step, comm.size, {}, {}, 2)
         beside.begin(plan, pieces_of(store, part), "rank" if step == 1 else "2")
         store.array[...] = step
     path = None

@@ -20,11 +20,11 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece, runs, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.blocks import BlockReader
-from hpcdist.checkpoint.catalogue import tensors
-from hpcdist.checkpoint.manifest import Entry, Manifest
-from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.block_reader import BlockReader
+from hpcdist.checkpoint.format.manifest import Manifest, StoredPiece
+from hpcdist.checkpoint.listing import stored_tensors
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
@@ -103,13 +103,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     read = BlockReader.read
 
-    def counting(reader: BlockReader, entry: Entry, block: int, *rest: Any) -> Any:
+    def counting(reader: BlockReader, entry: StoredPiece, block: int, *rest: Any) -> Any:
         READ_BYTES[threading.get_ident()] += min(BLOCK, entry.nbytes - block * BLOCK)
         return read(reader, entry, block, *rest)
 
     monkeypatch.setattr(BlockReader, "read", counting)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here
-    monkeypatch.setattr("hpcdist.checkpoint.index.write", lambda *_: None)  # for other tools
+    monkeypatch.setattr("hpcdist.checkpoint.format.shard.write_index", lambda *_: None)  # for other tools
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def spoil(piece: Piece) -> None:
         piece.array[...] = np.nan
 
 
-def elements(piece: Piece | Entry) -> np.ndarray:
+def elements(piece: Piece | StoredPiece) -> np.ndarray:
     """Which elements of the tensor a piece has, in its order."""
     shape, flat = (piece.global_shape, piece.flat) if isinstance(piece, Piece) else (piece.shape, Range(*piece.flat))
     found = runs(shape, piece.box, flat)
@@ -170,7 +170,7 @@ def read(path: Path) -> Whole:
     stored = manifest.load(path)
     pieces = [
         Piece(one.kind, one.name, one.shape, whole_box(one.shape), Range(0, one.size), np.empty(one.size, one.dtype))
-        for one in tensors(stored)
+        for one in stored_tensors(stored)
     ]
     restore(path, pieces)
     return {(piece.kind, piece.tensor): piece.array for piece in pieces}

@@ -13,10 +13,11 @@ from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import buddies, buddies_copy, redistribute_moves
-from hpcdist.checkpoint import redistribute as redistributing
-from hpcdist.checkpoint.buddies import Buddies, keepers, recover
-from hpcdist.checkpoint.redistribute import redistribute
+from hpcdist.checkpoint.partner import memory_copy, redundancy
+from hpcdist.checkpoint.partner.redundancy import PartnerStore, partner_ranks, recover
+from hpcdist.checkpoint.restoring import messages
+from hpcdist.checkpoint.restoring import reshard as redistributing
+from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.recording import recording
 from hpcdist.comm.thread_deaths import Death
 from hpcdist.comm.threads import run_threads
@@ -45,7 +46,7 @@ class Run:
     def __init__(self, comm, ledger=None):
         self.part = split(LAYOUT.size, comm.size, 4)[comm.rank]
         self.store = FlatStore(LAYOUT, FLOAT, self.part)
-        self.buddies = Buddies(comm, ledger)
+        self.buddies = PartnerStore(comm, ledger)
 
     def keep(self, step):
         self.store.copy_from(values_after(step))
@@ -56,7 +57,7 @@ class Run:
 def restored(comm, found):
     """Take what `recover` found into a new layout, that of ``comm``; return the step."""
     into = FlatStore(LAYOUT, FLOAT, split(LAYOUT.size, comm.size, 4)[comm.rank])
-    redistribute(comm, found.held, pieces_of(into, into.parts[0]) if into.parts else [])
+    reshard(comm, found.held, pieces_of(into, into.parts[0]) if into.parts else [])
     expected = values_after(found.step)
     assert found.scalars["steps"] == found.step and np.isnan(found.scalars["loss"])
     for part in into.parts:
@@ -69,7 +70,7 @@ def test_everyone_has_a_keeper_elsewhere(ranks):
     for cuts in itertools.product([0, 1], repeat=ranks - 1):
         ends = [*np.flatnonzero(cuts) + 1, ranks]
         nodes = [list(range(start, stop)) for start, stop in zip([0, *ends], ends, strict=False)]
-        found = keepers(nodes)
+        found = partner_ranks(nodes)
         node_of = {rank: index for index, node in enumerate(nodes) for rank in node}
         if len(nodes) > 1:
             assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(found))
@@ -118,7 +119,7 @@ def test_ranks_that_are_gone_and_ranks_that_are_new(nodes):
 class DiesAt:
     """Lets this thread die at line ``count`` of those that it runs in the modules under test; counts them."""
 
-    FILES = tuple(module.__file__ for module in (buddies, buddies_copy, redistributing, redistribute_moves))
+    FILES = tuple(module.__file__ for module in (redundancy, memory_copy, redistributing, messages))
 
     def __init__(self, count=None):
         self.lines, self._count = 0, count
@@ -288,7 +289,7 @@ def test_memory_is_taken_twice_and_counted(nodes):
             if step == 1:
                 held = dict(ledger.current)
         assert ledger.current == held == ledger.peak
-        names = buddies_copy.Names(pieces_of(run.store, run.part), b"")
+        names = memory_copy.CopyLayout(pieces_of(run.store, run.part), b"")
         if nodes is None:
             assert held["buddy_copies"] == 2 * names.memory_bytes and held["partner_copies"] == 0
             assert sent[2:] == [0, 0, 0]
@@ -306,12 +307,12 @@ def test_memory_is_taken_twice_and_counted(nodes):
 @pytest.mark.parametrize("nodes", [None, 1])
 def test_pieces_and_scalars_may_change(rng, monkeypatch, nodes):
     """On one rank or on several; blocks and messages are many."""
-    monkeypatch.setattr(buddies_copy, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(buddies, "MESSAGE_BYTES", 512)
+    monkeypatch.setattr(memory_copy, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(redundancy, "MESSAGE_BYTES", 512)
     plans = [[(int(rng.integers(0, 3)), int(rng.integers(0, 5))) for _ in range(8)] for _ in range(3)]
 
     def body(comm):
-        kept = Buddies(comm)
+        kept = PartnerStore(comm)
         for step, (kind, size) in enumerate(plans[comm.rank]):
             dtype = ("f4", "f8", "i8")[kind]
             arrays = [np.full(100 * size + number, 10 * step + comm.rank, dtype) for number in range(size)]
@@ -339,7 +340,7 @@ def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path):
             where: (FileStore if where == "file" else FlatStore)(LAYOUT, FLOAT, part, **options)
             for where, options in places.items()
         }
-        run, values = Buddies(comm), values_after(7).range(part)
+        run, values = PartnerStore(comm), values_after(7).range(part)
         for store in stores.values():
             store.write(part, values)
         pieces = stored(stores, [part])

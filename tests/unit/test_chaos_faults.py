@@ -11,7 +11,7 @@ import pytest
 from gpu_runs import assembled, write_text
 
 from hpcdist.arrays import backend
-from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError

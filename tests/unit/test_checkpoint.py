@@ -16,9 +16,9 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, common, first_gap, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
@@ -106,8 +106,8 @@ def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
 def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
     for module in ("manifest", "blocks", "filling", "slots", "sources"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
-    monkeypatch.setattr("hpcdist.checkpoint.blocks.READ_BYTES", 192)
-    monkeypatch.setattr("hpcdist.checkpoint.shard.PART_BYTES", 320)
+    monkeypatch.setattr("hpcdist.checkpoint.format.block_reader.READ_BYTES", 192)
+    monkeypatch.setattr("hpcdist.checkpoint.format.shard.PART_BYTES", 320)
     whole = rng.standard_normal((60, 45))
 
     def body(comm):
@@ -213,7 +213,7 @@ def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
         try:
             assert manifest.load(path) == good
         except StorageError as error:
-            if isinstance(error, manifest.NewerError):  # one bit makes a later version of it
+            if isinstance(error, manifest.NewerVersionError):  # one bit makes a later version of it
                 continue
             assert newest(tmp_path) is None
 

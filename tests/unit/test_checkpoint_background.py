@@ -12,10 +12,10 @@ from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import background, save
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import Plan
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving import background, two_phase
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe import load
@@ -35,11 +35,11 @@ class Run:
         self.comm, self.root, self.writers = comm, root, writers
         self.store = FlatStore(LAYOUT, FLOAT, on=on)
         self.part = split(LAYOUT.size, comm.size, 4)[comm.rank]
-        self.background = Background(comm, ledger)
+        self.background = BackgroundCheckpoints(comm, ledger)
 
     def begin(self, step):
         self.store.array[...] = step
-        plan = Plan(self.root, step, self.comm.size, {"step": step}, {}, 2)
+        plan = SavePlan(self.root, step, self.comm.size, {"step": step}, {}, 2)
         self.background.begin(plan, pieces_of(self.store, self.part), self.writers)
         self.store.array[...] = -1  # training goes on at once
 
@@ -79,13 +79,13 @@ class OnlyHere:
 @pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (3, "rank"), (4, "2")])
 def test_the_state_of_the_boundary_is_saved_while_it_changes(tmp_path, monkeypatch, ranks, writers):
     may_write = threading.Event()
-    true = save.write
+    true = two_phase.write
 
     def held_up(*args):
         assert may_write.wait(30)
         return true(*args)
 
-    monkeypatch.setattr(save, "write", held_up)
+    monkeypatch.setattr(two_phase, "write", held_up)
 
     def body(comm):
         run = Run(comm, tmp_path / "checkpoints", writers)
@@ -125,9 +125,11 @@ def test_a_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where
         if comm.rank == 0:
             place = {"write": "shard.write", "commit": "names.commit", "unforeseen": "shard.write"}.get(where)
             if place:
-                monkeypatch.setattr(f"hpcdist.checkpoint.save.{place}", broken if where == "unforeseen" else failing)
+                monkeypatch.setattr(
+                    f"hpcdist.checkpoint.saving.two_phase.{place}", broken if where == "unforeseen" else failing
+                )
             else:
-                monkeypatch.setattr(background.Spare, "fill", failing)
+                monkeypatch.setattr(background.SnapshotMemory, "fill", failing)
         comm.barrier()
         run.begin(2)
         with pytest.raises(StorageError, match="No space left|a mistake of the programme"):

@@ -16,11 +16,12 @@ import xxhash
 from rank_runs import trainer_of
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import catalogue, manifest
+from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import LATEST
-from hpcdist.checkpoint.lock import Lock
-from hpcdist.checkpoint.restore import newest, newest_complete, on_first
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.checkpoint.restoring.restore import newest, newest_complete, on_first_rank
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
@@ -55,7 +56,7 @@ def run(tmp_path: Path, keys: Keys) -> Path:
     return found
 
 
-def resume(run: Path, keys: Keys, lock: Lock | None = None) -> Path | None:
+def resume(run: Path, keys: Keys, lock: RunLock | None = None) -> Path | None:
     """Return the checkpoint that a start goes on from: the newest that looks complete, and whose bytes are whole."""
     found = directory.prepare(solo(), recipe_of(keys), run, "auto", lock).resume_from
     if found is None:
@@ -140,8 +141,8 @@ def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
     place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nested JSON takes 25 bytes of memory a byte: a scale model of 16 and 4 MiB, and of manifests of 100."""
-    monkeypatch.setattr(manifest, "LEAST_BYTES", 1 << 19)
-    monkeypatch.setattr(manifest, "MOST_FREE_BYTES", 1 << 16)
+    monkeypatch.setattr(manifest, "MIN_LIMIT_BYTES", 1 << 19)
+    monkeypatch.setattr(manifest, "MAX_FREE_FORM_BYTES", 1 << 16)
     path = run / "checkpoints" / "step-4"
     file, shard = path / manifest.FILE_NAME, next(path.glob("shard-*.h5"))
     body = json.loads(file.read_text())
@@ -154,13 +155,13 @@ def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
         body[place][0]["x"] = "nested"
     else:
         body["zzz"] = "nested"
-    text = json.dumps(body) if place == "not sealed" else manifest.sealed(body)[:-46] + "}"
+    text = json.dumps(body) if place == "not sealed" else manifest.seal(body)[:-46] + "}"
     text = text.replace('"nested"', NESTED)
     if place != "not sealed":
         text = f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
     file.write_text(text)
     tracemalloc.start()
-    found = catalogue.look(path)
+    found = listing.inspect(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 6 * len(text), "the text, a copy of it, and what has a place"
@@ -177,7 +178,7 @@ def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
 def test_manifests_of_many_small_pieces_are_within_their_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(manifest, "MIN_LIMIT_BYTES", 1 << 10)
     pieces = [Piece.whole("parameters", f"{n}.{'x' * (n % 200)}", np.zeros(n % 2)) for n in range(400)]
     path = save(tmp_path / "checkpoints", 1, pieces, {}, solo())
     assert len(manifest.load(path).pieces) == 400
@@ -185,7 +186,7 @@ def test_manifests_of_many_small_pieces_are_within_their_bounds(
 
 
 def test_scalars_that_no_reader_would_take_are_not_saved(tmp_path: Path) -> None:
-    scalars = {"x": "y" * manifest.MOST_FREE_BYTES}
+    scalars = {"x": "y" * manifest.MAX_FREE_FORM_BYTES}
     with pytest.raises(StorageError, match="was not saved: scalars of .* bytes, expected at most"):
         save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], scalars, solo())
 
@@ -256,7 +257,7 @@ def test_what_is_no_run_directory_is_left_alone(
 
 
 def test_two_jobs_in_one_directory(run: Path, keys: Keys) -> None:
-    first, second = Lock(), Lock()
+    first, second = RunLock(), RunLock()
     resume(run, keys, first)
     with pytest.raises(StorageError, match="is being written by process") as caught:
         resume(run, keys, second)
@@ -299,6 +300,6 @@ def test_what_the_first_rank_refuses_is_raised_on_all(kind: type[HpcdistError]) 
 
     def body(comm: Communicator) -> None:
         with pytest.raises(kind, match="no"):
-            on_first(comm, refuse)
+            on_first_rank(comm, refuse)
 
     run_threads(2, body, deadline_s=30)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from gpu_runs import SETTINGS, write_text
 
-from hpcdist.checkpoint.restore import newest
+from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli.main import main
 from hpcdist.hdf5 import files, tables

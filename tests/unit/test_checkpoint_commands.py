@@ -11,10 +11,10 @@ import pytest
 
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import newest_complete
-from hpcdist.checkpoint.retention import VAL_LOSS
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.directory import VAL_LOSS
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest_complete
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli import main
 from hpcdist.comm.threads import run_threads
@@ -149,7 +149,7 @@ def test_what_earlier_versions_saved_is_complete_and_says_what_has_no_digest(run
     loaded = manifest.load(path)
     body = json.loads(manifest.encode(loaded))
     body = {name: body[name] for name in body if name not in ("outside", "unused", "digest")}
-    (path / manifest.FILE_NAME).write_text(manifest.sealed(body))
+    (path / manifest.FILE_NAME).write_text(manifest.seal(body))
     assert manifest.load(path) == replace(loaded, outside={})
     code, found, _ = figures(capsys, "verify", path)
     told = found["checkpoints"][0]

@@ -17,11 +17,11 @@ from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import split
-from hpcdist.checkpoint import manifest, safetensors
-from hpcdist.checkpoint.adopt import adopt
-from hpcdist.checkpoint.foreign import Foreign
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.convert import safetensors
+from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -89,13 +89,13 @@ def test_a_round_trip_keeps_every_bit_and_the_scalars(out, run, state, tmp_path,
 def test_parameters_only_by_default(run, state, tmp_path, capsys):
     code, told, _ = hpcdist(capsys, "export", run, tmp_path / "out", "--json")
     assert code == 0 and json.loads(told)["files"] == [str(tmp_path / "out/model.safetensors")]
-    found = adopt(tmp_path / "out", tmp_path / "again")
+    found = import_checkpoint(tmp_path / "out", tmp_path / "again")
     assert {one.name for one in found.tensors} == set(SHAPES) and not found.resumable
     assert {one.kind for one in found.tensors} == {"parameters"}
     with pytest.raises(StorageError, match=r"has no optimizer.m"):
         restored(tmp_path / "again", state)
     with pytest.raises(UsageError, match="checkpoints already"):
-        adopt(tmp_path / "out", tmp_path / "again")
+        import_checkpoint(tmp_path / "out", tmp_path / "again")
     assert hpcdist(capsys, "export", run, tmp_path / "out")[0] == 74, "nothing is overwritten"
 
 
@@ -118,7 +118,7 @@ def test_what_the_library_writes_is_read(rng, tmp_path):
     library = pytest.importorskip("safetensors.numpy", reason="pip install 'hpcdist[safetensors]'")
     given = {f"layer.{k}.w": rng.standard_normal((k, 3)).astype(("f4", "f8", "f2")[k % 3]) for k in range(1, 7)}
     library.save_file(given, tmp_path / "theirs.safetensors", {"format": "np"})
-    found = adopt(tmp_path / "theirs.safetensors", tmp_path / "run", step=3)
+    found = import_checkpoint(tmp_path / "theirs.safetensors", tmp_path / "run", step=3)
     assert found.step == 3 and not found.resumable and not found.left_out
     arrays, _ = restored(tmp_path / "run", {("parameters", name): array for name, array in given.items()})
     assert all(arrays["parameters", name].tobytes() == array.tobytes() for name, array in given.items())
@@ -138,12 +138,12 @@ def test_large_models_are_cut_into_files_with_an_index(run, state, tmp_path, cap
     parameters = {name: array for (kind, name), array in state.items() if kind == "parameters"}
     assert index["metadata"] == {"total_size": sum(array.nbytes for array in parameters.values())}
     assert set(index["weight_map"]) == set(parameters)
-    adopt(tmp_path / "out", tmp_path / "again")
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
     arrays, _ = restored(tmp_path / "again", {("parameters", name): array for name, array in parameters.items()})
     assert all(arrays["parameters", name].tobytes() == array.tobytes() for name, array in parameters.items())
     files[1].unlink()
     with pytest.raises(StorageError, match="FileNotFoundError"):
-        adopt(tmp_path / "out", tmp_path / "third")
+        import_checkpoint(tmp_path / "out", tmp_path / "third")
 
 
 def test_damage_is_not_exported(run, tmp_path, capsys):
@@ -162,11 +162,11 @@ def test_memory_holds_blocks_not_the_model(tmp_path):
     )
     checkpoint = newest(tmp_path / "run")
     loaded = manifest.load(checkpoint)
-    from hpcdist.checkpoint import exporting
+    from hpcdist.checkpoint.convert import exporting
 
     tracemalloc.start()
-    safetensors.write(checkpoint, loaded, exporting.chosen(loaded, False), tmp_path / "m.safetensors")
-    adopt(tmp_path / "m.safetensors", tmp_path / "again")
+    safetensors.write(checkpoint, loaded, exporting.tensors_to_export(loaded, False), tmp_path / "m.safetensors")
+    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "again")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.8 * big.nbytes, f"{peak} bytes at once"
@@ -184,10 +184,10 @@ def test_a_pickle_is_not_executed(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.zeros(3), "x": Harm()}, tmp_path / "evil.pt")
     with pytest.raises(StorageError, match="cannot be read as torch"):
-        adopt(tmp_path / "evil.pt", tmp_path / "run")
+        import_checkpoint(tmp_path / "evil.pt", tmp_path / "run")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(StorageError, match="cannot be read as torch"):
-        adopt(tmp_path / "plain.pt", tmp_path / "run")
+        import_checkpoint(tmp_path / "plain.pt", tmp_path / "run")
     assert sorted(os.listdir(tmp_path)) == ["evil.pt", "plain.pt"] and not Path("/harmed").exists()
 
 
@@ -202,11 +202,11 @@ def test_a_state_dict_without_pytorch_is_a_missing_capability(tmp_path, monkeypa
         options["env"] = {**options["env"], "PYTHONPATH": f"{absent}:{options['env']['PYTHONPATH']}"}
         return popen(line, **options)
 
-    monkeypatch.setattr("hpcdist.checkpoint.foreign.subprocess.Popen", without_torch)
+    monkeypatch.setattr("hpcdist.checkpoint.convert.importing.subprocess.Popen", without_torch)
     with pytest.raises(
         MissingCapabilityError, match=r"m\.pt cannot be read here: .*no PyTorch here.*pip install"
     ) as found:
-        adopt(tmp_path / "m.pt", tmp_path / "run")
+        import_checkpoint(tmp_path / "m.pt", tmp_path / "run")
     assert found.value.exit_code == 69
 
 
@@ -215,7 +215,7 @@ def test_state_dicts_of_others(rng, tmp_path):
     weight = torch.from_numpy(rng.standard_normal((4, 6)).astype("f4"))
     state = {"a.w": weight.T, "b.w": weight[1:3], "half": weight.bfloat16(), "mask": torch.ones(3, dtype=torch.bool)}
     torch.save({"model": state, "epoch": 3}, tmp_path / "theirs.pt")
-    found = adopt(tmp_path / "theirs.pt", tmp_path / "run")
+    found = import_checkpoint(tmp_path / "theirs.pt", tmp_path / "run")
     assert found.left_out == ("epoch", "parameters/mask")
     half = np.zeros((4, 6), ml_dtypes.bfloat16)
     wanted = {"a.w": np.zeros((6, 4), "f4"), "b.w": np.zeros((2, 6), "f4"), "half": half}
@@ -225,7 +225,7 @@ def test_state_dicts_of_others(rng, tmp_path):
     assert (arrays["parameters", "half"].view("i2") == weight.bfloat16().view(torch.int16).numpy().reshape(-1)).all()
     torch.save({"epoch": 3}, tmp_path / "none.pt")
     with pytest.raises(StorageError, match="it holds epoch"):
-        adopt(tmp_path / "none.pt", tmp_path / "other")
+        import_checkpoint(tmp_path / "none.pt", tmp_path / "other")
 
 
 def forged(header, body=b"\0" * 8):
@@ -264,19 +264,19 @@ FORGED = {
 def test_forged_headers(reason, tmp_path):
     (tmp_path / "m.safetensors").write_bytes(FORGED[reason])
     with pytest.raises((StorageError), match=reason):
-        adopt(tmp_path / "m.safetensors", tmp_path / "run")
+        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "run")
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
 def test_an_index_cannot_point_elsewhere(tmp_path):
     (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../m.safetensors"}}))
     with pytest.raises(StorageError, match="expected files beside it"):
-        adopt(tmp_path, tmp_path / "run")
+        import_checkpoint(tmp_path, tmp_path / "run")
 
 
 def test_the_death_of_the_child_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "m.safetensors").write_bytes(forged(one()))
-    with Foreign(tmp_path / "m.safetensors") as file:
+    with ForeignFile(tmp_path / "m.safetensors") as file:
         file._child.kill()
         file._child.wait()
         with pytest.raises(StorageError, match="ended with SIGKILL"):
@@ -297,7 +297,7 @@ def test_files_that_are_not_there_or_not_known(name, code, tmp_path, capsys):
 
 CONFINED = """
 import os, socket, sys
-from hpcdist.checkpoint.sandbox import confine
+from hpcdist.checkpoint.convert.confined_reader import confine
 refused = confine(1 << 30, 60)
 def tried(what):
     try:

@@ -7,10 +7,10 @@ import pytest
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint import blocks, manifest
-from hpcdist.checkpoint.blocks import DamagedError
-from hpcdist.checkpoint.restore import from_newest, newest_complete, restore_together
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.format import block_reader, manifest
+from hpcdist.checkpoint.format.block_reader import DamagedError
+from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
@@ -52,7 +52,7 @@ def resumed(run, ranks):
             scalars = {} if path is None else restore_together(comm, path, [piece])
             return scalars.get("step"), set(piece.array.tolist())
 
-        return from_newest(run, comm, newest_complete(run, comm), take)
+        return from_newest_intact(run, comm, newest_complete(run, comm), take)
 
     return run_threads(ranks, body)
 
@@ -88,14 +88,14 @@ def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
         restore_together(solo(), path, [piece])
         return len(begun)
 
-    assert from_newest(run, solo(), newest_complete(run), take) == 2
+    assert from_newest_intact(run, solo(), newest_complete(run), take) == 2
 
 
 def test_every_byte_is_read_once(run, monkeypatch):
     read = []
-    pass_through = blocks.BlockReader.read
+    pass_through = block_reader.BlockReader.read
     monkeypatch.setattr(
-        blocks.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1]
+        block_reader.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1]
     )
     assert resumed(run, 2) == [(3, {3.0})] * 2
     assert sum(read) == ELEMENTS * 8

@@ -23,10 +23,11 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import catalogue, manifest
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.retention import loss_of
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.directory import loss_of
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -142,7 +143,7 @@ def forge(rng, path):
         else:
             parent[last] = copy.deepcopy(NASTY[int(rng.integers(len(NASTY)))])
     way = int(rng.integers(8))
-    text = json.dumps(body | {"digest": manifest.digest_of(body)}) if way < 4 else manifest.sealed(body)
+    text = json.dumps(body | {"digest": manifest.digest_of(body)}) if way < 4 else manifest.seal(body)
     if way == 0:
         text = text.replace("{", '{"version": 1, ', 1)  # twice
     elif way == 1:
@@ -171,7 +172,7 @@ def attempt(rng, run, original):
         except StorageError:
             pass
         assert into.intact()
-    with suppress(manifest.NewerError):
+    with suppress(manifest.NewerVersionError):
         assert newest(run) in (None, path)
     return loaded
 
@@ -277,9 +278,9 @@ def test_every_number_of_a_manifest_may_be_forged(small_run, tmp_path, rng, caps
         for number, value in enumerate(FORGED):
             changed = copy.deepcopy(body)
             at(changed, place[:-1])[place[-1]] = value
-            (path / manifest.FILE_NAME).write_text(manifest.sealed(changed))
-            found = catalogue.look(path)
-            json.dumps(catalogue.summary(found))
+            (path / manifest.FILE_NAME).write_text(manifest.seal(changed))
+            found = listing.inspect(path)
+            json.dumps(listing.summary(found))
             assert place[0] != "scalars" or len(place) == 1 or found.manifest is not None
             if place[0] == "scalars":
                 loss_of(path)

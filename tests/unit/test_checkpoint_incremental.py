@@ -9,11 +9,11 @@ import pytest
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.kept import Kept
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import Plan, make
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.incremental import IncrementalWriter
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
@@ -36,7 +36,7 @@ class State:
 
 
 def plan_of(tmp_path, comm, step, keep=2):
-    return Plan(tmp_path / "checkpoints", step, comm.size, {"step": step}, {}, keep)
+    return SavePlan(tmp_path / "checkpoints", step, comm.size, {"step": step}, {}, keep)
 
 
 def check(path):
@@ -54,13 +54,13 @@ def check(path):
 @pytest.mark.parametrize("way", ["waiting", "beside", "beside one writer"])
 def test_what_has_not_changed_is_linked(tmp_path, way):
     def body(comm):
-        state, kept = State(comm), Kept()
-        beside = Background(comm, kept=kept)
+        state, kept = State(comm), IncrementalWriter()
+        beside = BackgroundCheckpoints(comm, kept=kept)
         for step in (1, 2, 3, 4):
             state.trained[...] = step
             plan = plan_of(tmp_path, comm, step)
             if way == "waiting":
-                make(plan, state.pieces(), comm, "rank", kept)
+                save_planned(plan, state.pieces(), comm, "rank", kept)
             else:
                 beside.begin(plan, state.pieces(), "1" if "one" in way else "rank")
                 beside.finish()
@@ -82,10 +82,10 @@ def test_what_has_not_changed_is_linked(tmp_path, way):
 
 def test_what_no_checkpoint_needs_any_more_of_a_linked_shard_is_verified_too(tmp_path):
     def body(comm):
-        state, kept = State(comm), Kept()
+        state, kept = State(comm), IncrementalWriter()
         for step in (1, 2, 3):
             state.trained[...] = step
-            make(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
+            save_planned(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
 
     run_threads(2, body)
     path = tmp_path / "checkpoints" / "step-3"
@@ -101,8 +101,8 @@ def test_what_no_checkpoint_needs_any_more_of_a_linked_shard_is_verified_too(tmp
 
 def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):
     def body(comm):
-        state, kept = State(comm), Kept()
-        make(plan_of(tmp_path, comm, 1), state.pieces(), comm, "rank", kept)
+        state, kept = State(comm), IncrementalWriter()
+        save_planned(plan_of(tmp_path, comm, 1), state.pieces(), comm, "rank", kept)
         state.frozen += 7.0
 
         def full(*_):
@@ -110,17 +110,17 @@ def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):
 
         comm.barrier()
         if comm.rank == 0:
-            monkeypatch.setattr("hpcdist.checkpoint.save.names.commit", full)
+            monkeypatch.setattr("hpcdist.checkpoint.saving.two_phase.names.commit", full)
         comm.barrier()
         with pytest.raises(StorageError, match="No space left"):
-            make(plan_of(tmp_path, comm, 2), state.pieces(), comm, "rank", kept)
+            save_planned(plan_of(tmp_path, comm, 2), state.pieces(), comm, "rank", kept)
         comm.barrier()
         if comm.rank == 0:
             monkeypatch.undo()
         comm.barrier()
         state.frozen -= 7.0
         state.trained[...] = 3
-        make(plan_of(tmp_path, comm, 3), state.pieces(), comm, "rank", kept)
+        save_planned(plan_of(tmp_path, comm, 3), state.pieces(), comm, "rank", kept)
 
     run_threads(2, body)
     assert check(newest(tmp_path)) == 3
@@ -133,10 +133,10 @@ def test_a_file_system_without_links_gets_it_all_again(tmp_path, monkeypatch, ca
     monkeypatch.setattr(os, "link", refused)
 
     def body(comm):
-        state, kept = State(comm), Kept()
+        state, kept = State(comm), IncrementalWriter()
         for step in (1, 2):
             state.trained[...] = step
-            make(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
+            save_planned(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
 
     run_threads(2, body)
     assert check(newest(tmp_path)) == 2 and "is written again: Operation not permitted" in capfd.readouterr().err
@@ -148,7 +148,7 @@ def test_a_snapshot_on_a_disk_of_the_node(tmp_path, writers):
     local.mkdir()
 
     def body(comm):
-        state, beside = State(comm), Background(comm, local_directory=local)
+        state, beside = State(comm), BackgroundCheckpoints(comm, local_directory=local)
         for step in (1, 2, 3):
             state.trained[...] = step
             beside.begin(plan_of(tmp_path, comm, step), state.pieces(), writers)
@@ -173,7 +173,7 @@ def test_a_disk_of_the_node_that_has_no_room(tmp_path, monkeypatch, trouble):
         monkeypatch.setattr(os, "posix_fallocate", full)
 
     def body(comm):
-        state, beside = State(comm), Background(comm, local_directory=local)
+        state, beside = State(comm), BackgroundCheckpoints(comm, local_directory=local)
         beside.begin(plan_of(tmp_path, comm, 1), state.pieces(), "rank")
         with pytest.raises(StorageError, match=r"rank 0: .*checkpoint.local_directory = .*(No space|No such file)"):
             beside.finish()
@@ -197,11 +197,11 @@ def test_keys_that_do_not_go_together():
 
 def test_a_few_unchanged_bytes_keep_no_shard_alive(tmp_path):
     def body(comm):
-        kept, bias, weight = Kept(), np.ones(4), np.zeros(SIZE)
+        kept, bias, weight = IncrementalWriter(), np.ones(4), np.zeros(SIZE)
         for step in (1, 2):
             weight[...] = step
             pieces = [Piece.whole("parameters", name, array) for name, array in (("bias", bias), ("weight", weight))]
-            path = make(plan_of(tmp_path, comm, step), pieces, comm, "rank", kept)
+            path = save_planned(plan_of(tmp_path, comm, step), pieces, comm, "rank", kept)
         assert list(manifest.load(path).files) == ["shard-00000.h5"]
         restore(path, [Piece.whole("parameters", "bias", bias)])
         assert (bias == 1).all()

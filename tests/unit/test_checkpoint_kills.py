@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.restoring.restore import newest, restore
 
 KILLS = int(os.environ.get("HPCDIST_TEST_KILLS", "2"))
 LONGEST_S = 0.4  # from the first checkpoint of a process to its death
@@ -37,9 +37,9 @@ import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import Plan, make
+from hpcdist.checkpoint.saving.background import Background
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.two_phase import Plan, make
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 

@@ -13,9 +13,9 @@ import pytest
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock
-from hpcdist.checkpoint.lock import LOCK_FILE, Lock
-from hpcdist.checkpoint.restore import newest
-from hpcdist.checkpoint.save import Plan, commit, save
+from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
+from hpcdist.checkpoint.restoring.restore import newest
+from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
 from hpcdist.cli import main
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -35,7 +35,7 @@ time.sleep(600)
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lock, "STALE_S", 0.5)
 
 
@@ -45,7 +45,7 @@ def forge(path, **changed):
 
 
 def test_one_at_a_time(tmp_path):
-    first, second = Lock(), Lock()
+    first, second = RunLock(), RunLock()
     first.take(tmp_path)
     with pytest.raises(StorageError, match=rf"is being written by process {os.getpid()} on .*choose another --out"):
         second.take(tmp_path)
@@ -62,7 +62,7 @@ def test_many_at_once(tmp_path):
     taken = []
 
     def attempt():
-        mine = Lock()
+        mine = RunLock()
         try:
             mine.take(tmp_path)
         except StorageError:
@@ -82,34 +82,34 @@ def test_a_living_process_keeps_it_and_a_killed_one_does_not(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "taken\n"
     with pytest.raises(StorageError, match=f"process {process.pid}"):
-        Lock().take(tmp_path)
+        RunLock().take(tmp_path)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
-    mine = Lock()
+    mine = RunLock()
     mine.take(tmp_path)
     mine.release()
     process.wait()
 
 
 def test_of_another_machine_until_it_is_not_touched_any_more(tmp_path, quick):
-    other = Lock()
+    other = RunLock()
     other._own |= {"machine": "another", "host": "far"}
     other.take(tmp_path)
     with pytest.raises(StorageError, match="on far"):
-        Lock().take(tmp_path)  # it is touched all the time
+        RunLock().take(tmp_path)  # it is touched all the time
     other._ended.set()
     began = time.monotonic()
-    mine = Lock()
+    mine = RunLock()
     mine.take(tmp_path)  # waits
     assert time.monotonic() - began > 0.1
     mine.release()
 
 
 def test_an_earlier_start_of_the_same_batch_job_is_over(tmp_path):
-    earlier = Lock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"})
+    earlier = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"})
     earlier.take(tmp_path)
     forge(tmp_path, machine="another")
-    mine = Lock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+    mine = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     mine.take(tmp_path)
     mine.release()
     earlier.release()
@@ -117,14 +117,14 @@ def test_an_earlier_start_of_the_same_batch_job_is_over(tmp_path):
 
 def test_a_damaged_lock_is_stale_when_it_is_old(tmp_path, quick):
     (tmp_path / LOCK_FILE).write_text("{")
-    mine = Lock()
+    mine = RunLock()
     mine.take(tmp_path)
     mine.release()
 
 
 def test_two_runs_of_one_directory(tmp_path):
     recipe = recipes.load(None, [], {}).recipe
-    first, second = Lock(), Lock()
+    first, second = RunLock(), RunLock()
     directory.prepare(solo(), recipe, tmp_path / "run", "auto", first)
     (tmp_path / "run" / "checkpoints").mkdir()
     before = (tmp_path / "run" / "recipe.toml").read_text()
@@ -143,7 +143,7 @@ def test_whoever_lost_it_writes_no_more(tmp_path, quick):
     def state(value):
         return [Piece.whole("parameters", "w", np.full(100, float(value)))]
 
-    frozen, other = Lock(), Lock()
+    frozen, other = RunLock(), RunLock()
     frozen.take(tmp_path)
     save(tmp_path / "checkpoints", 1, state(1), {}, solo())
     assert frozen.lost() == "" and lock.lost(tmp_path) == "" and lock.lost(tmp_path / "elsewhere") == ""
@@ -154,16 +154,16 @@ def test_whoever_lost_it_writes_no_more(tmp_path, quick):
     with pytest.raises(StorageError, match=r"not saved: process \d+ on far has taken .* over") as caught:
         save(tmp_path / "checkpoints", 2, state(2), {}, solo())
     assert caught.value.exit_code == 74 and theirs.is_dir(), "what the other one writes is left alone"
-    assert "on far" in commit(Plan(tmp_path / "checkpoints", 2, 1, {}, {}, 2), []) and theirs.is_dir()
+    assert "on far" in commit(SavePlan(tmp_path / "checkpoints", 2, 1, {}, {}, 2), []) and theirs.is_dir()
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
-    time.sleep(4 * lock.BEAT_S)
+    time.sleep(4 * lock.HEARTBEAT_S)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before, "it does not keep another's lock alive"
     frozen.release()
     assert (tmp_path / LOCK_FILE).exists() and newest(tmp_path).name == "step-1"
 
 
 def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
-    mine = Lock()
+    mine = RunLock()
     mine.take(tmp_path)
     (tmp_path / LOCK_FILE).unlink()
     save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
@@ -174,15 +174,15 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
 
 
 def test_it_is_kept_alive_when_it_is_there_again(tmp_path, quick):
-    mine = Lock()
+    mine = RunLock()
     mine.take(tmp_path)
     (tmp_path / LOCK_FILE).rename(tmp_path / "away")
-    time.sleep(4 * lock.BEAT_S)
+    time.sleep(4 * lock.HEARTBEAT_S)
     (tmp_path / "away").rename(tmp_path / LOCK_FILE)
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
     limit = time.monotonic() + 20
     while (tmp_path / LOCK_FILE).stat().st_mtime_ns == before and time.monotonic() < limit:
-        time.sleep(lock.BEAT_S)
+        time.sleep(lock.HEARTBEAT_S)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
     mine.release()
 
@@ -190,7 +190,7 @@ def test_it_is_kept_alive_when_it_is_there_again(tmp_path, quick):
 def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    mine = Lock()
+    mine = RunLock()
     mine.take(run)
     run.rename(tmp_path / "elsewhere")
     piece = Piece.whole("parameters", "w", np.zeros(3))
@@ -207,7 +207,7 @@ def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
 def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path / "checkpoints", step, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo(), keep=9)
-    job = Lock()
+    job = RunLock()
     job.take(tmp_path)
 
     def prune(*arguments):

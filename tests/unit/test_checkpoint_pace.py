@@ -6,8 +6,8 @@ import time
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.checkpoint import catalogue
-from hpcdist.checkpoint.retention import loss_of
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.directory import loss_of
 from hpcdist.comm.placement import locate
 from hpcdist.comm.session import Session
 from hpcdist.comm.threads import run_threads
@@ -43,7 +43,7 @@ def trained(settings, out, ends=math.inf):
 
 
 def steps_in(run):
-    return sorted(one.step for one in catalogue.listed(run))
+    return sorted(one.step for one in listing.list_checkpoints(run))
 
 
 def test_a_run_saves_by_the_time_between_failures(settings, tmp_path):

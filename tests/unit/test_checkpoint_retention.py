@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.retention import VAL_LOSS, Retention, loss_of
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.solo import solo
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.background import Background
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import Plan, save
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
@@ -40,7 +40,7 @@ def loads(path):
 def rewrite(path, **changed):
     body = json.loads((path / "manifest.json").read_text()) | changed
     body = {key: value for key, value in body.items() if value is not None and key != "digest"}
-    (path / "manifest.json").write_text(manifest.sealed(body))
+    (path / "manifest.json").write_text(manifest.seal(body))
 
 
 def test_a_manifest_of_the_first_version_is_read(tmp_path):
@@ -111,8 +111,8 @@ def attempt(run, way):
         if way == "waiting":
             save_step(run, 2, keep=1)
         else:
-            beside = Background(solo())
-            beside.begin(Plan(run / "checkpoints", 2, 1, {"step": 2}, {}, 1), [state_of(2)], "rank")
+            beside = BackgroundCheckpoints(solo())
+            beside.begin(SavePlan(run / "checkpoints", 2, 1, {"step": 2}, {}, 1), [state_of(2)], "rank")
             beside.finish()
     except StorageError as error:
         return str(error)
@@ -140,8 +140,8 @@ def test_a_quota_in_the_middle_of_a_shard(tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         with pytest.raises(StorageError, match="File too large"):
             save_step(tmp_path, 2)
-        beside = Background(solo())
-        beside.begin(Plan(tmp_path / "checkpoints", 3, 1, {}, {}, 1), [state_of(3)], "rank")
+        beside = BackgroundCheckpoints(solo())
+        beside.begin(SavePlan(tmp_path / "checkpoints", 3, 1, {}, {}, 1), [state_of(3)], "rank")
         with pytest.raises(StorageError, match="File too large"):
             beside.finish()
 

@@ -16,10 +16,10 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest, shard
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.format import manifest, shard
+from hpcdist.checkpoint.restoring.restore import newest, restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.virtual import rectangles

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.session import Session

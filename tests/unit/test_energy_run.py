@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import device
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.solo import solo
 from hpcdist.comm.spanfile import PHASES
 from hpcdist.comm.threads import run_threads

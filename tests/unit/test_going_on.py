@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
 from hpcdist.comm import ending
 from hpcdist.comm.communicator import Communicator
@@ -61,7 +61,7 @@ def test_the_options_of_a_script_stay_as_they_are(dashes: list[str], monkeypatch
 def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(comm: Communicator) -> str:
         trainer = assembled(comm, text)
-        made = Job(trainer.recipe, RunDirectory(Path("runs/1"), None), StopWishes(), Lock(), as_json=False)
+        made = Job(trainer.recipe, RunDirectory(Path("runs/1"), None), StopWishes(), RunLock(), as_json=False)
         return made._how_to_go_on(7, trainer)
 
     monkeypatch.setenv(ending.COMMAND, "hpcdist run -n 2 train 'my recipe.toml'")

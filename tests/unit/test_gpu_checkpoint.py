@@ -11,8 +11,8 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.restore import restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.restoring.restore import restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.format import manifest
 from hpcdist.cli import checkpoint_exchange
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import start_alone

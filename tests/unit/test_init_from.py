@@ -10,10 +10,11 @@ from rank_runs import trainer_of
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
-from hpcdist.checkpoint import manifest, safetensors
-from hpcdist.checkpoint.adopt import adopt
-from hpcdist.checkpoint.catalogue import PARAMETERS, tensors
-from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.convert import safetensors
+from hpcdist.checkpoint.convert.importing import import_checkpoint
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.listing import PARAMETERS, stored_tensors
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -63,7 +64,7 @@ def trained(keys: Keys, tmp_path: Path, rng: np.random.Generator) -> Path:
 def parameters(path: Path) -> dict[str, np.ndarray]:
     pieces = [
         Piece.whole(one.kind, one.name, np.empty(one.shape, one.dtype))
-        for one in tensors(manifest.load(path), {PARAMETERS})
+        for one in stored_tensors(manifest.load(path), {PARAMETERS})
     ]
     restore(path, pieces)
     return {piece.tensor: piece.array for piece in pieces}
@@ -114,8 +115,10 @@ def test_on_a_gpu(mode: str, keys: Keys, trained: Path, gpu: object) -> None:
 def test_a_run_means_its_newest_and_an_import_will_do(keys: Keys, trained: Path, tmp_path: Path) -> None:
     begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "old"}), parameters(trained))
     stored = manifest.load(trained)
-    files = safetensors.write(trained, stored, tensors(stored, {PARAMETERS}), tmp_path / "m.safetensors", 1 << 30)
-    adopt(files[0], tmp_path / "imported")
+    files = safetensors.write(
+        trained, stored, stored_tensors(stored, {PARAMETERS}), tmp_path / "m.safetensors", 1 << 30
+    )
+    import_checkpoint(files[0], tmp_path / "imported")
     begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "imported"}), parameters(trained))
 
 

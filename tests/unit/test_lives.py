@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from lives_runs import survive
 
-from hpcdist.checkpoint.buddies import Buddies
-from hpcdist.checkpoint.restore import newest_complete
+from hpcdist.checkpoint.partner.redundancy import PartnerStore
+from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.thread_deaths import Death
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
 from hpcdist.training import combinations, job, lives
@@ -305,14 +305,14 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
 def test_copies_at_rest_are_compared_with_their_digests(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keep = Buddies.keep
+    keep = PartnerStore.keep
 
-    def damaging(self: Buddies, step: int, *of: Any) -> None:
+    def damaging(self: PartnerStore, step: int, *of: Any) -> None:
         keep(self, step, *of)
         if step == 4 and self.copies.rank == 1:
             self.copies.find(4, 1).data[5] ^= 1
 
-    monkeypatch.setattr(Buddies, "keep", damaging)
+    monkeypatch.setattr(PartnerStore, "keep", damaging)
     keys = {"parallel.strategy": "zero1", "survival.every_steps": 4, "survival.check_every_steps": 3, "run.steps": 7}
     survive(2, tmp_path / "run", text, keys)
     said = [line for line in capfd.readouterr().err.splitlines() if "memory of rank" in line]

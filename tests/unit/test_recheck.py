@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.checkpoint.sources import held
+from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError
@@ -73,7 +73,7 @@ def make_steps(trainer: Trainer) -> Steps:
             done = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
             losses.append(done.loss)
             found.append(done.recomputed)
-    return losses, found, [b"".join(map(bytes, held(piece.array))) for piece in trainer.exchange.pieces()]
+    return losses, found, [b"".join(map(bytes, blocks_of(piece.array))) for piece in trainer.exchange.pieces()]
 
 
 def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Trainer], None] | None = None) -> list[Steps]:

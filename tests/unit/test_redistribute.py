@@ -10,8 +10,8 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import redistribute_moves
-from hpcdist.checkpoint.redistribute import lacking, redistribute
+from hpcdist.checkpoint.restoring import messages
+from hpcdist.checkpoint.restoring.reshard import reshard, why_unavailable
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
@@ -77,14 +77,14 @@ def test_any_cut_to_any_other(rng, ranks, monkeypatch):
             if rng.random() < 0.6:
                 new = pieces_of(rng, "parameters", name, whole, 4, fill=False)
                 wanted[rank] += [new[k] for k in rng.choice(len(new), rng.integers(1, len(new) + 1), replace=False)]
-    monkeypatch.setattr(redistribute_moves, "WINDOW_BYTES", int(rng.choice([32, 256, 4000, 1 << 20])))
-    monkeypatch.setattr(redistribute_moves, "LEAST_BYTES", 32)
-    monkeypatch.setattr(redistribute_moves, "LONG_BYTES", int(rng.choice([8, 40, 1 << 16])))
+    monkeypatch.setattr(messages, "WINDOW_BYTES", int(rng.choice([32, 256, 4000, 1 << 20])))
+    monkeypatch.setattr(messages, "MIN_MESSAGE_BYTES", 32)
+    monkeypatch.setattr(messages, "LONG_BYTES", int(rng.choice([8, 40, 1 << 16])))
     before = [[piece.array.tobytes() for piece in pieces] for pieces in held]
 
     def body(comm):
-        assert lacking(comm, held[comm.rank], wanted[comm.rank]) == ""
-        return redistribute(comm, held[comm.rank], wanted[comm.rank])
+        assert why_unavailable(comm, held[comm.rank], wanted[comm.rank]) == ""
+        return reshard(comm, held[comm.rank], wanted[comm.rank])
 
     received = run_threads(ranks, body)
     whole_of = dict(tensors)
@@ -141,7 +141,7 @@ def test_only_what_is_lost_moves(lost):
         held = [] if comm.rank == lost else held_by(old[comm.rank])
         if comm.rank == (lost + 1) % 4:
             held += held_by(old[lost])
-        return redistribute(comm, held, held_by(new[comm.rank]))
+        return reshard(comm, held, held_by(new[comm.rank]))
 
     received = run_threads(4, body)
     lost_bytes = sum(array.nbytes for array in stored(old[lost]))
@@ -158,7 +158,7 @@ def test_a_newcomer_takes_equal_shares_of_replicas():
         into = np.zeros(size, np.float32) if comm.rank == 2 else whole
         piece = Piece.whole("parameters", "w", into)
         with recording(comm) as traffic:
-            received = redistribute(comm, [] if comm.rank == 2 else [piece], [piece])
+            received = reshard(comm, [] if comm.rank == 2 else [piece], [piece])
         assert into.tobytes() == np.arange(size, dtype=np.float32).tobytes()
         return received, traffic.sent_bytes
 
@@ -170,14 +170,14 @@ def test_a_newcomer_takes_equal_shares_of_replicas():
 @pytest.mark.parametrize("source", ["memory", "file", "gpu"])
 @pytest.mark.parametrize("target", ["memory", "file", "gpu"])
 def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path, monkeypatch, source, target):
-    monkeypatch.setattr(redistribute_moves, "WINDOW_BYTES", 1024)
-    monkeypatch.setattr(redistribute_moves, "LEAST_BYTES", 256)
-    monkeypatch.setattr(redistribute_moves, "LONG_BYTES", 64)
+    monkeypatch.setattr(messages, "WINDOW_BYTES", 1024)
+    monkeypatch.setattr(messages, "MIN_MESSAGE_BYTES", 256)
+    monkeypatch.setattr(messages, "LONG_BYTES", 64)
     kinds = {"memory": {}, "file": {"directory": tmp_path}, "gpu": {"on": "gpu"}}
 
     def body(comm):
         old, new = shards(3, **kinds[source])[comm.rank], shards(2, fill=False, **kinds[target])
-        redistribute(comm, held_by(old), held_by(new[comm.rank]) if comm.rank < 2 else [])
+        reshard(comm, held_by(old), held_by(new[comm.rank]) if comm.rank < 2 else [])
         assert comm.rank == 2 or same(new[comm.rank], shards(2)[comm.rank])
 
     run_threads(3, body)
@@ -204,7 +204,7 @@ def test_columns_of_a_tensor_on_a_gpu_or_in_a_file(gpu, tmp_path, rng):
                 rows = ((0, 17) if comm.rank else (17, 40), (0, 24))
                 expected = whole[slice(*rows[0])].reshape(-1)
                 into = array(np.full(expected.size, -1, np.float32), target)
-                redistribute(comm, [held], [Piece("p", "w", whole.shape, rows, Range(0, expected.size), into)])
+                reshard(comm, [held], [Piece("p", "w", whole.shape, rows, Range(0, expected.size), into)])
                 got = into.copy() if target == "file" else backend.to_host(into)
                 assert got.tobytes() == expected.tobytes(), (source, target)
 
@@ -216,9 +216,9 @@ def refused(held, wanted, **options):
     before = [[piece.array.tobytes() for piece in pieces] for pieces in wanted]
 
     def body(comm):
-        told = lacking(comm, held[comm.rank], wanted[comm.rank], **options)
+        told = why_unavailable(comm, held[comm.rank], wanted[comm.rank], **options)
         with pytest.raises(StorageError) as caught:
-            redistribute(comm, held[comm.rank], wanted[comm.rank], **options)
+            reshard(comm, held[comm.rank], wanted[comm.rank], **options)
         assert str(caught.value) == told
         return told
 
@@ -253,8 +253,8 @@ def test_dims_may_be_joined_and_kinds_optional():
         held = [Piece.whole("parameters", "w", values.reshape(3, 4, 5))] if comm.rank == 0 else []
         into, kept = np.zeros((12, 5), np.float32), np.ones(3, np.float32)
         wanted = [Piece.whole("parameters", "w", into), Piece.whole("outer", "w", kept)]
-        redistribute(comm, held, wanted, optional=("outer",))
+        reshard(comm, held, wanted, optional=("outer",))
         assert into.reshape(-1).tobytes() == values.tobytes() and (kept == 1).all()
-        assert "element 0 of outer/w" in lacking(comm, held, wanted)
+        assert "element 0 of outer/w" in why_unavailable(comm, held, wanted)
 
     run_threads(2, body)

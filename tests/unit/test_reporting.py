@@ -11,8 +11,8 @@ import pytest
 from hpcdist.batch import carbon, ledger, sites
 from hpcdist.bench import sweep
 from hpcdist.checkpoint import directory as checkpoints
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.lock import LOCK_FILE, Lock
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli import jobs_begin
 from hpcdist.comm import recordfile, spanfile
 from hpcdist.comm.solo import solo
@@ -124,7 +124,7 @@ def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path: Pa
 def lock(path: Path) -> None:
     """Take the lock of a directory whose lock is a pipe as old as a stale one."""
     os.utime(path, (1, 1))
-    held = Lock()
+    held = RunLock()
     held.take(path.parent)
     held.release()
 

@@ -13,8 +13,8 @@ import pytest
 from rank_runs import trainer_of
 from resume_runs import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL, bits, steps
 
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.retention import VAL_LOSS, Retention, loss_of
+from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
+from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -45,7 +45,7 @@ def rewrite(path: Path, change: Callable[[Body], None]) -> None:
     body = json.loads((path / manifest.FILE_NAME).read_text())
     del body["digest"]
     change(body)
-    (path / manifest.FILE_NAME).write_text(manifest.sealed(body))
+    (path / manifest.FILE_NAME).write_text(manifest.seal(body))
 
 
 def without(*names: str) -> Callable[[Body], None]:

@@ -8,7 +8,15 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, interleaved, interleaved_group, spell, zb_h1, zb_v
+from hpcdist.strategies.schedule.generate.passes import (
+    Pass,
+    Passes,
+    interleaved,
+    interleaved_group,
+    spell,
+    zb_h1,
+    zb_v,
+)
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped

@@ -8,7 +8,7 @@ from lives_runs import survive
 
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.restore import newest_complete
+from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import DataError, DivergenceError

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.batch import resources
-from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.ending import is_segment
 
 EPILOG = resources.folder(resources.TEMPLATES) / "site" / "epilog.sh"
@@ -51,7 +51,7 @@ def start(folder: Path, name: str, job: str, uid: int = USER) -> Path:
     """A folder of `hpcdist run`, as it writes it."""
     made = folder / f"hpcdist-run-{name}"
     made.mkdir()
-    (made / "owner.json").write_text(json.dumps(Lock({"SLURM_JOB_ID": job}).identity))
+    (made / "owner.json").write_text(json.dumps(RunLock({"SLURM_JOB_ID": job}).identity))
     return of(uid, made)
 
 

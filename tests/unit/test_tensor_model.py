@@ -7,9 +7,9 @@ from hpcdist import models
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.restoring.restore import restore
+from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads

@@ -1,13 +1,13 @@
-"""A copy of a rank's state in memory: it says by itself what it is, and whether it is still what was put there.
+"""Self-describing copy of a rank's state in memory, with digests that prove that it is still intact.
 
     head      six int64: 1 + the step (0: not complete), bytes of the pieces, room for scalars, bytes of the names and
               of the scalars, 0; then the xxh3-128 digest of all in front of the pieces but free room
     digests   xxh3-128 of each MiB of the pieces
     scalars   JSON, with room to grow
-    names     JSON: what `Slot` says of each piece
+    names     JSON: the `Slot` of each piece
     pieces    one behind the other, each at a multiple of 64 bytes
 
-So whoever can read the memory of a rank that has died, or is sent it, needs nothing else. No pickle in it.
+So a rank that can read the memory of one that has died, or is sent it, needs nothing else. There is no pickle in it.
 """
 
 import json
@@ -24,11 +24,11 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up, cut
-from hpcdist.checkpoint.slots import Slot
+from hpcdist.checkpoint.format.shard_layout import Slot
 
 BLOCK_BYTES: Final = 1 << 20  # copied and digested at a time: it is then still in the cache (empirical)
-LEAST_ROOM: Final = 4096  # for the scalars
-NONE: Final = -1  # the step of a copy that is not complete
+MIN_SCALAR_ROOM: Final = 4096  # for the scalars
+INCOMPLETE: Final = -1  # the step of a copy that is not complete
 _HEAD: Final = 64
 _DIGEST: Final = 16
 _STEP, _NBYTES, _ROOM, _NAMES, _SCALARS = range(5)  # places in the head
@@ -42,7 +42,7 @@ def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
-class Names:
+class CopyLayout:
     """What a copy of ``pieces`` holds, worked out once: where each lies, and the text that says so."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
@@ -50,7 +50,7 @@ class Names:
         slots = [Slot.of(piece) for piece in pieces]
         self.text = msgspec.json.encode(slots)
         self.places, self._nbytes = _places(slots)
-        self.room = max(LEAST_ROOM, 2 * len(scalars))
+        self.room = max(MIN_SCALAR_ROOM, 2 * len(scalars))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -63,12 +63,12 @@ class Names:
         return memory_bytes(*self.sizes)
 
 
-def packed(scalars: Mapping[str, Any]) -> bytes:
+def encode_scalars(scalars: Mapping[str, Any]) -> bytes:
     """Return the scalars as they lie in a copy (local)."""
     return json.dumps(scalars).encode()
 
 
-class Copy:
+class MemoryCopy:
     """A copy in ``memory``, bytes that whoever keeps it has: one's own, or that of another rank. All of it is local."""
 
     def __init__(self, memory: np.ndarray) -> None:
@@ -96,7 +96,7 @@ class Copy:
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
-    def prepare(self, names: Names, pieces: Sequence[Piece]) -> None:
+    def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
         """Lay out memory for copies of ``pieces``, which ``names`` is of, to be taken here."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
@@ -125,11 +125,11 @@ class Copy:
                 if isinstance(array, np.ndarray):
                     place[...] = array[part]
                 else:
-                    _take(array, part, place)
+                    _copy_part(array, part, place)
             digests[index] = np.frombuffer(_digest(data[block.slice]), np.uint8)
             yield block.stop
 
-    def tell(self, names: Names, scalars: bytes, step: int) -> None:
+    def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
         """Put names and scalars beside the pieces, and digest all that is in front of these (`finish` tells the step).
 
         All of it is written anew, so that nothing that was damaged since the last time gets a digest that fits.
@@ -226,7 +226,7 @@ def _digest(data: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(data.data)
 
 
-def _moves(names: Names, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
+def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
     """Yield for each block what is copied into it: which piece, which of its elements, and where to."""
     number = 0  # of the first piece that is not behind the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):
@@ -244,7 +244,7 @@ def _moves(names: Names, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[
         yield found
 
 
-def _take(array: Any, part: slice, place: np.ndarray) -> None:
+def _copy_part(array: Any, part: slice, place: np.ndarray) -> None:
     """Copy what is not in memory of the host: a part of a file, or of an array of a GPU through pinned memory."""
     if isinstance(array, Stretch):
         array.read(Range(part.start, part.stop), place)

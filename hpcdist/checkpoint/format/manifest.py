@@ -1,7 +1,13 @@
-"""The manifest of a checkpoint: which bytes of which file are which elements of which tensor, with their digests.
+"""Manifest of a checkpoint: which bytes of which file are which elements of which tensor, with their digests.
 
 It is all that a restore needs. Shards are ordinary HDF5 files for people and tools, but a restore reads verified byte
 ranges of them and never opens them through libhdf5, which can crash on damaged files.
+
+`inconsistency` holds before anything that a manifest says is used, since its author may be hostile. The types are
+right already; every number is bounded by the others: a box lies inside its tensor, a stretch inside its box, its
+bytes inside a shard, no two of them overlap, and a shard lies inside the directory. Sizes that are multiplied stay
+below 2^60, so that nothing overflows; the memory of a restore follows from what is wanted, never from what a manifest
+claims. That check is pure: it looks at no file.
 """
 
 import json
@@ -12,26 +18,114 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import xxhash
 
-from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.piece import Box, Runs, first_gap, runs
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import checks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pread_all
 from hpcdist.reporting.regular import open_regular
+
+if TYPE_CHECKING:
+    pass
+
+MAX_SIZE: Final = 1 << 60  # elements of a tensor, and bytes of a file
+MAX_DIMS: Final = 32  # of HDF5
+MAX_NAME_LENGTH: Final = 1024
+INDEX_FILE: Final = "index.h5"
+_SHARD: Final = re.compile(r"([0-9a-f]{2,8}/)?shard-[0-9]{5,9}(-of-[0-9]{1,18})?\.h5")
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
+
+
+def inconsistency(manifest: "Manifest") -> str:
+    """Return why ``manifest`` cannot be used, as the rest of a sentence about its file; "" when it can."""
+    if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
+        return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
+    for name, size in manifest.files.items():
+        if not _SHARD.fullmatch(name):
+            return f"names {_short(name)!r}, which is no shard of a checkpoint"
+        if not 0 <= size < MAX_SIZE:
+            return f"is not valid: {name} with {_short(size)} bytes"
+    index = manifest.index
+    if index is not None and not (
+        index.file == INDEX_FILE and 0 <= index.nbytes < MAX_SIZE and _DIGEST.fullmatch(index.digest)
+    ):
+        return f"is not valid: the index {_short(index.file)!r}"
+    for name, digest in manifest.outside.items():
+        if name not in manifest.files or not _DIGEST.fullmatch(digest):
+            return f"is not valid: {_short(name)!r} has the digest {_short(digest)!r}"
+    for entry in (*manifest.pieces, *manifest.unused):
+        reason = _entry_problem(entry, manifest.files, manifest.block_bytes)
+        if reason:
+            return f"is not valid: {_short(entry.name)}: {reason}"
+    return _overlap(manifest)
+
+
+def _entry_problem(entry: "StoredPiece", files: dict[str, int], block_bytes: int) -> str:
+    """Return what is wrong with one piece."""
+    if not 0 < len(entry.kind) + len(entry.tensor) + len(entry.dataset) <= 3 * MAX_NAME_LENGTH:
+        return f"names of more than {MAX_NAME_LENGTH} letters"
+    if not (entry.kind + entry.tensor + entry.dataset).isprintable():
+        return "names that are no text"
+    if entry.dtype not in FLOATS | INTEGERS:
+        return f"no dtype is called {_short(entry.dtype)!r}"
+    if (
+        len(entry.shape) > MAX_DIMS
+        or min(entry.shape, default=0) < 0
+        or math.prod(map(_at_least_one, entry.shape)) > MAX_SIZE
+    ):
+        return f"the shape {_short(entry.shape)}"
+    if len(entry.box) != len(entry.shape) or not all(
+        0 <= start <= stop <= size for (start, stop), size in zip(entry.box, entry.shape, strict=True)
+    ):
+        return f"the box {_short(entry.box)} is not inside {_short(entry.shape)}"
+    if not 0 <= entry.flat[0] <= entry.flat[1] <= math.prod(stop - start for start, stop in entry.box):
+        return f"elements {_short(entry.flat)} are not inside the box {_short(entry.box)}"
+    if entry.file not in files:
+        return f"it lies in {_short(entry.file)!r}, which is no shard of this checkpoint"
+    nbytes = (entry.flat[1] - entry.flat[0]) * dtype_of(entry.dtype).itemsize
+    if not 0 <= entry.offset <= files[entry.file] - nbytes:
+        return f"{nbytes} bytes at {_short(entry.offset)} are not inside {entry.file} of {files[entry.file]} bytes"
+    if len(entry.digests) != -(-nbytes // block_bytes) or not all(map(_DIGEST.fullmatch, entry.digests)):
+        return f"{len(entry.digests)} digests of {nbytes} bytes"
+    return ""
+
+
+def _overlap(manifest: "Manifest") -> str:
+    """Return which pieces share bytes of a file; "" where none do."""
+    placed = sorted((e.file, e.offset, e.nbytes, e.name) for e in (*manifest.pieces, *manifest.unused) if e.nbytes)
+    for (file, start, size, name), (other_file, other, _, other_name) in zip(placed, placed[1:], strict=False):
+        if file == other_file and start + size > other:
+            return f"is not valid: {_short(name)} and {_short(other_name)} overlap in {file}"
+    return ""
+
+
+def _at_least_one(size: int) -> int:
+    """An empty dim must not hide how long the others are."""
+    return max(1, size)
+
+
+def _short(value: object) -> str:
+    """Return ``value`` for a message, however long it was forged."""
+    if isinstance(value, int) and abs(value) > 1 << 70:
+        return "a number of more than 70 bits"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_short(item) for item in value[:4]) + (", ...]" if len(value) > 4 else "]")
+    text = str(value).encode("ascii", "backslashreplace").decode()  # a terminal must not obey it
+    return text if len(text) <= 200 else text[:200] + "..."
+
 
 SCHEMA: Final = "hpcdist.checkpoint"
 VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one directory
 FILE_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
-MOST_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
-LEAST_BYTES: Final = 16 << 20  # of a manifest that is read in any case
-MOST_FREE_BYTES: Final = 4 << 20  # of the scalars, and of what is told about a checkpoint
+MAX_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
+MIN_LIMIT_BYTES: Final = 16 << 20  # of a manifest that is read in any case
+MAX_FREE_FORM_BYTES: Final = 4 << 20  # of the scalars, and of what is told about a checkpoint
 
 # The text of `sealed` has its keys in order, the first one and those around the pieces being these.
 _ABOUT: Final = b'{"about":'
@@ -40,15 +134,15 @@ _SEAL: Final = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
 _SEAL_BYTES: Final = 46
 
 
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: _once(pairs))
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: _unique_keys(pairs))
 
 
-class NewerError(StorageError):
+class NewerVersionError(StorageError):
     """A later version of hpcdist wrote it: nothing is damaged, and nobody here may take its place."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredPiece:
     """One stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` xxh3-128 of each block."""
 
     kind: str
@@ -78,7 +172,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Index:
+class IndexFile:
     """The file of virtual datasets that shows whole tensors: for people and tools, a restore does not look at it."""
 
     file: str
@@ -103,10 +197,10 @@ class _Shards(_Header):
     byte_order: str
     block_bytes: int
     files: dict[str, int]
-    pieces: tuple[Entry, ...]
-    index: Index | None = None
+    pieces: tuple[StoredPiece, ...]
+    index: IndexFile | None = None
     outside: dict[str, str] = field(default_factory=dict)
-    unused: tuple[Entry, ...] = ()
+    unused: tuple[StoredPiece, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +221,12 @@ def build(
     world: int,
     scalars: dict[str, Any],
     files: dict[str, int],
-    pieces: Iterable[Entry],
+    pieces: Iterable[StoredPiece],
     about: dict[str, Any] | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint. Raises StorageError when the pieces leave a part of a tensor out."""
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
-    by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[Entry]] = {}
+    by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
     for entry in entries:
         by_tensor.setdefault((entry.kind, entry.tensor, entry.shape, entry.dtype), []).append(entry)
     for (kind, tensor, shape, _), parts in by_tensor.items():
@@ -167,14 +261,14 @@ def encode(manifest: Manifest) -> str:
     try:
         for name, values in (("scalars", manifest.scalars), ("about", manifest.about)):
             size = len(_canonical(values))
-            if size > MOST_FREE_BYTES:
-                raise StorageError(f"{name} of {size} bytes, expected at most {MOST_FREE_BYTES} in a checkpoint")
-        return sealed(vars(manifest) | plain)
+            if size > MAX_FREE_FORM_BYTES:
+                raise StorageError(f"{name} of {size} bytes, expected at most {MAX_FREE_FORM_BYTES} in a checkpoint")
+        return seal(vars(manifest) | plain)
     except TypeError as error:
         raise UsageError(f"the scalars of a checkpoint must be JSON values: {error}") from error
 
 
-def sealed(body: dict[str, Any]) -> str:
+def seal(body: dict[str, Any]) -> str:
     """Return the text of a manifest that says ``body``, with the digest at its end: it is checked before all else."""
     text = _canonical(body)
     return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
@@ -200,7 +294,9 @@ def load(directory: Path) -> Manifest:
     try:
         data = _read(path)
         seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
-        manifest = _free_form(path, data) if seal is None else _of_sealed(path, data, seal.start(), seal[1].decode())
+        manifest = (
+            _parse_free_form(path, data) if seal is None else _parse_sealed(path, data, seal.start(), seal[1].decode())
+        )
     except StorageError:
         raise
     except FileNotFoundError:
@@ -215,7 +311,7 @@ def load(directory: Path) -> Manifest:
         )
     if manifest.block_bytes != BLOCK_BYTES:
         raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes, known here are {BLOCK_BYTES}")
-    reason = checks.problem(manifest)
+    reason = inconsistency(manifest)
     if reason:
         raise StorageError(f"{path} {reason}")
     return manifest
@@ -225,7 +321,7 @@ def _read(path: Path) -> bytes:
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        most = MOST_BYTES if size <= LEAST_BYTES else min(MOST_BYTES, LEAST_BYTES + 2 * _shard_bytes(path.parent))
+        most = MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
         if size > most:
             raise OSError(f"it has {size} bytes, expected at most {most}, as there is no more in its shards")
         return pread_all(fd, size, 0)
@@ -238,7 +334,7 @@ def _shard_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for pattern in ("*.h5", "*/*.h5") for path in directory.glob(pattern))
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of ``pairs``; of a key that comes twice nobody knows which value counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -246,7 +342,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _of_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
+def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     """Return what ``data`` says, a text of `sealed`; its digest stands behind ``end``.
 
     Values that are free in form take far more memory than text, so that there are two places for them only, each of a
@@ -257,7 +353,7 @@ def _of_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     if found.hexdigest() != digest:
         raise StorageError(f"{path} is damaged: its digest does not match")
     if not data.startswith(_ABOUT):
-        return _free_form(path, data)
+        return _parse_free_form(path, data)
     about, start = _value(data, len(_ABOUT))
     stop = data.find(_SCALARS, start)
     if stop < 0:
@@ -277,19 +373,19 @@ def _of_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
 
 def _value(data: bytes, start: int) -> tuple[Any, int]:
     """Return the JSON value that begins at the byte ``start``, and where it ends. Raises ValueError."""
-    text = data[start : start + MOST_FREE_BYTES + 1].decode("ascii", "replace")  # as `json.dumps` writes it
+    text = data[start : start + MAX_FREE_FORM_BYTES + 1].decode("ascii", "replace")  # as `json.dumps` writes it
     try:
         value, size = _DECODER.raw_decode(text)
     except ValueError as error:
-        raise ValueError(f"{error}; expected a value of at most {MOST_FREE_BYTES} bytes") from error
+        raise ValueError(f"{error}; expected a value of at most {MAX_FREE_FORM_BYTES} bytes") from error
     return value, start + size
 
 
-def _free_form(path: Path, data: bytes) -> Manifest:
+def _parse_free_form(path: Path, data: bytes) -> Manifest:
     """Return what ``data`` says, the JSON text of an early or a later version, or of a person."""
-    if len(data) > LEAST_BYTES:
+    if len(data) > MIN_LIMIT_BYTES:
         raise ValueError(f"it has {len(data)} bytes and is not as this version writes it")
-    body = json.loads(data, object_pairs_hook=_once)
+    body = json.loads(data, object_pairs_hook=_unique_keys)
     if not isinstance(body, dict):
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
     _check_version(path, body.get("schema"), body.get("version"))
@@ -307,5 +403,5 @@ def _check_version(path: Path, schema: object, version: object) -> None:
     if schema != SCHEMA:
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
     if type(version) is not int or not 1 <= version <= VERSION:
-        kind = NewerError if type(version) is int and version > VERSION else StorageError
+        kind = NewerVersionError if type(version) is int and version > VERSION else StorageError
         raise kind(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")

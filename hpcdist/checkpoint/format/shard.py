@@ -1,10 +1,14 @@
-"""One shard: an HDF5 file of the pieces of one rank or several, and the digests of what was written (local).
+"""Write a shard, an HDF5 file of the pieces of one or several ranks, and the index of all shards (local).
 
-Digests are taken of small parts just before they are written, while they are in the cache, and the disk is at work on
+Digests are taken of small parts just before they are written, while they are in the cache and the disk is at work on
 the parts before.
+
+The index, ``index.h5``, shows every tensor whole, whatever shards it lies in, by virtual datasets. It is for people
+and tools: a restore does not look at it, and a checkpoint whose index could not be written is complete.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,13 +17,14 @@ import numpy as np
 import xxhash
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.manifest import Entry
-from hpcdist.checkpoint.slots import Slot, named
-from hpcdist.checkpoint.sources import Source
-from hpcdist.hdf5 import files
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.manifest import IndexFile, StoredPiece
+from hpcdist.checkpoint.format.shard_layout import BlockSource, Slot, dataset_names
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files, virtual
 from hpcdist.hdf5.files import storable
 from hpcdist.hdf5.overlay import Overlay
+from hpcdist.hdf5.virtual import Part, Whole
 
 SCHEMA: Final = "hpcdist.shard"
 PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
@@ -51,13 +56,13 @@ def directories(writers: int) -> list[str]:
     return [f"{number:02x}" for number in range(count)]
 
 
-def digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
+def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
     """Return the digests of ``blocks``."""
     return tuple(xxhash.xxh3_128_hexdigest(block.data) for block in blocks)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenShards:
     """Shards that a checkpoint has of one writer.
 
     ``files`` has their sizes, ``outside`` the digests of their bytes that lie in no piece, ``unused`` the pieces in
@@ -65,17 +70,17 @@ class Written:
     """
 
     files: dict[str, int] = field(default_factory=dict)
-    entries: Sequence[Entry] = ()
+    entries: Sequence[StoredPiece] = ()
     outside: dict[str, str] = field(default_factory=dict)
-    unused: Sequence[Entry] = ()
+    unused: Sequence[StoredPiece] = ()
 
 
 @dataclass
-class _Stored:
+class _StoredPieceBlocks:
     """A piece as `hpcdist.hdf5.files.Blocks`, whose digests are there when it has been written."""
 
     slot: Slot
-    source: Source
+    source: BlockSource
     digests: list[str] = field(default_factory=list)
 
     @property
@@ -105,16 +110,17 @@ def write(
     directory: Path,
     name: str,
     slots: Sequence[Slot],
-    sources: Sequence[Source],
+    sources: Sequence[BlockSource],
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
-) -> Written:
+) -> WrittenShards:
     """Write the shard ``name`` to the disk. Raises StorageError.
 
     The sources are asked for their blocks in the order of the slots, each once. ``opens`` makes the file.
     """
     datasets = {
-        dataset: _Stored(slot, source) for dataset, slot, source in zip(named(slots), slots, sources, strict=True)
+        dataset: _StoredPieceBlocks(slot, source)
+        for dataset, slot, source in zip(dataset_names(slots), slots, sources, strict=True)
     }
     attributes = {
         dataset: {
@@ -130,7 +136,7 @@ def write(
         path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens, outside=outside
     )
     entries = [
-        Entry(
+        StoredPiece(
             kind=slot.kind,
             tensor=slot.tensor,
             dtype=slot.dtype,
@@ -144,4 +150,45 @@ def write(
         )
         for slot, (dataset, stored) in zip(slots, datasets.items(), strict=True)
     ]
-    return Written({name: path.stat().st_size}, entries, {name: outside.hexdigest()})
+    return WrittenShards({name: path.stat().st_size}, entries, {name: outside.hexdigest()})
+
+
+INDEX_SCHEMA: Final = "hpcdist.index"
+MAX_INDEX_PIECES: Final = 50_000  # HDF5 takes long for more, and so do its readers
+
+
+def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
+    """Write the index of ``entries`` into ``directory``; None, and a word on stderr, where that was not possible."""
+    pieces = [entry for entry in entries if entry.nbytes]
+    if len(pieces) > MAX_INDEX_PIECES:
+        return None
+    path = directory / manifest.INDEX_FILE
+    try:
+        virtual.write(path, _whole_tensors(pieces), {"step": step}, schema=INDEX_SCHEMA, version=manifest.VERSION)
+        data = path.read_bytes()
+    except (StorageError, OSError) as error:
+        print(
+            f"hpcdist: the checkpoint of step {step} has no {manifest.INDEX_FILE}: {error}", file=sys.stderr, flush=True
+        )
+        return None
+    return IndexFile(manifest.INDEX_FILE, len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, Whole]:
+    found: dict[tuple[str, str], list[StoredPiece]] = {}
+    for entry in entries:
+        found.setdefault((entry.kind, entry.tensor), []).append(entry)
+    return {
+        f"{kind}/{tensor}": Whole(
+            parts[0].shape,
+            dtype_of(parts[0].dtype),
+            [_virtual_source(part) for part in parts],
+            {"dtype": parts[0].dtype},
+        )
+        for (kind, tensor), parts in found.items()
+    }
+
+
+def _virtual_source(entry: StoredPiece) -> Part:
+    slot = Slot(entry.kind, entry.tensor, entry.dtype, entry.shape, entry.box, entry.flat)
+    return Part(entry.file, entry.dataset, slot.stored_shape(), entry.box, entry.flat)

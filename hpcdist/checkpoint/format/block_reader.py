@@ -1,8 +1,9 @@
-"""Verified reading of the blocks of a checkpoint's shards, without libhdf5.
+"""Read blocks of a checkpoint's shards and verify their digests, without libhdf5.
 
-A block passes through a small buffer that stays in the cache of a core: pread into it, digest, copy to its place. Each
-byte crosses the memory bus twice, as in a plain pread, and the digest costs no crossing of its own. Straight into the
-place is slower: the kernel then writes to memory that is in no cache, and the digest brings it back.
+A block passes through a small buffer that stays in the cache of a core: pread into it, digest, copy to its place.
+Each byte crosses the memory bus twice, as in a plain pread, and the digest costs no crossing of its own. Reading
+straight into the place is slower: the kernel then writes to memory that is in no cache, and the digest brings it
+back.
 """
 
 import os
@@ -17,14 +18,14 @@ import xxhash
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
 from hpcdist.errors import StorageError
 from hpcdist.reporting.regular import open_regular
 
 READ_BYTES: Final = 1 << 19  # read, digested and copied at a time: it stays in the cache of a core (empirical)
-MOST_OPEN: Final = 64  # files; a rank that restores from thousands of shards must not run out of descriptors
+MAX_OPEN_FILES: Final = 64  # files; a rank that restores from thousands of shards must not run out of descriptors
 
-Take = Callable[[int, np.ndarray], None]  # gets the number of the first element in the entry, and elements
+BlockConsumer = Callable[[int, np.ndarray], None]  # gets the number of the first element in the entry, and elements
 
 
 class DamagedError(StorageError):
@@ -49,7 +50,7 @@ class BlockReader:
             os.close(fd)
         self._open.clear()
 
-    def read(self, entry: Entry, block: int, take: Take | None = None) -> int:
+    def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
         """Read and verify a block of ``entry``; return its bytes. ``take`` gets its elements in small parts, in order.
 
         A part is to be copied before the call returns. Raises DamagedError, naming file and tensor; what was taken is
@@ -73,12 +74,12 @@ class BlockReader:
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
         for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
             view = self._memory.data[: part.size]
-            read = _rest(fd, view, part.start)
+            read = _read_fully(fd, view, part.start)
             digest.update(view[:read])
             count += read
         return count, digest.hexdigest()
 
-    def _pass(self, entry: Entry, offset: int, count: int, take: Take | None) -> tuple[int, str]:
+    def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
         """Let ``count`` bytes of ``entry`` pass through the memory; return how many there were, and their digest."""
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
         elements = self._memory.view(dtype_of(entry.dtype))
@@ -90,7 +91,7 @@ class BlockReader:
             part = view[:size]
             read = os.preadv(fd, [part], begin + done)
             if read < size:
-                read += _rest(fd, part[read:], begin + done + read)
+                read += _read_fully(fd, part[read:], begin + done + read)
             if read < size:
                 return done + read, ""
             digest.update(part)
@@ -101,14 +102,14 @@ class BlockReader:
 
     def _fd(self, name: str) -> int:
         if name not in self._open:
-            if len(self._open) >= MOST_OPEN:
+            if len(self._open) >= MAX_OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
             self._open[name] = open_regular(self._directory / name)
         self._open.move_to_end(name)
         return self._open[name]
 
 
-def _rest(fd: int, view: memoryview, start: int) -> int:
+def _read_fully(fd: int, view: memoryview, start: int) -> int:
     """Fill ``view`` from the byte ``start`` on; return how many bytes there were."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
@@ -116,7 +117,7 @@ def _rest(fd: int, view: memoryview, start: int) -> int:
     return done
 
 
-def wrong_size(directory: Path, manifest: Manifest) -> str:
+def size_mismatch(directory: Path, manifest: Manifest) -> str:
     """Return which shard is missing or has another size than when it was written, or "" when all are right."""
     for name, size in manifest.files.items():
         try:
@@ -128,7 +129,7 @@ def wrong_size(directory: Path, manifest: Manifest) -> str:
     return ""
 
 
-def problem(directory: Path, manifest: Manifest, share: int = 0, of: int = 1) -> str:
+def first_damage(directory: Path, manifest: Manifest, share: int = 0, of: int = 1) -> str:
     """Return which bytes of the shards are damaged, or "" when none are.
 
     Every ``of``-th block from ``share`` on is read, so that ranks can divide the reading.

@@ -1,9 +1,9 @@
-"""PyTorch state dicts (``torch.save``): written from a checkpoint, and read with ``weights_only``: no code is run.
+"""PyTorch state dicts (``torch.save``): written from a checkpoint; read with ``weights_only``: runs no code.
 
 A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``: those of a user's own modules
-have the names of the modules, without the layer in front. With the optimizer's state it is
-a dict of such dicts by kind (``parameters``, ``optimizer.m``, ...) and ``hpcdist``, what `exporting.told` says.
-torch is imported late, and only here.
+have the names of the modules, without the layer in front. With the optimizer's state it is a dict of such dicts by
+kind (``parameters``, ``optimizer.m``, ...) and ``hpcdist``, the metadata of `exporting.export_metadata`. torch is
+imported late, and only here.
 """
 
 import os
@@ -16,20 +16,20 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.ranges import align_up
-from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
-from hpcdist.checkpoint.exporting import fill, new_files, told, write_file
-from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.convert.exporting import export_metadata, new_files, write_file, write_tensors
+from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import atomic
 
 SUFFIXES: Final = (".pt", ".pth", ".bin")
-OURS: Final = "hpcdist"
+METADATA_KEY: Final = "hpcdist"
 WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # under which trainers keep the parameters
 _ALIGNED: Final = 64
 
 
-def torch() -> ModuleType:
+def import_torch() -> ModuleType:
     """Return the module. Raises MissingCapabilityError where it is not installed."""
     try:
         import torch
@@ -40,13 +40,13 @@ def torch() -> ModuleType:
     return torch
 
 
-def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Path, nested: bool) -> list[Path]:
+def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to the file ``out``; ``nested`` by kind.
 
     Their bytes pass through a file beside, which is mapped: what is in memory can be dropped by the kernel. Raises
     StorageError; nothing is left then.
     """
-    module = torch()
+    module = import_torch()
     places, position = [], 0
     for tensor in tensors:
         places.append((tensor, position))
@@ -54,15 +54,15 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Pa
     raw = atomic.unfinished(out)
     with new_files([out]) as written:
         try:
-            write_file(raw, lambda fd: fill(checkpoint, fd, places))
+            write_file(raw, lambda fd: write_tensors(checkpoint, fd, places))
             state: dict[str, Any] = {}
             names = {} if nested else module_names(loaded, tensors)
             for tensor, start in places:
                 group = state.setdefault(tensor.kind, {}) if nested else state
-                values = _mapped(module, raw, tensor, start)
+                values = _mapped_tensor(module, raw, tensor, start)
                 group.update(dict.fromkeys(names.get(tensor.name, (tensor.name,)), values))
             if nested:
-                state[OURS] = told(loaded)
+                state[METADATA_KEY] = export_metadata(loaded)
             module.save(state, written[out])
             fd = os.open(written[out], os.O_RDONLY)
             try:
@@ -76,7 +76,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Pa
     return [out]
 
 
-def module_names(loaded: Manifest, tensors: Sequence[Tensor]) -> dict[str, tuple[str, ...]]:
+def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
     """Return the names of ``tensors`` in the modules that were wrapped, a tied tensor having several (local).
 
     Empty for a model of the library, and where names without their layer are not those of one tensor each.
@@ -93,7 +93,7 @@ def module_names(loaded: Manifest, tensors: Sequence[Tensor]) -> dict[str, tuple
     return names
 
 
-def _mapped(module: ModuleType, raw: Path, tensor: Tensor, start: int) -> Any:
+def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: int) -> Any:
     dtype = dtype_of(tensor.dtype)
     stored = np.dtype(np.int16) if dtype == BFLOAT16 else dtype
     if not tensor.size:
@@ -107,16 +107,16 @@ def read(path: Path) -> tuple[dict[tuple[str, str], Any], str, list[str]]:
     """Return tensors by kind and name, our metadata, and what was left out, of the file at ``path``.
 
     Raises ValueError for what is no state dict. To be called where the file may be hostile: see
-    `hpcdist.checkpoint.foreign`.
+    `hpcdist.checkpoint.convert.importing`.
     """
-    module = torch()
+    module = import_torch()
     state = module.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(state, Mapping):
         raise ValueError(f"a {type(state).__name__}, expected a dict of tensors")
-    metadata = state.get(OURS)
+    metadata = state.get(METADATA_KEY)
     if isinstance(metadata, str):
         groups = {kind: group for kind, group in state.items() if isinstance(group, Mapping)}
-        others = [str(name) for name in state if name not in groups and name != OURS]
+        others = [str(name) for name in state if name not in groups and name != METADATA_KEY]
     elif any(isinstance(value, module.Tensor) for value in state.values()):
         metadata, groups, others = "", {PARAMETERS: state}, []
     else:

@@ -1,8 +1,9 @@
-"""Files of other formats, opened in a process of their own and believed in nothing.
+"""Import a file of another format as a checkpoint; it is opened in a confined process and not trusted (local).
 
-A library that reads a hostile file may crash, loop, or run what somebody else wrote. So this process never opens such a
-file: a child does, confined (`hpcdist.checkpoint.sandbox`) and without the caller's environment, and hands over names,
+A library that reads a hostile file may crash, loop, or run foreign code. So this process never opens such a file: a
+child does (`hpcdist.checkpoint.convert.confined_reader`), without the caller's environment, and hands over names,
 shapes and bytes through a pipe. What it says is checked here against the size of the file; its death is an error.
+`import_checkpoint` passes the bytes through in blocks and saves them as the only checkpoint of a run.
 """
 
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -28,25 +29,28 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import torch_state
-from hpcdist.checkpoint.catalogue import Tensor
-from hpcdist.checkpoint.foreign_child import ERROR, LACKING, size_of
-from hpcdist.checkpoint.safetensors import INDEX_SUFFIX, MOST_TENSORS, SUFFIX
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.convert import torch_state
+from hpcdist.checkpoint.convert.confined_reader import ERROR_FLAG, MISSING_LIBRARY_FLAG, file_bytes
+from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX
+from hpcdist.checkpoint.listing import StoredTensor
+from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.comm.solo import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
-PATIENCE_S: Final = 300.0  # for one answer
-MOST_TOLD_BYTES: Final = 256 << 20  # of what a file is said to hold
+ANSWER_TIMEOUT_S: Final = 300.0  # for one answer
+MAX_CONTENTS_BYTES: Final = 256 << 20  # of what a file is said to hold
 # The largest models have some 100,000 tensors of 60 letters. HDF5 moves all names of a group when it has no room for
 # one more, so the time of very many grows with their square.
-MOST_NAMES_BYTES: Final = 16 << 20
-MOST_DEPTH: Final = 16  # groups in one another
-MOST_TIMES: Final = 4  # all tensors together may be so many times the file: some share their bytes
+MAX_NAMES_BYTES: Final = 16 << 20
+MAX_NESTING: Final = 16  # groups in one another
+MAX_ALIASING: Final = 4  # all tensors together may be so many times the file: some share their bytes
 _KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
-_KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment
+_PASSED_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment
 
 
 @dataclass(frozen=True)
-class _Told:
+class _DeclaredTensor:
     kind: str
     name: str
     dtype: str
@@ -54,8 +58,8 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Contents:
-    tensors: list[_Told]
+class _DeclaredContents:
+    tensors: list[_DeclaredTensor]
     metadata: str
     left_out: list[str]
     not_confined: str
@@ -82,7 +86,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     raise UsageError(f"{path}: a file of an unknown format; known by their ends are {known}")
 
 
-class Foreign:
+class ForeignFile:
     """The file at ``path``, open in a child; a context manager.
 
     Raises MissingCapabilityError without the library that reads it, StorageError for whatever else goes wrong there.
@@ -90,13 +94,20 @@ class Foreign:
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
-        self._nbytes = size_of(self.path)
+        self._nbytes = file_bytes(self.path)
         self._lock = threading.Lock()  # one request after the other, whoever asks
 
     def __enter__(self) -> Self:
         package = str(Path(hpcdist.__file__).resolve().parents[1])
-        line = [sys.executable, "-P", "-m", "hpcdist.checkpoint.foreign_child", self.format, str(self.path.resolve())]
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        line = [
+            sys.executable,
+            "-P",
+            "-m",
+            "hpcdist.checkpoint.convert.confined_reader",
+            self.format,
+            str(self.path.resolve()),
+        ]
+        kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._child = subprocess.Popen(
             line,
@@ -108,7 +119,7 @@ class Foreign:
             start_new_session=True,
         )
         try:
-            self._take(self._answer(MOST_TOLD_BYTES))
+            self._take(self._answer(MAX_CONTENTS_BYTES))
         except BaseException:
             self._end()
             raise
@@ -124,7 +135,7 @@ class Foreign:
         found = []
         for index, one in enumerate(self.tensors):
             whole = Range(0, one.size)
-            lies = Stretch(_Remote(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
+            lies = Stretch(_RemoteTensor(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
             found.append(Piece(one.kind, one.name, one.shape, whole_box(one.shape), whole, lies))  # type: ignore[arg-type]
         return found
 
@@ -146,22 +157,22 @@ class Foreign:
     def _take(self, told: bytes) -> None:
         """Check what the child says of the file, and keep it."""
         try:
-            found = msgspec.json.decode(told, type=_Contents)
+            found = msgspec.json.decode(told, type=_DeclaredContents)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StorageError(f"{self.path}: what was read of it makes no sense: {error}") from error
-        reason = _why_not(found.tensors, self._nbytes)
+        reason = _contents_problem(found.tensors, self._nbytes)
         if reason:
             raise StorageError(f"{self.path}: {reason}")
-        self.tensors = [Tensor(one.kind, one.name, one.dtype, one.shape) for one in found.tensors]
+        self.tensors = [StoredTensor(one.kind, one.name, one.dtype, one.shape) for one in found.tensors]
         self.left_out, self.not_confined = found.left_out, found.not_confined
         self.metadata = _metadata(found.metadata)
 
     def _answer(self, most: int) -> bytes:
         """Return the next frame. Raises StorageError when there is none, or one of more than ``most`` bytes."""
         length = int.from_bytes(self._read(8), "little")
-        if length & ERROR:
-            reason = self._read(min(length & ~(ERROR | LACKING), 2048)).decode(errors="replace")
-            if length & LACKING:
+        if length & ERROR_FLAG:
+            reason = self._read(min(length & ~(ERROR_FLAG | MISSING_LIBRARY_FLAG), 2048)).decode(errors="replace")
+            if length & MISSING_LIBRARY_FLAG:
                 raise MissingCapabilityError(f"{self.path} cannot be read here: {reason}")
             raise StorageError(f"{self.path} cannot be read as {self.format}: {reason}")
         if length > most:
@@ -172,8 +183,8 @@ class Foreign:
         assert self._child.stdout is not None
         fd, parts = self._child.stdout.fileno(), []
         while count:
-            if not select.select([fd], [], [], PATIENCE_S)[0]:
-                raise StorageError(f"{self.path}: nothing was read of it in {PATIENCE_S:g} s")
+            if not select.select([fd], [], [], ANSWER_TIMEOUT_S)[0]:
+                raise StorageError(f"{self.path}: nothing was read of it in {ANSWER_TIMEOUT_S:g} s")
             part = os.read(fd, min(count, 1 << 20))
             if not part:
                 raise self._died()
@@ -201,10 +212,10 @@ class Foreign:
 
 
 @dataclass(frozen=True)
-class _Remote:
+class _RemoteTensor:
     """A tensor of a foreign file: what a `Stretch` has as its store."""
 
-    source: Foreign
+    source: ForeignFile
     index: int
     dtype: np.dtype
 
@@ -213,19 +224,19 @@ class _Remote:
         self.source.fetch(self.index, wanted, out)
 
 
-def _why_not(told: list[_Told], file_bytes: int) -> str:
+def _contents_problem(told: list[_DeclaredTensor], file_bytes: int) -> str:
     """Return what of it cannot be, or cannot be kept, as the rest of a sentence; "" when all can."""
     names_bytes = sum(len(one.name) for one in told)
-    if len(told) > MOST_TENSORS or names_bytes > MOST_NAMES_BYTES:
+    if len(told) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
         return (
-            f"it has {len(told)} tensors, whose names have {names_bytes} letters; at most {MOST_TENSORS} and "
-            f"{MOST_NAMES_BYTES} are read: is it a model?"
+            f"it has {len(told)} tensors, whose names have {names_bytes} letters; at most {MAX_TENSORS} and "
+            f"{MAX_NAMES_BYTES} are read: is it a model?"
         )
     total, seen = 0, set()
     for one in told:
         parts = one.name.split("/")
         plain = one.name.isprintable() and len(one.name) <= 512 and not {"", ".", ".."} & set(parts)
-        plain = plain and len(parts) <= MOST_DEPTH
+        plain = plain and len(parts) <= MAX_NESTING
         if not plain or len(one.kind) > 64 or not _KIND.fullmatch(one.kind):
             return f"a tensor is called {one.name[:80]!r} of {one.kind[:80]!r}, which cannot be a name of a dataset"
         if one.dtype not in FLOATS | INTEGERS:
@@ -234,7 +245,7 @@ def _why_not(told: list[_Told], file_bytes: int) -> str:
             return f"{one.name} has the shape {str(one.shape)[:80]}"
         nbytes = math.prod(one.shape) * dtype_of(one.dtype).itemsize
         total += nbytes
-        if nbytes > file_bytes or total > MOST_TIMES * file_bytes:
+        if nbytes > file_bytes or total > MAX_ALIASING * file_bytes:
             return f"{one.name} of shape {list(one.shape)} is more than a file of {file_bytes} bytes can hold"
         if (one.kind, one.name) in seen:
             return f"{one.name} comes twice"
@@ -256,3 +267,61 @@ def _metadata(text: str) -> Mapping[str, Any]:
         return {}
     step, kinds = found.get("step"), found.get("kinds")
     return found if type(step) is int and 0 <= step < 1 << 60 and isinstance(kinds, list) else {}
+
+
+@dataclass(frozen=True)
+class ImportedCheckpoint:
+    """What was made of a file."""
+
+    path: Path
+    format: str
+    step: int
+    tensors: tuple[StoredTensor, ...]
+    left_out: tuple[str, ...]
+    not_confined: str  # why the child could have used the network; "" where it could not
+    resumable: bool  # whether it has what a training needs to go on: it is one of our exports, with all that there was
+
+
+def import_checkpoint(
+    source: Path,
+    run_dir: Path,
+    step: int | None = None,
+    inputs: Mapping[str, int] | None = None,
+    keys: Mapping[str, str] | None = None,
+) -> ImportedCheckpoint:
+    """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
+
+    ``step`` is that which an export of ours knows, else 0. With a recipe, ``inputs`` are what the data decides
+    of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left out. Raises
+    StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are checkpoints
+    already.
+    """
+    directory = run_dir / "checkpoints"
+    if names.candidates(directory):
+        raise UsageError(f"{directory} has checkpoints already; import into the directory of a new run")
+    with ForeignFile(source) as file:
+        if not file.tensors:
+            raise StorageError(f"{file.path} holds no tensors")
+        ours = bool(file.metadata)
+        number = (file.metadata["step"] if ours else 0) if step is None else step
+        scalars = file.metadata["scalars"] if ours else _initial_scalars(number, inputs or {})
+        scalars = {**scalars, "imported": file.path.name}
+        pieces = file.pieces()
+        if keys is not None:
+            pieces = [replace(piece, tensor=keys[piece.tensor]) for piece in pieces if piece.tensor in keys]
+        path = save(directory, number, pieces, scalars, solo(), keep=1)
+        return ImportedCheckpoint(
+            path,
+            file.format,
+            number,
+            tuple(file.tensors),
+            tuple(file.left_out),
+            file.not_confined,
+            ours and {one.kind for one in file.tensors} == set(file.metadata["kinds"]),
+        )
+
+
+def _initial_scalars(step: int, inputs: Mapping[str, int]) -> dict[str, Any]:
+    """Return the scalars of a state of which only the tensors are known: no data is the one that it was made with."""
+    known = {"model_inputs": dict(inputs)} if inputs else {}
+    return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}, **known}

@@ -1,22 +1,92 @@
-"""Where the bytes of a piece come from, block by block: memory of the host or a GPU, a file, or another rank."""
+"""Layout of a shard: the slot of each piece, and the source of its bytes, block by block.
 
+A `Slot` describes a piece before a byte of it is written; it is small and travels to the rank that writes. A
+`BlockSource` yields the bytes of a piece in blocks: from memory of the host or of a GPU, from a file, or from another
+rank, with the next block on its way while one is used.
+"""
+
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays.dtypes import dtype_of, name_of
 from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.manifest import BLOCK_BYTES
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
 from hpcdist.comm.communicator import Communicator
 
-Source = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes, each to be used before the next is asked for
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the elements of one piece will lie. Small, and travels to whoever writes them."""
+
+    kind: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int]
+
+    @classmethod
+    def of(cls, piece: Piece) -> "Slot":
+        """Return the slot for ``piece``."""
+        flat = piece.flat.start, piece.flat.stop
+        return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
+
+    def blocks(self) -> list[int]:
+        """Return the bytes of each block of the piece."""
+        return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
+
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
+        extent = tuple(stop - start for start, stop in self.box)
+        if Range(*self.flat) != Range(0, math.prod(extent)):
+            return (self.flat[1] - self.flat[0],)
+        return self.shape if self.box == whole_box(self.shape) else extent
+
+
+def dataset_names(slots: Sequence[Slot]) -> list[str]:
+    """Return the dataset of each slot of one shard: the tensor's name, and for what has it too, where it begins."""
+    found: dict[str, None] = {}
+    for slot in slots:
+        name = f"{slot.kind}/{slot.tensor}"
+        if name in found:
+            corner = ",".join(str(start) for start, _ in slot.box)
+            name = f"{name}@{corner}+{slot.flat[0]}"
+        if name in found:
+            name = f"{name}-{slot.flat[1]}"
+        assert name not in found, f"{name} is saved twice in one shard"
+        found[name] = None
+    return list(found)
+
+
+def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
+    """Return, for the slots of each rank, whether it is the first that has the piece: only that one is written."""
+    seen: set[Slot] = set()
+    wanted = []
+    for slots in groups:
+        wanted.append([slot not in seen for slot in slots])
+        assert len(set(slots)) == len(slots), "a rank saves a piece twice"
+        seen.update(slots)
+    return wanted
+
+
+BlockSource = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes, each to be used before the next is asked for
 TAG = 0
 
 
-def held(array: Any) -> Iterator[np.ndarray]:
+def blocks_of(array: Any) -> Iterator[np.ndarray]:
     """Yield the bytes of what this rank holds: an array, which is not copied on the host, or a `Stretch` (local)."""
     if isinstance(array, Stretch):
         return _of_file(array)
@@ -47,18 +117,18 @@ def _of_device(array: Any) -> Iterator[np.ndarray]:
         block = staging.lease(part.size, array.dtype)
         arriving.append((block, staging.begin_to_host(array[part.slice], block, produced)))
         if len(arriving) == 2:
-            yield _arrived(arriving.popleft())
+            yield _wait_for_copy(arriving.popleft())
     while arriving:
-        yield _arrived(arriving.popleft())
+        yield _wait_for_copy(arriving.popleft())
 
 
-def _arrived(copy: tuple[np.ndarray, Any]) -> np.ndarray:
+def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
     block, event = copy
     event.synchronize()
     return block.view(np.uint8)
 
 
-class Incoming:
+class IncomingBlocks:
     """Blocks of ``sizes`` bytes that ``peer`` sends, in two buffers: one arrives while the other is used."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
@@ -90,7 +160,7 @@ class Incoming:
         return block
 
 
-def send(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
+def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
     """Send the blocks of ``arrays``, of ``sizes`` bytes, to ``peer``; return why not, where a file cannot be read.
 
     All blocks are sent in any case.
@@ -98,7 +168,7 @@ def send(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[i
     sent, error = 0, ""
     try:
         for array in arrays:
-            for block in held(array):
+            for block in blocks_of(array):
                 comm.send(block, peer, TAG)
                 sent += 1
     except OSError as failure:

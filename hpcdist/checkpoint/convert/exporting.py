@@ -1,7 +1,8 @@
-"""Whole tensors out of a checkpoint, into a file of another format: block by block, each verified as it is read.
+"""Export whole tensors of a checkpoint into a file of another format, block by block, each verified when read.
 
-Names are those of parameters (``3.qkv.weight``: global layer id and tensor); what belongs to another kind, as the
-optimizer's state, has it in front (``optimizer.m/3.qkv.weight``). No tensor, and no model, need fit into memory.
+Names are those of parameters (``3.qkv.weight``: global layer id and tensor); a tensor of another kind, as the
+optimizer's state, has the kind in front (``optimizer.m/3.qkv.weight``). No tensor, and no model, need fit into
+memory.
 """
 
 import json
@@ -17,16 +18,16 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor, tensors
-from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, stored_tensors
+from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pwrite_all
 from hpcdist.reporting import atomic
 
 
 @dataclass(frozen=True)
-class _Region:
+class _FileRegion:
     """The place of a tensor in a file that is written: what a `Stretch` has as its store."""
 
     fd: int
@@ -38,31 +39,31 @@ class _Region:
         pwrite_all(self.fd, values.view(np.uint8).data, self.offset + wanted.start * self.dtype.itemsize)
 
 
-def key_of(tensor: Tensor) -> str:
+def key_of(tensor: StoredTensor) -> str:
     """Return the name of ``tensor`` in a file of another format."""
     return tensor.name if tensor.kind == PARAMETERS else f"{tensor.kind}/{tensor.name}"
 
 
-def told(loaded: Manifest) -> str:
+def export_metadata(loaded: Manifest) -> str:
     """Return what an export says of the checkpoint that it was made of, so that it can become one again."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
-def chosen(loaded: Manifest, optimizer: bool) -> list[Tensor]:
+def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
     """Return what is exported: the parameters, with ``optimizer`` all else too. Raises UsageError for no parameters."""
-    found = tensors(loaded, None if optimizer else {PARAMETERS})
+    found = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not found:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export what it has")
     return found
 
 
-def fill(checkpoint: Path, fd: int, places: Sequence[tuple[Tensor, int]]) -> None:
+def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor, int]]) -> None:
     """Write each tensor of ``checkpoint`` at its byte offset into the file ``fd``. Raises StorageError, OSError."""
     pieces = []
     for tensor, offset in places:
         whole = Range(0, tensor.size)
-        region = Stretch(_Region(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
+        region = Stretch(_FileRegion(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
         pieces.append(
             Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, region)  # type: ignore[arg-type]
         )

@@ -1,7 +1,7 @@
-"""The safetensors format: eight bytes of length, a JSON header, and the bytes of the tensors one behind the other.
+"""Safetensors format: eight bytes of length, a JSON header, and the bytes of the tensors one behind the other.
 
 https://github.com/huggingface/safetensors. It is written and read here, since the library's own functions for numpy
-take and return whole files in memory and have no bfloat16; tests hold this against the library, both ways. A model of
+take and return whole files in memory and have no bfloat16; tests compare this with the library, both ways. A model of
 several files has a ``model.safetensors.index.json`` that says which tensor lies in which.
 """
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.checkpoint.catalogue import Tensor
-from hpcdist.checkpoint.exporting import fill, key_of, new_files, told, write_file
-from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
+from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.listing import StoredTensor
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-OURS: Final = "hpcdist"  # the key of our metadata: see `exporting.told`
-MOST_HEADER_BYTES: Final = 100_000_000  # as the library has it
-MOST_TENSORS: Final = 1 << 18
+METADATA_KEY: Final = "hpcdist"  # the key of our metadata: see `exporting.told`
+MAX_HEADER_BYTES: Final = 100_000_000  # as the library has it
+MAX_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30
 _CODES: Final = {
     "float64": "F64",
@@ -36,7 +36,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """A tensor in a file; ``start`` counts bytes of the file."""
 
     dtype: str
@@ -46,27 +46,27 @@ class Place:
 
 
 def write(
-    checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Path, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to ``out``, or, when they are more than ``shard_bytes``, to several files.
 
     These are called ``out``-00001-of-00003, and the index beside them. Returns what was written, the index last.
     Raises StorageError; nothing is left then.
     """
-    groups = shards(tensors, shard_bytes)
+    groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
     numbered = [out.with_name(f"{stem}-{k + 1:05d}-of-{len(groups):05d}{SUFFIX}") for k in range(len(groups))]
     paths = [out] if len(groups) == 1 else numbered
     index = [out.with_name(stem + INDEX_SUFFIX)] if len(groups) > 1 else []
     # "pt" says that tensors are row-major, as they are for all who write it; some readers refuse files without it.
-    metadata = {"format": "pt", OURS: told(loaded)}
+    metadata = {"format": "pt", METADATA_KEY: export_metadata(loaded)}
     with new_files([*paths, *index]) as written:
         for path, group in zip(paths, groups, strict=True):
             head, places = header(group, metadata)
 
-            def body(fd: int, head: bytes = head, places: list[tuple[Tensor, int]] = places) -> None:
+            def body(fd: int, head: bytes = head, places: list[tuple[StoredTensor, int]] = places) -> None:
                 pwrite_all(fd, head, 0)
-                fill(checkpoint, fd, places)
+                write_tensors(checkpoint, fd, places)
 
             write_file(written[path], body)
         for path in index:
@@ -77,9 +77,9 @@ def write(
     return [*paths, *index]
 
 
-def shards(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
+def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[list[StoredTensor]]:
     """Cut ``tensors``, in order, into files of at most ``most_bytes``; a larger tensor has a file of its own."""
-    groups: list[list[Tensor]] = [[]]
+    groups: list[list[StoredTensor]] = [[]]
     held = 0
     for tensor in tensors:
         if groups[-1] and held + tensor.nbytes > most_bytes:
@@ -90,7 +90,9 @@ def shards(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
     return groups
 
 
-def header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Tensor, int]]]:
+def header(
+    tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
+) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
     """Return what comes before the bytes, and where each tensor begins in the file."""
     # The widest elements first: then every tensor begins at a multiple of its elements, without holes.
     ordered = sorted(tensors, key=lambda one: -dtype_of(one.dtype).itemsize)
@@ -111,24 +113,24 @@ def header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[byte
     return head, [(tensor, len(head) + start) for tensor, start in zip(ordered, starts, strict=True)]
 
 
-def read_header(fd: int) -> tuple[dict[str, Place], dict[str, str]]:
+def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """Return tensors by name, and the metadata, of the open file. Raises ValueError for anything that is not right.
 
-    To be called where the file may be hostile: see `hpcdist.checkpoint.foreign`.
+    To be called where the file may be hostile: see `hpcdist.checkpoint.convert.importing`.
     """
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
-    if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    told = json.loads(pread_all(fd, length, 8), object_pairs_hook=_once)
+    told = json.loads(pread_all(fd, length, 8), object_pairs_hook=_unique_keys)
     if not isinstance(told, dict):
         raise ValueError("the header is no JSON object")
-    if len(told) > MOST_TENSORS:
-        raise ValueError(f"the header names {len(told)} tensors, at most {MOST_TENSORS} are read")
+    if len(told) > MAX_TENSORS:
+        raise ValueError(f"the header names {len(told)} tensors, at most {MAX_TENSORS} are read")
     metadata = told.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("__metadata__ is not text by name")
-    found = {name: _place(name, one, 8 + length) for name, one in told.items()}
+    found = {name: _location(name, one, 8 + length) for name, one in told.items()}
     position = 8 + length
     for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != position:
@@ -139,7 +141,7 @@ def read_header(fd: int) -> tuple[dict[str, Place], dict[str, str]]:
     return found, metadata
 
 
-def _place(name: str, told: Any, begin: int) -> Place:
+def _location(name: str, told: Any, begin: int) -> TensorLocation:
     try:
         code, shape, (start, stop) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
@@ -150,10 +152,10 @@ def _place(name: str, told: Any, begin: int) -> Place:
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
     if stop - start != nbytes:
         raise ValueError(f"{name}: {stop - start} bytes for {code}{list(shape)}, expected {nbytes}")
-    return Place(DTYPES[code], shape, begin + start, nbytes)
+    return TensorLocation(DTYPES[code], shape, begin + start, nbytes)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name comes twice")

@@ -1,8 +1,8 @@
-"""Elements from arrays to arrays: within a rank, and between ranks in messages of bounded size.
+"""Move elements from arrays to arrays: within a rank, and between ranks in messages of bounded size.
 
-What one rank sends another is a stream of messages: long stretches by themselves, sent and received where they lie,
-and short ones packed. Several messages of a stream are under way at a time. Arrays may be of the host, of a GPU, or the
-`Stretch` of a file: short stretches of these are packed by reading, and unpacked by reading and writing, blocks that
+What one rank sends another is a stream of messages: long runs by themselves, sent and received where they lie, and
+short ones packed. Several messages of a stream are under way at a time. Arrays may be of the host, of a GPU, or the
+`Stretch` of a file: short runs of these are packed by reading, and unpacked by reading and writing, blocks that
 enclose them.
 """
 
@@ -21,18 +21,20 @@ from hpcdist.comm.communicator import Communicator, Request
 
 TAG: Final = 7101  # of the messages of the streams
 WINDOW_BYTES: Final = 16 << 20  # of a stream, under way at a time
-ALL_BYTES: Final = 128 << 20  # of the streams of all ranks together, where that leaves each at least
-LEAST_BYTES: Final = 64 << 10  # so much
+TOTAL_WINDOW_BYTES: Final = 128 << 20  # of the streams of all ranks together, where that leaves each at least
+MIN_MESSAGE_BYTES: Final = 64 << 10  # so much
 MESSAGE_PART: Final = 4  # a message is at most this part of a window: one is packed while another travels
 LONG_BYTES: Final = 64 << 10  # stretches that are as long on average are not packed (empirical)
 SHORT: Final = 64  # elements: stretches that are shorter on average are gathered by an index (empirical)
 
 
-_Begun = tuple[Request, int, Callable[[], None]]  # a message, its bytes, and what is to be done when it is complete
+_PendingMessage = tuple[
+    Request, int, Callable[[], None]
+]  # a message, its bytes, and what is to be done when it is complete
 
 
 @dataclass(frozen=True)
-class Line:
+class ElementRuns:
     """Stretches of ``array`` at ``start`` (ascending) of ``size`` elements each."""
 
     array: Any  # of the host or a GPU, 1-D; or a `Stretch`
@@ -49,7 +51,7 @@ class Line:
         """Whether it is one stretch of memory."""
         return self.size.size == 1 and not isinstance(self.array, Stretch)
 
-    def part(self, where: Range) -> "Line":
+    def part(self, where: Range) -> "ElementRuns":
         """Return the elements ``where`` of the line, which are some."""
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -60,7 +62,7 @@ class Line:
         start[0] += before
         size[0] -= before
         size[-1] -= behind
-        return Line(self.array, start, size)
+        return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
         """Return the bytes of what `is_one`: a view."""
@@ -145,7 +147,7 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
         transfer.to_device(array[where.slice], lambda part, block: np.copyto(block, values[part.slice]))
 
 
-def _messages(lines: Sequence[Line], longest: int) -> Iterator[list[tuple[int, Range]]]:
+def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
     """Cut a stream into messages of at most ``longest`` bytes: which elements of which lines; both sides alike."""
     message: list[tuple[int, Range]] = []
     room = longest
@@ -166,7 +168,7 @@ def _messages(lines: Sequence[Line], longest: int) -> Iterator[list[tuple[int, R
         yield message
 
 
-def _packed(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray]]:
+def _packed(lines: Sequence[ElementRuns]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return memory for ``lines`` one behind the other, and the part of each in its dtype."""
     places, start = [], 0
     memory = np.empty(sum(line.count * line.array.dtype.itemsize for line in lines), np.uint8)
@@ -177,7 +179,7 @@ def _packed(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray]]:
     return memory, places
 
 
-def _sending(comm: Communicator, peer: int, lines: Sequence[Line], longest: int) -> Iterator[_Begun]:
+def _sending(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
     """Yield each message as it is begun, which is when it is asked for."""
     for message in _messages(lines, longest):
         parts = [lines[number].part(where) for number, where in message]
@@ -187,7 +189,7 @@ def _sending(comm: Communicator, peer: int, lines: Sequence[Line], longest: int)
         yield comm.isend(memory, peer, TAG), memory.nbytes, _nothing
 
 
-def _receiving(comm: Communicator, peer: int, lines: Sequence[Line], longest: int) -> Iterator[_Begun]:
+def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
     """Yield each message as it is begun, with what puts its elements in their places when it is there."""
     for message in _messages(lines, longest):
         parts = [lines[number].part(where) for number, where in message]
@@ -199,7 +201,7 @@ def _nothing() -> None:
     return
 
 
-def _scattered(parts: Sequence[Line], places: Sequence[np.ndarray]) -> None:
+def _scattered(parts: Sequence[ElementRuns], places: Sequence[np.ndarray]) -> None:
     for part, place in zip(parts, places, strict=False):  # no place where a part was received where it lies
         part.scatter(place)
 
@@ -207,9 +209,9 @@ def _scattered(parts: Sequence[Line], places: Sequence[np.ndarray]) -> None:
 class _Stream:
     """Messages in one direction between this rank and another, of which as many are under way as a window holds."""
 
-    def __init__(self, messages: Iterator[_Begun], window: int) -> None:
+    def __init__(self, messages: Iterator[_PendingMessage], window: int) -> None:
         self._messages, self._window, self._nbytes = messages, window, 0
-        self.under_way: deque[_Begun] = deque()
+        self.under_way: deque[_PendingMessage] = deque()
         self._fill()
 
     def _fill(self) -> None:
@@ -225,14 +227,14 @@ class _Stream:
         self._fill()
 
 
-def exchange(comm: Communicator, given: Sequence[Sequence[Line]], taken: Sequence[Sequence[Line]]) -> int:
+def exchange(comm: Communicator, given: Sequence[Sequence[ElementRuns]], taken: Sequence[Sequence[ElementRuns]]) -> int:
     """Send each rank what is ``given`` to it, and receive what is ``taken`` of it; return the bytes received.
 
     Every stream that one rank gives another takes, of the same elements in the same order. Each rank has messages of
     all its streams under way and waits for whichever is next, so that nobody waits for one that waits for him.
     Collective.
     """
-    window = min(WINDOW_BYTES, max(LEAST_BYTES, ALL_BYTES // comm.size))
+    window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
     streams = [_Stream(_receiving(comm, peer, lines, longest), window) for peer, lines in enumerate(taken)]
     # Should any of this raise (a rank has died), messages may still arrive: their memory stays with the communicator.
@@ -255,7 +257,7 @@ def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndar
         for one, other, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
             target[other : other + elements] = source[one : one + elements]
         return
-    before, after = Line(source, at, size), Line(target, to, size)
+    before, after = ElementRuns(source, at, size), ElementRuns(target, to, size)
     for where in cut(Range(0, count), WINDOW_BYTES // target.dtype.itemsize):
         values = np.empty(where.size, target.dtype)
         before.part(where).gather(values)

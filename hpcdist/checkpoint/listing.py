@@ -1,4 +1,7 @@
-"""What lies in a directory of checkpoints, and in one of them, read from names, sizes and manifests alone (local)."""
+"""List the checkpoints of a run and the tensors of one, from names, sizes and manifests alone (local).
+
+No shard is read. Each entry is complete, unfinished, damaged, or of a newer version of hpcdist, with the reason.
+"""
 
 import math
 from collections.abc import Collection
@@ -9,9 +12,9 @@ from typing import Any, Final
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.blocks import wrong_size
-from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.format.block_reader import size_mismatch
+from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.errors import StorageError
 
 PARAMETERS: Final = "parameters"
@@ -22,7 +25,7 @@ NEWER: Final = "newer"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StoredTensor:
     """A whole tensor that a checkpoint holds, whatever pieces it lies in."""
 
     kind: str
@@ -42,7 +45,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedCheckpoint:
     """A directory that is, or was to become, a checkpoint. ``reason`` says why it cannot be used, "" where it can.
 
     Sizes have been compared with the manifest, digests have not.
@@ -69,7 +72,7 @@ class Found:
         return sum(self.manifest.files.values()) if self.manifest is not None else 0
 
 
-def place(run_dir: Path) -> Path:
+def checkpoints_directory(run_dir: Path) -> Path:
     """Return the directory of checkpoints: of a run, or ``run_dir`` itself. Raises StorageError where there is none."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
@@ -79,58 +82,60 @@ def place(run_dir: Path) -> Path:
     raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run (its --out)")
 
 
-def listed(run_dir: Path) -> list[Found]:
+def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
     """Return all that lies in the directory of checkpoints of ``run_dir``, the most recent first."""
-    return [look(path) for _, path in names.candidates(place(run_dir))]
+    return [inspect(path) for _, path in names.candidates(checkpoints_directory(run_dir))]
 
 
-def look(path: Path) -> Found:
+def inspect(path: Path) -> ListedCheckpoint:
     """Return what is at ``path``."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
-        return Found(path, step, UNFINISHED, "it was not finished, or is being written", None)
+        return ListedCheckpoint(path, step, UNFINISHED, "it was not finished, or is being written", None)
     try:
         found = manifest.load(path)
     except StorageError as error:
-        return Found(path, step, NEWER if isinstance(error, manifest.NewerError) else DAMAGED, str(error), None)
-    reason = wrong_size(path, found)
+        return ListedCheckpoint(
+            path, step, NEWER if isinstance(error, manifest.NewerVersionError) else DAMAGED, str(error), None
+        )
+    reason = size_mismatch(path, found)
     if step not in (-1, found.step):
         reason = f"its manifest is of step {found.step}"
-    return Found(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
+    return ListedCheckpoint(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
 
 
-def usable(path: Path) -> Manifest:
+def load_usable(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at ``path``. Raises StorageError where a run would not go on from it."""
-    found = look(path)
+    found = inspect(path)
     if found.manifest is None or found.reason:
         raise StorageError(f"{path} is {found.state}: {found.reason}")
     return found.manifest
 
 
-def parameters(path: Path) -> Manifest:
+def load_parameters(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at ``path``, without the pieces of all other kinds. Raises StorageError."""
     loaded = manifest.load(path)
     return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
 
 
-def choose(path: Path) -> Path:
+def select(path: Path) -> Path:
     """Return ``path`` where it is a checkpoint, else the newest complete one of the run there. Raises StorageError.
 
     A directory that was begun as a checkpoint is returned as it is, so that its reader tells what it lacks.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
-    for found in listed(path):
+    for found in list_checkpoints(path):
         if found.state == COMPLETE:
             return found.path
     raise StorageError(f"{path} has no complete checkpoint; `hpcdist checkpoint ls {path}` says why")
 
 
-def tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[Tensor]:
+def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
     """Return the tensors of ``kinds`` (None: of all), ordered by kind, layer and name."""
     found = {
-        (entry.kind, entry.tensor): Tensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
+        (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
         if kinds is None or entry.kind in kinds
     }
@@ -142,7 +147,7 @@ def _by_layer(name: str) -> tuple[int, str]:
     return (int(layer), rest) if layer.isdecimal() else (0, name)
 
 
-def summary(found: Found) -> dict[str, Any]:
+def summary(found: ListedCheckpoint) -> dict[str, Any]:
     """Return what a person wants to know of a checkpoint, as JSON values."""
     loaded = found.manifest
     figures: dict[str, Any] = {
@@ -156,7 +161,7 @@ def summary(found: Found) -> dict[str, Any]:
     if loaded is None:
         return figures
     by_kind: dict[str, dict[str, int]] = {}
-    for tensor in tensors(loaded):
+    for tensor in stored_tensors(loaded):
         sums = by_kind.setdefault(tensor.kind, {"tensors": 0, "elements": 0, "bytes": 0})
         for name, value in (("tensors", 1), ("elements", tensor.size), ("bytes", tensor.nbytes)):
             sums[name] += value

@@ -1,16 +1,17 @@
-"""Copies of the state that outlive the death of a rank: each rank's in its own memory, and with a partner.
+"""Partner redundancy: copies of the state that outlive the death of a rank, in its own memory and a partner's.
 
-`keep` copies a rank's pieces after a step, with digests. Two generations alternate: the older is overwritten only when
-all ranks have completed the newer, so that a death at any moment leaves one that is whole. For S bytes of a rank:
+`PartnerStore.keep` copies a rank's pieces after a step, with digests. Two generations alternate: the older is
+overwritten only when all ranks have completed the newer, so that a death at any moment leaves one that is whole. For
+S bytes of a rank:
 
-    one node        the copy lies in memory that the ranks of the node share and that outlives each of them: nothing is
-                    sent, 2 S are kept, and whoever is left can read the copy of any rank that died
+    one node        the copy lies in memory that the ranks of the node share and that outlives each of them: nothing
+                    is sent, 2 S are kept, and the ranks that are left can read the copy of any rank that died
     several nodes   the partner is on another node: S are sent and S received in blocks of 16 MiB, 4 S are kept, 2 of
-                    them for somebody else. The same where a node cannot share memory, the partner being the next rank.
+                    them for the partner. The same where a node cannot share memory, the partner being the next rank.
 
-A step costs one small sum over the ranks, a copy of S in memory, their digests, and what is sent. Names travel when the
-pieces have changed. After Zheng, Shi and Kale, "FTC-Charm++: an in-memory checkpoint-based fault tolerant runtime",
-Cluster 2004.
+A step costs one small sum over the ranks, a copy of S in memory, their digests, and what is sent. Names travel when
+the pieces have changed. After Zheng, Shi and Kale, "FTC-Charm++: an in-memory checkpoint-based fault tolerant
+runtime", Cluster 2004.
 """
 
 import sys
@@ -24,14 +25,21 @@ import numpy as np
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.buddies_copy import NONE, Copy, Names, memory_bytes, packed, signature
+from hpcdist.checkpoint.partner.memory_copy import (
+    INCOMPLETE,
+    CopyLayout,
+    MemoryCopy,
+    encode_scalars,
+    memory_bytes,
+    signature,
+)
 from hpcdist.comm.communicator import Communicator
 
 TAG: Final = 7102
 MESSAGE_BYTES: Final = 16 << 20  # a multiple of the blocks that are digested
 
 
-def keepers(members: Sequence[Sequence[int]]) -> list[int]:
+def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
     """Return for each rank the one that keeps its copy, where ``members`` are the ranks of each node (local).
 
     One of another node where there is one. Each keeps for one other, unless a node has more than half of all ranks.
@@ -51,16 +59,16 @@ def keepers(members: Sequence[Sequence[int]]) -> list[int]:
 
 
 @dataclass
-class Generation:
+class CopyGeneration:
     """The copies of one step. ``of`` has those that this rank can read, by owner; ``shared``: of all ranks."""
 
-    names: Names | None = None  # of the own pieces
-    of: dict[int, Copy] = field(default_factory=dict)
+    names: CopyLayout | None = None  # of the own pieces
+    of: dict[int, MemoryCopy] = field(default_factory=dict)
     shared: bool = False
 
     def step(self, owner: int) -> int:
         """Return the step of which the copy of ``owner`` is; `NONE` where it is not complete."""
-        return self.of[owner].step if owner in self.of else NONE
+        return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
         """Whether a copy of these fits as they are into what was laid out."""
@@ -68,12 +76,12 @@ class Generation:
         return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
 
 
-class Copies:
+class HeldCopies:
     """What rank ``rank`` of ``size`` holds: it stays readable when their communicator is gone. All of it is local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.generations = [Generation(), Generation()]
+        self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
         """Return (step, owner, whether it is memory of all) of each complete copy that this rank can read."""
@@ -81,30 +89,30 @@ class Copies:
             (copy.step, owner, generation.shared)
             for generation in self.generations
             for owner, copy in generation.of.items()
-            if copy.step != NONE
+            if copy.step != INCOMPLETE
         ]
 
-    def find(self, step: int, owner: int) -> Copy:
+    def find(self, step: int, owner: int) -> MemoryCopy:
         """Return the complete copy of ``owner``'s state after ``step``."""
         found = (generation.of.get(owner) for generation in self.generations)
         return next(copy for copy in found if copy is not None and copy.step == step)
 
-    def kept(self) -> list[tuple[int, Copy]]:
+    def kept(self) -> list[tuple[int, MemoryCopy]]:
         """Return the complete copies that lie in this rank's own memory, with their owners."""
         return [
             (owner, copy)
             for generation in self.generations
             for owner, copy in generation.of.items()
-            if copy.step != NONE and (owner == self.rank or not generation.shared)
+            if copy.step != INCOMPLETE and (owner == self.rank or not generation.shared)
         ]
 
 
-class Buddies:
+class PartnerStore:
     """Keeps the state of the ranks of ``comm``. Memory is taken at the first two calls of `keep`, and used again."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
-        self.copies = Copies(comm.rank, comm.size)
+        self.copies = HeldCopies(comm.rank, comm.size)
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
@@ -112,12 +120,12 @@ class Buddies:
 
         Collective. The pieces may change when this returns. Whatever it raises, the copies before are whole.
         """
-        told = packed(scalars)
+        told = encode_scalars(scalars)
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
         changed = np.array([0.0 if target.takes(pieces, told) else 1.0])
         self._comm.allreduce(changed, "max")  # who comes here has completed the generation before: this one may go
         if changed[0]:
-            self._prepare(target, pieces, Names(pieces, told))
+            self._prepare(target, pieces, CopyLayout(pieces, told))
         names = target.names
         assert names is not None
         if target.shared:
@@ -135,9 +143,9 @@ class Buddies:
         It reads all of them; to be called between two calls of `keep`, which makes them anew.
         """
         found = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
-        return "; ".join(_told(owner, copy.step, damage) for owner, copy, damage in found if damage)
+        return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in found if damage)
 
-    def _prepare(self, target: Generation, pieces: Sequence[Piece], names: Names) -> None:
+    def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
         """Take memory for a generation, and lay out the own copy in it. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # given back before more is taken
@@ -145,20 +153,20 @@ class Buddies:
         block = comm.shared(names.memory_bytes) if nodes.count == 1 else None
         if block is not None and block.is_shared:
             target.shared = True
-            target.of.update((rank, Copy(view)) for rank, view in enumerate(block.views))
+            target.of.update((rank, MemoryCopy(view)) for rank, view in enumerate(block.views))
         else:
-            self._keepers = keepers(nodes.members)
+            self._keepers = partner_ranks(nodes.members)
             sizes: list[tuple[int, int, int]] = comm.allgather_object(names.sizes)
             for rank, keeper in enumerate(self._keepers):
                 if comm.rank in (rank, keeper):
-                    target.of[rank] = Copy(np.zeros(memory_bytes(*sizes[rank]), np.uint8))
+                    target.of[rank] = MemoryCopy(np.zeros(memory_bytes(*sizes[rank]), np.uint8))
                     target.of[rank].lay_out(*sizes[rank])
         target.of[comm.rank].prepare(names, pieces)
         for rank, copy in target.of.items():
             if self._ledger is not None and (rank == comm.rank or not target.shared):
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
-    def _send(self, target: Generation, step: int, pieces: Sequence[Piece], told: bytes, *, anew: bool) -> None:
+    def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], told: bytes, *, anew: bool) -> None:
         """Fill the own copy and send it to its keeper, block by block, while those of others arrive. Collective.
 
         A copy is complete where it lies when all of it is there: what is sent says that it is not.
@@ -186,7 +194,7 @@ class Buddies:
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredState:
     """The state after ``step`` steps. ``held`` are the pieces that this rank brings: over all ranks, each once."""
 
     step: int
@@ -194,7 +202,7 @@ class Recovered:
     held: list[Piece]
 
 
-def recover(comm: Communicator, old_rank: int | None, copies: Copies | None) -> Recovered | None:
+def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
     """Return the newest state of which the ranks of ``comm`` hold sound copies of every rank's part; None for none.
 
     ``copies`` are those of one life before, in which this rank was ``old_rank``; None and None for one that comes new.
@@ -211,12 +219,12 @@ def recover(comm: Communicator, old_rank: int | None, copies: Copies | None) -> 
     size = max((report[1] for report in told if report is not None), default=0)
     holders = _holders(told)
     for step in sorted({step for step, _ in holders}, reverse=True):
-        chosen = _sound(comm, copies, step, [list(holders.get((step, owner), ())) for owner in range(size)])
+        chosen = _sound_holders(comm, copies, step, [list(holders.get((step, owner), ())) for owner in range(size)])
         if chosen:
             mine = [copies.find(step, owner) for owner, rank in enumerate(chosen) if copies and rank == comm.rank]
             first = copies.find(step, 0).scalars() if copies and chosen[0] == comm.rank else None
             scalars: dict[str, Any] = comm.broadcast_object(first, root=chosen[0])
-            return Recovered(step, scalars, [piece for copy in mine for piece in copy.pieces()])
+            return RecoveredState(step, scalars, [piece for copy in mine for piece in copy.pieces()])
     return None
 
 
@@ -236,7 +244,7 @@ def _holders(
     return found
 
 
-def _sound(comm: Communicator, copies: Copies | None, step: int, holders: list[list[int]]) -> list[int]:
+def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
     """Return for each owner a rank whose copy of it is sound; [] where one has none. Collective."""
     verified: set[int] = set()
     while all(holders):
@@ -247,7 +255,7 @@ def _sound(comm: Communicator, copies: Copies | None, step: int, holders: list[l
                 verified.add(owner)
                 damage = copies.find(step, owner).damage()
                 if damage:
-                    print(f"hpcdist: not used: {_told(owner, step, damage)}", file=sys.stderr, flush=True)
+                    print(f"hpcdist: not used: {_damage_report(owner, step, damage)}", file=sys.stderr, flush=True)
                     bad.append(owner)
         damaged: set[int] = set().union(*comm.allgather_object(bad))
         if not damaged:
@@ -257,5 +265,5 @@ def _sound(comm: Communicator, copies: Copies | None, step: int, holders: list[l
     return []
 
 
-def _told(owner: int, step: int, damage: str) -> str:
+def _damage_report(owner: int, step: int, damage: str) -> str:
     return f"the copy of rank {owner}'s state after step {step} is damaged in memory: {damage}"

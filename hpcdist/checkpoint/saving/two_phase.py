@@ -1,0 +1,293 @@
+"""Save in two phases: writers write their shards, all ranks agree, and rank 0 makes the checkpoint visible.
+
+Ranks form groups, each of which sends its pieces to its first rank, which writes one shard. "rank": each rank by
+itself, no message. "node": one shard a node, so that a file system sees fewer files and clients. A number k: k groups
+of neighbouring ranks, as equal as can be. A rank sends each of its bytes once, (g-1)/g of a group of g ranks in
+blocks of 16 MiB; its writer holds two of them. What several ranks of a group have is sent by the first.
+
+An error on any rank is raised on all, and the previous checkpoint stays as it was.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.directory import Retention
+from hpcdist.checkpoint.format import manifest, shard
+from hpcdist.checkpoint.format.shard import WrittenShards
+from hpcdist.checkpoint.format.shard_layout import (
+    BlockSource,
+    IncomingBlocks,
+    Slot,
+    blocks_of,
+    first_holders,
+    send_blocks,
+)
+from hpcdist.checkpoint.lock import lost
+from hpcdist.checkpoint.saving.incremental import IncrementalWriter
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import Overlay
+
+
+@dataclass(frozen=True)
+class WriterGroup:
+    """Group ``index`` of ``count``; the first rank of ``comm`` writes. None: each rank by itself."""
+
+    comm: Communicator | None
+    index: int
+    count: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes (local)."""
+        return self.comm is None or self.comm.rank == 0
+
+
+def group_of(comm: Communicator, writers: str) -> WriterGroup:
+    """Return the group of this rank; see ``checkpoint.writers``. Collective over ``comm`` when first called."""
+    count = comm.size
+    if writers.isdecimal():
+        count = min(count, int(writers))
+    if writers == "rank" or (count == comm.size and writers != "node"):
+        return WriterGroup(None, comm.rank, comm.size)
+    key = "checkpoint.writers", writers
+    if key not in comm.settled:
+        index = comm.rank * count // comm.size
+        if writers == "node":
+            nodes = comm.nodes()
+            index, count = nodes.index, nodes.count
+        made = comm.split(index, comm.rank, "checkpoint")
+        comm.settled[key] = WriterGroup(made, index, count)
+    found: WriterGroup = comm.settled[key]
+    return found
+
+
+class GroupGather:
+    """The pieces of a group on their way to its writer. Construction is collective over the group.
+
+    On the writer, ``slots`` and ``sources`` are what a shard gets: the sources must be used in their order, each once;
+    then, or when writing has failed, it calls `end`. The first ones are of ``arrays``, its own. The others `bring`
+    theirs.
+    """
+
+    def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
+        self._group, own = group, [Slot.of(piece) for piece in pieces]
+        comm = group.comm
+        found: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
+        wanted = [[True] * len(own)] if comm is None else first_holders(found)
+        mine = wanted[0 if comm is None else comm.rank]
+        self.arrays = [piece.array for piece, kept in zip(pieces, mine, strict=True) if kept]
+        self._slots = [
+            [slot for slot, kept in zip(slots, kept_ones, strict=True) if kept]
+            for slots, kept_ones in zip(found, wanted, strict=True)
+        ]
+        self._incoming: IncomingBlocks | None = None
+        self._from = 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What the shard of the group holds."""
+        return [slot for slots in self._slots for slot in slots]
+
+    def sources(self) -> list[BlockSource]:
+        """Return where the bytes of each slot come from."""
+        own: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
+        theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
+        return own + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
+
+    def _sent(self, rank: int, count: int) -> Iterator[np.ndarray]:
+        return self._arriving(rank).blocks(count)
+
+    def _arriving(self, rank: int) -> IncomingBlocks:
+        """Return what comes from ``rank``; what the ranks before it sent is complete then."""
+        while self._incoming is None or self._from < rank:
+            if self._incoming is not None:
+                self._incoming.drain()
+            assert self._group.comm is not None
+            self._from += 1
+            sizes = [size for slot in self._slots[self._from] for size in slot.blocks()]
+            self._incoming = IncomingBlocks(self._group.comm, self._from, sizes)
+        return self._incoming
+
+    def bring(self) -> str:
+        """Send this rank's pieces to the writer; return why not, where that was not possible."""
+        assert self._group.comm is not None
+        rank = self._group.comm.rank
+        sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
+        return send_blocks(self._group.comm, 0, self.arrays, sizes)
+
+    def end(self) -> None:
+        """Take what was not asked for, so that nobody waits: on the writer."""
+        if len(self._slots) > 1:
+            self._arriving(len(self._slots) - 1).drain()
+
+
+@dataclass(frozen=True)
+class ShardOutcome:
+    """What became of a rank's part: the reason why it failed, or "", and the shards that it has, if it writes."""
+
+    error: str = ""
+    written: WrittenShards | None = None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A checkpoint that is being made: what rank 0 commits."""
+
+    directory: Path
+    step: int
+    world: int
+    scalars: dict[str, Any]
+    about: dict[str, Any]
+    keep: int | Retention
+    opens: Callable[[Path], Overlay] = Overlay.created  # makes the file of a shard, on the rank that writes it
+
+    @property
+    def temporary(self) -> Path:
+        """Where it lies until it is complete."""
+        return self.directory / f"step-{self.step}.tmp"
+
+    @property
+    def final(self) -> Path:
+        """Where it lies then."""
+        return self.directory / f"step-{self.step}"
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    pieces: Sequence[Piece],
+    scalars: dict[str, Any],
+    comm: Communicator,
+    keep: int | Retention = 2,
+    *,
+    writers: str = "rank",
+    about: dict[str, Any] | None = None,
+) -> Path:
+    """Save the checkpoint of ``step`` in ``directory`` and return ``directory/step-N``. Collective over ``comm``.
+
+    ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring may be
+    written twice. They are only read, and may change when the call returns. ``scalars`` and ``about`` (JSON values)
+    are taken from rank 0, and so is ``keep``, which checkpoints stay (a number: the newest so many). ``writers``: see
+    `hpcdist.checkpoint.saving.two_phase`. Raises StorageError on all ranks when one of them cannot write; the checkpoints that
+    were there are then untouched.
+    """
+    return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
+
+
+def save_planned(
+    plan: SavePlan, pieces: Sequence[Piece], comm: Communicator, writers: str, kept: IncrementalWriter | None = None
+) -> Path:
+    """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``.
+
+    With ``kept``, where every rank writes, only what has changed since the one before is written.
+    """
+    group = group_of(comm, writers)
+    prepare(plan, group, comm)
+    delivery = GroupGather(group, pieces)
+    if group.writes:
+        outcome = write(plan, group, delivery.slots, delivery.sources(), kept)
+        delivery.end()
+    else:
+        outcome = ShardOutcome(delivery.bring())
+    outcomes = gather(comm, outcome)
+    agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
+    if kept is not None:
+        kept.settle()
+    return plan.final
+
+
+def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
+    """Make the directory that the shards are written to. Collective; raises StorageError on all ranks."""
+    error = lost(plan.directory.parent) if comm.rank == 0 else ""
+    if comm.rank == 0 and not error:
+        try:
+            names.begin(plan.directory, plan.step, shard.directories(group.count))
+        except OSError as failure:
+            error = f"{plan.directory} cannot be written: {failure.strerror or failure}"
+    agree(comm, error)
+
+
+def write(
+    plan: SavePlan,
+    group: WriterGroup,
+    slots: Sequence[Slot],
+    sources: Sequence[BlockSource],
+    kept: IncrementalWriter | None = None,
+) -> ShardOutcome:
+    """Write the shard of ``group``, of what has changed since what is ``kept`` where that is given (local)."""
+    name = shard.file_name(group.index, group.count)
+    about = {"step": plan.step, "rank": group.index}
+    try:
+        if kept is not None:
+            return ShardOutcome("", kept.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens))
+        return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens))
+    except OSError as failure:
+        return ShardOutcome(str(failure))
+
+
+def gather(comm: Communicator, own: ShardOutcome) -> list[ShardOutcome]:
+    """Return what became of each rank's part: all of it on rank 0, which commits, and the errors on the others.
+
+    Collective. Thousands of ranks have millions of entries, which nobody else needs.
+    """
+    data = np.frombuffer(bytearray(msgspec.msgpack.encode(own)), np.uint8)
+    known: list[tuple[str, int]] = comm.allgather_object((own.error, data.size))
+    if comm.rank:
+        comm.send(data, 0)
+        return [ShardOutcome(error) for error, _ in known]
+    outcomes = [own]
+    for peer, (_, size) in enumerate(known[1:], start=1):
+        told = np.empty(size, np.uint8)
+        comm.recv(told, peer)
+        outcomes.append(msgspec.msgpack.decode(told.data, type=ShardOutcome))
+    return outcomes
+
+
+def agree(comm: Communicator, error: str) -> None:
+    """Raise StorageError on every rank when rank 0 has an error. Collective."""
+    error = comm.broadcast_object(error)
+    if error:
+        raise StorageError(f"the checkpoint was not saved: {error}")
+
+
+def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
+    """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local).
+
+    Where the directory was lost to another job, what lies there is that one's.
+    """
+    taken = lost(plan.directory.parent)
+    if taken:
+        return taken
+    error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
+    error = error or _commit(plan, outcomes)
+    if error:
+        names.discard(plan.temporary)
+    return error
+
+
+def _commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
+    shards = [outcome.written for outcome in outcomes if outcome.written is not None]
+    sizes = {name: size for one in shards for name, size in one.files.items()}
+    outside = {name: digest for one in shards for name, digest in one.outside.items()}
+    try:
+        entries = [entry for one in shards for entry in one.entries]
+        made = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
+        unused = tuple(entry for one in shards for entry in one.unused)
+        made = replace(
+            made, index=shard.write_index(plan.temporary, made.pieces, plan.step), outside=outside, unused=unused
+        )
+        names.commit(plan.directory, plan.step, manifest.encode(made), plan.keep)
+    except StorageError as failure:
+        return str(failure)
+    except OSError as failure:
+        return f"{plan.directory} cannot be written: {failure.strerror or failure}"
+    return ""
