@@ -5,7 +5,7 @@
 
 Loads are square waves of 400 W and 70 W, of several periods and duties, and steps of a training, whose forward,
 backward, waiting and update jitter. In each round the sensor begins anywhere in its period. "still" is the load as it
-is, "shifted" the same load with `hpcdist.energy.parttime.Shift` before its steps. Of each load the table has the error
+is, "shifted" the same load with `hpcdist.energy.accounts.part_time_sensor.SensorShift` before its steps. Of each load the table has the error
 of the sum of power x 100 ms, and of the estimate that knows what the job did when: median and worst of all rounds, and
 how many of the estimates were refused because the sensor never saw a part of the step.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.energy import synthetic
-from hpcdist.energy.parttime import Estimate, Sensor, Shift, estimate, naive_j
-from hpcdist.energy.synthetic import Load
+from hpcdist.energy.accounts import synthetic_load
+from hpcdist.energy.accounts.part_time_sensor import EnergyEstimate, PowerSensor, SensorShift, estimate, naive_j
+from hpcdist.energy.accounts.synthetic_load import SyntheticLoad
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 
-SENSOR = Sensor(0.1, 0.025)
+SENSOR = PowerSensor(0.1, 0.025)
 NOISE_W = 3.0
 IDLE_W = 80.0
 PERIODS_MS = (50, 100, 200, 300, 37, 130)
@@ -51,11 +51,11 @@ class Case:
         """So many that they last for ten seconds, and 64 at the least."""
         return max(64, math.ceil(10_000 / self.length_ms))
 
-    def load(self, rng: np.random.Generator, pause_s: Callable[[int], float]) -> Load:
+    def load(self, rng: np.random.Generator, pause_s: Callable[[int], float]) -> SyntheticLoad:
         """Return the load, with pauses before its steps."""
         lengths = np.rint(self.length_ms * 1e6 * (1 + self.jitter * rng.random(self.steps)))
         shares, power_w = np.array(self.shares), np.array(self.power_w)
-        return synthetic.training(shares, power_w, lengths, IDLE_W, pause_s=pause_s)
+        return synthetic_load.training_load(shares, power_w, lengths, IDLE_W, pause_s=pause_s)
 
 
 def cases() -> Iterator[Case]:
@@ -81,9 +81,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def looked_at(load: Load, first_ns: int, rng: np.random.Generator) -> tuple[float, Estimate]:
+def looked_at(load: SyntheticLoad, first_ns: int, rng: np.random.Generator) -> tuple[float, EnergyEstimate]:
     """Return the error of the sum, and the estimate, of what the sensor saw of ``load``."""
-    updates, power_w = synthetic.readings(load, SENSOR, first_ns, rng, NOISE_W)
+    updates, power_w = synthetic_load.readings(load, SENSOR, first_ns, rng, NOISE_W)
     found = estimate(SENSOR, updates, power_w, load.work, load.begin_ns, load.end_ns)
     return naive_j(power_w, SENSOR.update_s) / load.energy_j - 1, found
 
@@ -102,7 +102,7 @@ def measure(case: Case, rounds: int, rng: np.random.Generator) -> tuple[np.ndarr
     errors, doubts = np.full((rounds, 4), math.nan), np.full((rounds, 2), math.nan)
     for turn in range(rounds):
         first_ns = int(rng.integers(0, 10**8))
-        pauses = (still(case), Shift(SENSOR, case.steps).pause_s)
+        pauses = (still(case), SensorShift(SENSOR, case.steps).pause_s)
         for way, pause_s in enumerate(pauses):
             load = case.load(rng, pause_s)
             errors[turn, 2 * way], found = looked_at(load, first_ns, rng)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcdist.arrays.sizes import in_units
 from hpcdist.comm.spans import Spans
-from hpcdist.energy import store
+from hpcdist.energy.monitor import tables as monitor_tables
 from hpcdist.hdf5 import tables
 from hpcdist.telemetry import metrics, observations
 
@@ -98,8 +98,8 @@ def events(steps: int) -> list[SimpleNamespace]:
 def energy(file: h5py.File, rows: int, rng: np.random.Generator) -> None:
     """Put samples of 16 nodes with 4 GPUs each into the file, in the order in which nodes bring them."""
     for name in ("sources", "samples"):
-        if f"{store.GROUP}/{name}" not in file:
-            tables.create(file, f"{store.GROUP}/{name}", store.TABLES[name])
+        if f"{monitor_tables.GROUP}/{name}" not in file:
+            tables.create(file, f"{monitor_tables.GROUP}/{name}", monitor_tables.TABLES[name])
     nodes, gpus = 16, 4
     where = {
         "session": np.zeros(64, np.int64),
@@ -107,13 +107,13 @@ def energy(file: h5py.File, rows: int, rng: np.random.Generator) -> None:
         "source": np.tile(np.arange(gpus), nodes),
     }
     about = {"kind": np.full(64, b"gpu", "S8"), "name": np.array([f"GPU-{n}" for n in range(64)], "S96")}
-    tables.extend(file, f"{store.GROUP}/sources", {**where, **about})
+    tables.extend(file, f"{monitor_tables.GROUP}/sources", {**where, **about})
     each = rows // 64
     times = np.repeat(np.arange(each) * (30 * 86400 * S // each), 64)
     watts = 500 + 50 * rng.random(64 * each)
     samples = {name: np.tile(values, each) for name, values in where.items()}
     samples |= {"t_mono_ns": times, "energy_mj": (watts * times / 1e6).astype(np.int64)}
-    tables.extend(file, f"{store.GROUP}/samples", samples)
+    tables.extend(file, f"{monitor_tables.GROUP}/samples", samples)
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:

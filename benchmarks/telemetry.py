@@ -30,7 +30,7 @@ from hpcdist.cli.words import importable
 from hpcdist.comm import mpirun
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.timing import Timing
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.observers import PhaseTimer
 from hpcdist.telemetry.provenance import provenance
@@ -52,7 +52,7 @@ WATCHED: Final[Mapping[str, tuple[tuple[type, str], ...]]] = {
     "recorder": ((Timing, "begin"), (Timing, "end")),
     "spans": ((PhaseTimer, "done"), (Spans, "add"), (Onlookers, "stepped")),
     "metrics": ((Metrics, "add"), (Metrics, "flush"), (Metrics, "note_clocks"), (Streaming, "stepped")),
-    "windows": ((Monitor, "_look"),),
+    "windows": ((EnergyMonitor, "_look"),),
 }
 SAMPLER: Final = "sampler"
 COMMON: Final = {

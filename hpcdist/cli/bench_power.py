@@ -105,9 +105,9 @@ def command(**options: Any) -> int:
 
 
 def _restore() -> int:
-    from hpcdist.energy import limits, limits_record
+    from hpcdist.energy.power_limits import apply, journal
 
-    return OK if limits.put_back(limits_record.directory(), click.echo) else MISSING_CAPABILITY
+    return OK if apply.put_back(journal.directory(), click.echo) else MISSING_CAPABILITY
 
 
 def _check_shown(shown: Shown) -> None:

@@ -10,8 +10,8 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageErro
 
 if TYPE_CHECKING:  # late at run time: --help must not load what measures
     from hpcdist.bench.power import Axes
-    from hpcdist.energy.limits_knobs import Knob
-    from hpcdist.energy.nvml import Driver
+    from hpcdist.energy.power_limits.devices import DeviceLimit
+    from hpcdist.energy.sources.nvml import NvmlDriver
     from hpcdist.training.recipe import Recipe
 
 GPU: Final = "gpu"
@@ -29,8 +29,8 @@ class Devices:
         self, axes: "Axes", recipe: "Recipe", on: str | None, environment: Mapping[str, str] = os.environ
     ) -> None:
         self.kind = ""
-        self.power: list[Knob] = []
-        self.clocks: list[Knob] = []
+        self.power: list[DeviceLimit] = []
+        self.clocks: list[DeviceLimit] = []
         self._axes, self._recipe, self._on, self._environment = axes, recipe, on, environment
         self._stack = ExitStack()
 
@@ -50,26 +50,27 @@ class Devices:
         self._stack.close()
 
     def _find(self) -> None:
-        from hpcdist.energy import limits_cpu, limits_gpu, nvml
+        from hpcdist.energy.power_limits import devices
+        from hpcdist.energy.sources import nvml
 
         held = self._recipe.run.device == GPU or bool(self._environment.get(nvml.VISIBLE))
         self.kind = self._on or (GPU if held else CPU)
         if self.kind == GPU:
-            driver = self._stack.enter_context(nvml.Driver())
+            driver = self._stack.enter_context(nvml.NvmlDriver())
             uuids = self._uuids(driver)
-            self.power = limits_gpu.gpus(driver, uuids, limits_gpu.GPU_POWER) if self._axes.limits_w else []
-            self.clocks = limits_gpu.gpus(driver, uuids, limits_gpu.GPU_CLOCK) if self._axes.clocks_mhz else []
+            self.power = devices.gpu_limits(driver, uuids, devices.GPU_POWER) if self._axes.limits_w else []
+            self.clocks = devices.gpu_limits(driver, uuids, devices.GPU_CLOCK) if self._axes.clocks_mhz else []
         elif self._axes.clocks_mhz:
             raise UsageError("--clocks are those of GPUs; for processors there is --limits alone")
         else:
-            self.power = list(limits_cpu.packages(Path(self._recipe.energy.powercap)))
+            self.power = list(devices.cpu_limits(Path(self._recipe.energy.powercap)))
 
-    def _uuids(self, driver: "Driver") -> Sequence[str]:
+    def _uuids(self, driver: "NvmlDriver") -> Sequence[str]:
         """Return the GPUs that the trials hold: others may be at work for somebody else."""
-        from hpcdist.energy import nvml
+        from hpcdist.energy.sources import nvml
 
         if nvml.VISIBLE in self._environment:
-            found = nvml.used(driver, None, self._environment)
+            found = nvml.gpus_in_use(driver, None, self._environment)
             if found:
                 return found
             raise UsageError(f"{nvml.VISIBLE}={self._environment[nvml.VISIBLE]} names no GPU whose limits could change")
@@ -87,26 +88,25 @@ class Devices:
         return every
 
     def _check(self) -> None:
-        from hpcdist.energy import limits_knobs
+        from hpcdist.energy.power_limits import devices
 
         for knobs, values in ((self.power, self._axes.limits_w), (self.clocks, self._axes.clocks_mhz)):
             for knob in knobs:
                 for value in values:
-                    limits_knobs.check(knob, value)
+                    devices.check_value(knob, value)
 
     def described(self) -> list[str]:
         """Return a line for each device: what it is at, and what it takes."""
-        from hpcdist.energy.limits_cpu import CpuPower
-        from hpcdist.energy.limits_knobs import ranged
+        from hpcdist.energy.power_limits.devices import CpuPowerLimit, range_text
 
         lines = []
         for knob in (*self.power, *self.clocks):
             allowed, now = knob.allowed(), knob.now()
             here = "clocks as they are" if now is None else f"at {now / knob.per_unit:g} {knob.unit}"
             default = "" if allowed.default is None else f", by default {allowed.default:g} {knob.unit}"
-            window = knob.window_s if isinstance(knob, CpuPower) else None
+            window = knob.window_s if isinstance(knob, CpuPowerLimit) else None
             over = "" if window is None else f", in the mean over {window:.3g} s, and for all that runs on this node"
-            lines.append(f"{knob.name}: {here}, takes {ranged(allowed, knob.unit)}{default}{over}")
+            lines.append(f"{knob.name}: {here}, takes {range_text(allowed, knob.unit)}{default}{over}")
         return lines
 
     def names(self, anonymous: bool) -> str:
@@ -118,19 +118,19 @@ class Devices:
 
     def permitted(self) -> None:
         """Raise MissingCapabilityError, with the cure, where this process may not change the limits."""
-        from hpcdist.energy import limits
+        from hpcdist.energy.power_limits import apply
 
-        limits.permitted([*self.power, *self.clocks])
+        apply.check_permitted([*self.power, *self.clocks])
 
     @contextmanager
     def limited(self, limit_w: float | None, clock_mhz: float | None) -> Iterator[float | None]:
         """Hold the limits inside; yields the least power limit in force, None where no device tells one."""
-        from hpcdist.energy import limits
+        from hpcdist.energy.power_limits import apply
 
         power = [(knob, limit_w) for knob in self.power if limit_w is not None]
         clocks = [(knob, clock_mhz) for knob in self.clocks if clock_mhz is not None]
         if power or clocks:
-            with limits.limited([*power, *clocks]):
+            with apply.limited([*power, *clocks]):
                 yield self.in_force()
         else:
             yield self.in_force()

@@ -48,7 +48,7 @@ def command() -> None:
 def sources(powercap: Path, pm_counters: Path, as_json: bool) -> None:
     """List the energy counters that a training could read here, and why the others cannot be read."""
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.energy.survey import survey  # late: --help must not load numpy
+    from hpcdist.energy.sources.discovery import survey  # late: --help must not load numpy
 
     rows = survey(EnergyConfig(powercap=str(powercap), pm_counters=str(pm_counters)), os.environ)
     if as_json:

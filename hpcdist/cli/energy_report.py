@@ -49,11 +49,11 @@ def command(
     _check(carbon_intensity, carbon_source, carbon_date, carbon)
     # Late: --help must not load numpy.
     from hpcdist.cli.energy_report_figures import Options, figures
-    from hpcdist.energy.accounts import Intensity
+    from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
 
     given = None
     if carbon_intensity is not None:
-        given = Intensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
+        given = CarbonIntensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
     with regular.damage(run_dir, regular.FIGURES):
         found = figures(run_dir, Options(target_loss, pue, given, carbon, price, currency, slurm))
         lines = json.dumps(found) if as_json else "\n".join(text(found))

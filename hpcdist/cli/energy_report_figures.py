@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.batch import forecast, ledger, queue, slurm_energy
-from hpcdist.energy import accounts, activities, history
-from hpcdist.energy.accounts import Intensity, number
+from hpcdist.energy.accounts import energy_metrics, history, phase_shares
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
+from hpcdist.energy.accounts.history import StartHistory
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.history import Start
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.telemetry import metrics
@@ -34,7 +34,7 @@ class Options:
 
     target_loss: float | None = None
     pue: float | None = None
-    intensity: Intensity | None = None
+    intensity: CarbonIntensity | None = None
     forecast: Path | None = None
     price: float | None = None
     currency: str = ""
@@ -68,7 +68,7 @@ def figures(run_dir: Path, options: Options) -> dict[str, Any]:
     seconds = math.fsum(phase["seconds"] for phase in phases.values())
     result = {
         "run_dir": str(run_dir),
-        "energy_j": number(total_j),
+        "energy_j": json_number(total_j),
         "energy_reason": reason,
         "energy_label": (kept or {"joules": {}})["joules"].get("label") or "",
         "by_kind": kept["joules"]["by_kind"] if kept else {},
@@ -78,7 +78,7 @@ def figures(run_dir: Path, options: Options) -> dict[str, Any]:
         "sources": _sources(begun),
         "starts": _starts(begun, found),
         **_rates(phases, found, recipe, since),
-        **accounts.figures(
+        **energy_metrics.figures(
             total_j,
             seconds,
             pue=config.pue,
@@ -131,10 +131,10 @@ def _total(kept: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[flo
 
 
 def _untold(recipe: Recipe | None) -> str:
-    return activities.TOO_SHORT if recipe is not None and recipe.telemetry.trace else activities.UNTOLD
+    return phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
 
 
-def _sources(begun: Sequence[Start]) -> list[dict[str, Any]]:
+def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
     """Return what each source counted in all starts."""
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
     for start in begun:
@@ -144,11 +144,11 @@ def _sources(begun: Sequence[Start]) -> list[dict[str, Any]]:
                 {"node": course.node, "kind": course.kind, "name": course.name, "joules": 0.0, "note": course.note,
                  "declared": course.declared, "counted": course in start.counted},
             )  # fmt: skip
-            row["joules"] = None if row["joules"] is None else number(row["joules"] + course.total_j)
+            row["joules"] = None if row["joules"] is None else json_number(row["joules"] + course.total_j)
     return list(found.values())
 
 
-def _starts(begun: Sequence[Start], found: metrics.Metrics) -> list[dict[str, Any]]:
+def _starts(begun: Sequence[StartHistory], found: metrics.Metrics) -> list[dict[str, Any]]:
     """Return what each start of the run took; steps that were made again later are not in the metrics any more."""
     rows = []
     for start in begun:
@@ -158,9 +158,9 @@ def _starts(begun: Sequence[Start], found: metrics.Metrics) -> list[dict[str, An
                 "start": start.session,
                 "steps": steps,
                 "seconds": start.seconds,
-                "joules": number(start.joules),
-                "average_w": number(start.joules / start.seconds) if start.seconds > 0 else None,
-                "j_per_step": accounts.shared(start.joules, steps),
+                "joules": json_number(start.joules),
+                "average_w": json_number(start.joules / start.seconds) if start.seconds > 0 else None,
+                "j_per_step": energy_metrics.joules_per_part(start.joules, steps),
             }
         )
     return rows
@@ -176,7 +176,7 @@ def _rates(
     if recipe is not None:
         samples = recipe.run.batches.samples_before(last) - recipe.run.batches.samples_before(since)
     tokens = float(found.steps["tokens"][steps > since].sum())
-    return accounts.rates(math.nan if training is None else training, last - since, samples, tokens)
+    return energy_metrics.rates(math.nan if training is None else training, last - since, samples, tokens)
 
 
 def _moments(found: metrics.Metrics) -> np.ndarray:
@@ -190,30 +190,30 @@ def _moments(found: metrics.Metrics) -> np.ndarray:
     return moments
 
 
-def _target(target: float, found: metrics.Metrics, begun: Sequence[Start]) -> dict[str, Any]:
+def _target(target: float, found: metrics.Metrics, begun: Sequence[StartHistory]) -> dict[str, Any]:
     if "step_s" not in found.steps:
         return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
     moments, session = _moments(found), found.steps["session"]
-    joules = history.across(begun, session, moments)
+    joules = history.joules_at(begun, session, moments)
     before = 0.0
     seconds = moments.copy()
     for number_of in np.unique(session):
         own = session == number_of
         seconds[own] += before
         before += float(moments[own].max())
-    reached = accounts.to_target(target, found.steps["step"], found.steps["loss"], seconds, joules)
+    reached = energy_metrics.to_target(target, found.steps["step"], found.steps["loss"], seconds, joules)
     return {
         "loss": target,
-        "step": number(reached.step),
-        "seconds": number(reached.seconds),
-        "joules": number(reached.joules),
+        "step": json_number(reached.step),
+        "seconds": json_number(reached.seconds),
+        "joules": json_number(reached.joules),
         "reason": reached.reason or None,
     }
 
 
 def _intensity(
-    run_dir: Path, options: Options, config: EnergyConfig, begun: Sequence[Start]
-) -> tuple[Intensity, str | None]:
+    run_dir: Path, options: Options, config: EnergyConfig, begun: Sequence[StartHistory]
+) -> tuple[CarbonIntensity, str | None]:
     """Return the carbon intensity that counts, and why a forecast cannot tell it."""
     if options.forecast is None:
         return options.intensity or intensity(config), None
@@ -224,21 +224,21 @@ def _intensity(
     except (OSError, ValueError, TypeError):
         began = []
     if not begun or len(began) <= max(start.session for start in begun):
-        return Intensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
+        return CarbonIntensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
     pieces = []
     for start in begun:
         grid = np.linspace(0.0, start.seconds, PIECES + 1)
         at = began[start.session] + grid
         pieces.append((at[:-1], at[1:], np.diff(start.until(grid))))
     begins, ends, joules = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    mean, low, high = accounts.over_time(edges, np.array(table.g_per_kwh), begins, ends, joules)
+    mean, low, high = energy_metrics.over_time(edges, np.array(table.g_per_kwh), begins, ends, joules)
     if math.isnan(mean):
-        return Intensity(), (
+        return CarbonIntensity(), (
             f"{options.forecast} covers {table.begin.isoformat()} to {table.end.isoformat()}, and the run was measured "
             f"from {_utc(begins.min())} to {_utc(ends.max())}, or not all of its joules are known"
         )
     date = f"{_utc(begins.min())} to {_utc(ends.max())}"
-    return Intensity(mean, str(options.forecast), date, low, high), None
+    return CarbonIntensity(mean, str(options.forecast), date, low, high), None
 
 
 def _utc(seconds: float) -> str:
@@ -254,5 +254,5 @@ def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
     energy = slurm_energy.of_rows(rows)
     if energy.known is None:
         return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": why or energy.lacking}
-    ratio = number(energy.known / total_j)
+    ratio = json_number(energy.known / total_j)
     return {"energy_j": energy.known, "ratio": ratio, "jobs": jobs, "reason": energy.lacking or None}

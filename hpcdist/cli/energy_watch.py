@@ -18,7 +18,7 @@ from hpcdist.energy.config import PM_COUNTERS, POWERCAP
 from hpcdist.errors import INTERRUPTED, OK, STORAGE
 
 if TYPE_CHECKING:
-    from hpcdist.energy.watch import Moment, Watch
+    from hpcdist.energy.monitor.watch import EnergyWatch, WatchInterval
 
 EVERY_S: Final = 1.0
 MOST_SOURCES: Final = 4  # on a line; of more, kinds are shown
@@ -64,10 +64,10 @@ def command(
     those of whole devices: what others do on this machine meanwhile is in them too.
     """
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.energy.watch import Watch  # late: --help must not load numpy
+    from hpcdist.energy.monitor.watch import EnergyWatch  # late: --help must not load numpy
 
     config = EnergyConfig(interval_s=interval, powercap=str(powercap), pm_counters=str(pm_counters))
-    watch = Watch(config, output)
+    watch = EnergyWatch(config, output)
     screen = _Screen(to_stderr=bool(arguments), quiet=as_json)
     screen.begin(watch)
     code = _around(watch, arguments, seconds, screen) if arguments else _until(watch, seconds, screen)
@@ -86,7 +86,7 @@ class _Screen:
         self._renews = (sys.stderr if to_stderr else sys.stdout).isatty()
         self._shown = False
 
-    def begin(self, watch: "Watch") -> None:
+    def begin(self, watch: "EnergyWatch") -> None:
         """Tell what is measured, and what is not."""
         if self._quiet:
             return
@@ -96,7 +96,7 @@ class _Screen:
         for kind, reason in watch.missing().items():
             click.echo(f"{kind:5} not measured: {reason}", err=self._err)
 
-    def moment(self, found: "Moment") -> None:
+    def moment(self, found: "WatchInterval") -> None:
         """Show the watts of a moment."""
         if self._quiet:
             return
@@ -115,7 +115,7 @@ class _Screen:
         click.echo(text, err=self._err)
 
 
-def _until(watch: "Watch", seconds: float | None, screen: _Screen) -> int:
+def _until(watch: "EnergyWatch", seconds: float | None, screen: _Screen) -> int:
     """Watch for so many ``seconds``, or until a signal; that is how a watch without an end is meant to end."""
     with _signals() as caught:
         limit = math.inf if seconds is None else time.monotonic() + seconds
@@ -123,7 +123,7 @@ def _until(watch: "Watch", seconds: float | None, screen: _Screen) -> int:
     return INTERRUPTED if caught and seconds is not None else OK
 
 
-def _around(watch: "Watch", arguments: Sequence[str], seconds: float | None, screen: _Screen) -> int:
+def _around(watch: "EnergyWatch", arguments: Sequence[str], seconds: float | None, screen: _Screen) -> int:
     """Run a command, stop it after so many ``seconds``, and return its exit code."""
     with _signals() as caught:
         try:
@@ -153,7 +153,7 @@ def _around(watch: "Watch", arguments: Sequence[str], seconds: float | None, scr
     return child.returncode if child.returncode >= 0 else SIGNALLED - child.returncode
 
 
-def _pass(watch: "Watch", screen: _Screen, over: Callable[[], bool], limit: float) -> None:
+def _pass(watch: "EnergyWatch", screen: _Screen, over: Callable[[], bool], limit: float) -> None:
     """Show a moment a second until it is ``over``, of which the monotonic time ``limit`` is known before."""
     next_s = time.monotonic() + EVERY_S
     while not over():
@@ -179,7 +179,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _line(found: "Moment") -> str:
+def _line(found: "WatchInterval") -> str:
     shown = found.watts if len(found.watts) <= MOST_SOURCES else found.by_kind
     watts = [f"{_short(name)} {_watts(value)}" for name, value in shown.items()]
     shares = [(name, found.utilisation.get(key, math.nan)) for name, key in SHARES]

@@ -62,7 +62,7 @@ def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
     """Return what makes kWh, emissions and costs of joules, as the recipe says."""
-    from hpcdist.energy import accounts
+    from hpcdist.energy.accounts import energy_metrics
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.training import recipe as recipes
     from hpcdist.training.energy_summary import intensity
@@ -71,7 +71,7 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
         config = recipes.load_stored(run_dir / "recipe.toml").energy
     except HpcdistError:
         config = EnergyConfig()
-    return lambda joules, seconds: accounts.figures(
+    return lambda joules, seconds: energy_metrics.figures(
         joules,
         seconds,
         pue=config.pue,

@@ -1,8 +1,8 @@
-"""From what each node counted to the joules of a job. Pure: no sensor, no message.
+"""Report of a job's joules, merged from what each node counted. Pure: no sensor, no message.
 
 A kind (gpu, cpu, dram) enters the total when it was read on every node; where it was read on some nodes only, or the
 job cannot do without it, the total is NaN, with the reason. What no node can read is left out and listed. Missing is
-never zero. Where every node has a counter of all that is in it (kind "node"), that is the total, and the others are
+never zero. Where every node has a counter of the whole node (kind "node"), that is the total, and the others are
 parts of it: shown, and not added once more.
 """
 
@@ -15,13 +15,13 @@ UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
 NODE: Final = "node"  # the kind of a counter that includes the others
 NO_SOURCE: Final = "no source can be read"
 DECLARED: Final = "declared model, not measured"
-EARLIER: Final = "an earlier start of this run: "
-MOST: Final = 1e30  # joules or seconds that nobody has
-REASONS: Final = 4  # a job of a thousand nodes names the first ones
+EARLIER_START: Final = "an earlier start of this run: "
+MAX_AMOUNT: Final = 1e30  # joules or seconds that nobody has
+MAX_REASONS: Final = 4  # a job of a thousand nodes names the first ones
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceResult:
     """What became of one source: ``trouble`` is what it has to say about failed reads.
 
     ``note`` says what is special about it (shared by ranks, in MIG mode, integrated power), ``declared`` that its
@@ -38,7 +38,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class NodeContribution:
     """What one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source.
 
     ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: nobody
@@ -46,7 +46,7 @@ class Contribution:
     """
 
     node: int
-    sources: Sequence[Source] = ()
+    sources: Sequence[SourceResult] = ()
     phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     totals_mj: Sequence[float] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Contribution:
     sampled_s: float = math.nan
 
 
-def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the report of a job; ``earlier`` is the `state` of the starts of this run before this one.
 
     ``energy_j`` (NaN: not known, see ``reason``), the same ``by_kind`` and by ``phases`` (joules, seconds of the
@@ -87,7 +87,7 @@ def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = Non
     }
 
 
-def counted(nodes: Sequence[Contribution]) -> list[str]:
+def counted(nodes: Sequence[NodeContribution]) -> list[str]:
     """Return the kinds that enter the total of a job, in order."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
@@ -95,7 +95,7 @@ def counted(nodes: Sequence[Contribution]) -> list[str]:
     return sorted(found - {NODE})
 
 
-def _parts(nodes: Sequence[Contribution], kinds: Sequence[str]) -> dict[str, float]:
+def _parts(nodes: Sequence[NodeContribution], kinds: Sequence[str]) -> dict[str, float]:
     """Return the joules by kind of what a counter of whole nodes includes."""
     if list(kinds) != [NODE]:
         return {}
@@ -103,12 +103,12 @@ def _parts(nodes: Sequence[Contribution], kinds: Sequence[str]) -> dict[str, flo
     return {kind: _total(nodes, kind, None)[0] for kind in others}
 
 
-def _label(nodes: Sequence[Contribution], kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> str:
+def _label(nodes: Sequence[NodeContribution], kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> str:
     declared = any(source.declared and source.kind in kinds for node in nodes for source in node.sources)
     return DECLARED if declared or (earlier or {}).get("label") else ""
 
 
-def _sampler_share(nodes: Sequence[Contribution]) -> float:
+def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
     shares = [
         node.sampler_s / node.sampled_s for node in nodes if node.sampled_s > 0 and not math.isnan(node.sampler_s)
     ]
@@ -162,7 +162,7 @@ def amount(value: Any, what: str, *, may_lack: bool = False) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{what} is {str(value)[:40]!r}, expected a number")
-    if not abs(value) < MOST:
+    if not abs(value) < MAX_AMOUNT:
         raise ValueError(f"{what} is {str(value)[:40]}, which cannot be")
     return float(value)
 
@@ -180,7 +180,7 @@ def _plain(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _missing(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
+def _missing(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[str]:
     """Return which nodes lack a kind that the total needs."""
     return [
         f"node {node.node} has no {kind}: {node.missing.get(kind, 'it was not looked for')}"
@@ -195,13 +195,15 @@ def _mismatch(kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> list[s
     if earlier is None:
         return []
     if earlier["reason"] is not None:
-        return [EARLIER + earlier["reason"].removeprefix(EARLIER)]
+        return [EARLIER_START + earlier["reason"].removeprefix(EARLIER_START)]
     if sorted(earlier["by_kind"]) == list(kinds):
         return []
-    return [f"{EARLIER}measured {', '.join(sorted(earlier['by_kind']))}, and this one {', '.join(kinds) or 'nothing'}"]
+    return [
+        f"{EARLIER_START}measured {', '.join(sorted(earlier['by_kind']))}, and this one {', '.join(kinds) or 'nothing'}"
+    ]
 
 
-def _total(nodes: Sequence[Contribution], kind: str, earlier: Mapping[str, Any] | None) -> tuple[float, list[str]]:
+def _total(nodes: Sequence[NodeContribution], kind: str, earlier: Mapping[str, Any] | None) -> tuple[float, list[str]]:
     """Return the joules of a kind in all windows, and why they are not known."""
     joules, reasons = [], []
     for node in nodes:
@@ -217,7 +219,7 @@ def _total(nodes: Sequence[Contribution], kind: str, earlier: Mapping[str, Any] 
 
 
 def _phase(
-    nodes: Sequence[Contribution],
+    nodes: Sequence[NodeContribution],
     name: str,
     kinds: Sequence[str],
     troubles: Sequence[str],
@@ -239,7 +241,7 @@ def _phase(
     if before is not None:
         seconds, windows = seconds + before["seconds"], windows + before["windows"]
         if before["joules"] is None:
-            reasons.append(f"{EARLIER}{name} is not known")
+            reasons.append(f"{EARLIER_START}{name} is not known")
         else:
             joules.append(before["joules"])
     if not kinds:
@@ -248,7 +250,7 @@ def _phase(
     return {"joules": known, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
 
 
-def _doubts(node: Contribution, source: Source, mj: float, shortest_s: float, phase: str) -> list[str]:
+def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s: float, phase: str) -> list[str]:
     """Return why ``mj`` of a source cannot be believed; ``shortest_s`` is the shortest window it comes from."""
     at = f"node {node.node}, {source.name}"
     if math.isnan(mj):
@@ -261,7 +263,7 @@ def _doubts(node: Contribution, source: Source, mj: float, shortest_s: float, ph
     return []
 
 
-def _excluded(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
+def _excluded(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[str]:
     """Return the kinds that are in no total, each with its reasons and the nodes that have them."""
     places: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
@@ -270,12 +272,12 @@ def _excluded(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
                 places.setdefault((kind, reason), []).append(node.node)
     found = []
     for (kind, reason), where in places.items():
-        some = ", ".join(map(str, where[:REASONS])) + (", ..." if len(where) > REASONS else "")
+        some = ", ".join(map(str, where[:MAX_REASONS])) + (", ..." if len(where) > MAX_REASONS else "")
         found.append(f"{kind} (node {some}): {reason}")
     return found
 
 
-def _row(node: Contribution, index: int, source: Source, kinds: Sequence[str]) -> dict[str, Any]:
+def _row(node: NodeContribution, index: int, source: SourceResult, kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "node": node.node,
         "name": source.name,
@@ -290,11 +292,11 @@ def _row(node: Contribution, index: int, source: Source, kinds: Sequence[str]) -
 
 def _joined(reasons: Sequence[str]) -> str | None:
     """Return the first reasons as one text, in which an earlier start repeats none of them; None for none."""
-    before = [reason for reason in reasons if reason.startswith(EARLIER)]
+    before = [reason for reason in reasons if reason.startswith(EARLIER_START)]
     own = [reason for reason in dict.fromkeys(reasons) if reason not in before]
-    if before == [EARLIER + "; ".join(own)]:
+    if before == [EARLIER_START + "; ".join(own)]:
         before = []
     different = [*before, *(reason for reason in own if not any(reason in told for told in before))]
-    if len(different) > REASONS:
-        different = [*different[:REASONS], f"and {len(different) - REASONS} more reasons"]
+    if len(different) > MAX_REASONS:
+        different = [*different[:MAX_REASONS], f"and {len(different) - MAX_REASONS} more reasons"]
     return "; ".join(different) or None

@@ -136,7 +136,7 @@ def _courses(path: Path) -> tuple[dict[str, Course], bool]:
 
 
 def courses(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, Course]:
-    """Return the course of each kind from samples and sources as `hpcdist.energy.store` keeps them."""
+    """Return the course of each kind from samples and sources as `hpcdist.energy.monitor.tables` keeps them."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")

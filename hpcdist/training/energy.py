@@ -19,15 +19,15 @@ from hpcdist.arrays import device
 from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.machine import boot_id
-from hpcdist.energy import activities
 from hpcdist.energy import report as reports
-from hpcdist.energy.accounts import number
-from hpcdist.energy.attribution import Attribution, Counted
-from hpcdist.energy.monitor import Monitor
-from hpcdist.energy.parttime import Sensor, sensor_of
-from hpcdist.energy.sampler import Intervals
-from hpcdist.energy.sources import claim
-from hpcdist.energy.store import NodeRows
+from hpcdist.energy.accounts import phase_shares
+from hpcdist.energy.accounts.attribution import Attribution, CounterSamples
+from hpcdist.energy.accounts.energy_metrics import json_number
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor, sensor_of
+from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor.sampler import SourceSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.sources.discovery import claim_gpus
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.training.energy_summary import described, energy_attributes, summary
@@ -58,7 +58,7 @@ class Energy:
         on_gpu = recipe.run.device == "gpu"
         # No deadline of its own: what a training waits for has one already.
         self.monitor = (
-            Monitor(
+            EnergyMonitor(
                 comm,
                 recipe.energy,
                 bus_id=device.bus_id(),
@@ -67,7 +67,7 @@ class Energy:
                 deadline_s=math.inf,
             )
             if on_gpu
-            else Monitor(comm, recipe.energy, host=host, deadline_s=math.inf)
+            else EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf)
         )
         self._comm, self._recipe = comm, recipe
         self._spans = spans
@@ -122,24 +122,24 @@ class Energy:
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
-        own = () if bus_id is None else claim(self._recipe.energy, bus_id, os.environ).gpus
+        own = () if bus_id is None else claim_gpus(self._recipe.energy, bus_id, os.environ).gpus
         for rank, gpus in enumerate(self._node.allgather_object(own)):
             for gpu in gpus:
                 self._users[gpu] = (*self._users.get(gpu, ()), rank)
         if self._node.rank == 0:
             self._attribution = Attribution(self._sensor)
 
-    def _sensor(self, name: str, kind: str) -> Sensor:
+    def _sensor(self, name: str, kind: str) -> PowerSensor:
         """Return the sensor behind a source of this node."""
         track = next(track for track in self.monitor.sampler.tracks if (track.name, track.kind) == (name, kind))
         if kind != "gpu":
-            return Sensor(0.1, 0.1).paced(track.pace.update_s)
+            return PowerSensor(0.1, 0.1).paced(track.pace.update_s)
         known = sensor_of(track.about.model, track.about.power_field if "integrated" in track.about.note else "")
         window_s = self._recipe.energy.sensor_window_s
         paced = known.paced(track.pace.update_s)
-        return Sensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
+        return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
-    def part_time_sensor(self) -> Sensor | None:
+    def part_time_sensor(self) -> PowerSensor | None:
         """Return the sensor of this node's sources that looks for the smallest part of the time (local).
 
         None where all look all of the time, and on ranks that read none.
@@ -182,7 +182,7 @@ class Energy:
         return {
             "since_step": self._since_step,
             "joules": joules,
-            "activities": activities.state(self._activities(joules, final=False)),
+            "activities": phase_shares.activities_state(self._activities(joules, final=False)),
         }
 
     def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
@@ -190,15 +190,17 @@ class Energy:
         own = [] if self._attribution is None else self._attribution.rows(final=final)
         models = {track.name for track in self.monitor.sampler.tracks if track.about.declared}
         for phase in [phase for row in own if row["name"] in models for phase in row["activities"].values()]:
-            phase["reason"] = activities.MODEL
+            phase["reason"] = phase_shares.MODEL_REASON
         everywhere = [row for rows in self._comm.allgather_object(own) for row in rows]
         now_j = _training_j(joules)
         if now_j is None or self._before_j is None:
             reason = joules["reason"] or "the energy of training is not known"
-            return activities.of_job(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
+            return phase_shares.job_activities(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
         told = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
-        reason = activities.MODEL if told and all(why == activities.MODEL for why in told) else None
-        return activities.of_job(everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before)
+        reason = phase_shares.MODEL_REASON if told and all(why == phase_shares.MODEL_REASON for why in told) else None
+        return phase_shares.job_activities(
+            everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before
+        )
 
     def note(self) -> dict[str, Any]:
         """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
@@ -224,7 +226,11 @@ class Energy:
         """
         report = self.monitor.report()
         told = self._activities({**report, **_plain(report)}, final=True)
-        kept = {"since_step": self._since_step, "joules": reports.state(report), "activities": activities.state(told)}
+        kept = {
+            "since_step": self._since_step,
+            "joules": reports.state(report),
+            "activities": phase_shares.activities_state(told),
+        }
         self._write(kept)
         batches = self._recipe.run.batches
         samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
@@ -240,14 +246,14 @@ def _training_j(joules: Mapping[str, Any]) -> float | None:
 
 def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the phases of a report as a state has them."""
-    return {"phases": {name: {"joules": number(phase["joules"])} for name, phase in report["phases"].items()}}
+    return {"phases": {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}}
 
 
-def _counted(source: Intervals, ranks: tuple[int, ...] | None) -> Counted:
+def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSamples:
     """Return the samples of a source that ``ranks`` use (None: all), less what went unknown in gaps."""
     used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
     used[1:][~source.known] = 0
-    return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
+    return CounterSamples(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
 def usable(record: Any) -> dict[str, Any]:
@@ -260,7 +266,7 @@ def usable(record: Any) -> dict[str, Any]:
     return {
         "since_step": reports.whole(record.get("since_step"), "since_step"),
         "joules": reports.restored(record.get("joules")),
-        "activities": activities.restored(record.get("activities") or {}),
+        "activities": phase_shares.restored_activities(record.get("activities") or {}),
     }
 
 

@@ -4,17 +4,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdist.energy import accounts, activities
-from hpcdist.energy.accounts import Intensity, number
+from hpcdist.energy.accounts import energy_metrics, phase_shares
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.report import NO_SOURCE
 
 
-def intensity(config: EnergyConfig) -> Intensity:
+def intensity(config: EnergyConfig) -> CarbonIntensity:
     """Return the carbon intensity that a recipe has, if it has one."""
     if not config.carbon_g_per_kwh:
-        return Intensity()
-    return Intensity(config.carbon_g_per_kwh, config.carbon_source, config.carbon_date)
+        return CarbonIntensity()
+    return CarbonIntensity(config.carbon_g_per_kwh, config.carbon_source, config.carbon_date)
 
 
 def summary(
@@ -32,8 +32,8 @@ def summary(
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
-    told = told or {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}, "unknown": activities.UNTOLD}
-    meaning = accounts.figures(
+    told = told or {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}, "unknown": phase_shares.NO_SPANS}
+    meaning = energy_metrics.figures(
         report["energy_j"],
         math.fsum(phase["seconds"] for phase in phases.values()),
         pue=config.pue,
@@ -42,27 +42,27 @@ def summary(
         currency=config.currency,
     )
     return {
-        "energy_j": number(report["energy_j"]),
+        "energy_j": json_number(report["energy_j"]),
         "energy_reason": report["reason"],
         "energy_label": report["label"],
-        "energy_j_by_phase": {name: number(phase["joules"]) for name, phase in phases.items()},
+        "energy_j_by_phase": {name: json_number(phase["joules"]) for name, phase in phases.items()},
         "energy_reason_by_phase": {name: phase["reason"] for name, phase in phases.items() if phase["reason"]},
         "seconds_by_phase": {name: phase["seconds"] for name, phase in phases.items()},
-        "energy_j_by_activity": {name: number(joules) for name, joules in told["joules"].items()},
-        "energy_error_j_by_activity": {name: number(joules) for name, joules in told["error_j"].items()},
+        "energy_j_by_activity": {name: json_number(joules) for name, joules in told["joules"].items()},
+        "energy_error_j_by_activity": {name: json_number(joules) for name, joules in told["error_j"].items()},
         "seconds_by_activity": dict(told["seconds"]),
         "energy_reason_by_activity": dict(told["reason"]),
         "energy_activity_reason": told["unknown"],
-        "energy_j_by_kind": {kind: number(joules) for kind, joules in report["by_kind"].items()},
-        "energy_parts_j_by_kind": {kind: number(joules) for kind, joules in report["parts"].items()},
+        "energy_j_by_kind": {kind: json_number(joules) for kind, joules in report["by_kind"].items()},
+        "energy_parts_j_by_kind": {kind: json_number(joules) for kind, joules in report["parts"].items()},
         "energy_not_included": report["not_included"],
         "energy_sources": [
-            {**source, "joules": number(source["joules"]), "update_s": number(source["update_s"])}
+            {**source, "joules": json_number(source["joules"]), "update_s": json_number(source["update_s"])}
             for source in report["sources"]
         ],
-        **accounts.rates(training, steps, samples, tokens),
+        **energy_metrics.rates(training, steps, samples, tokens),
         **meaning,
-        "energy_sampler_share": number(report["sampler_share"]),
+        "energy_sampler_share": json_number(report["sampler_share"]),
     }
 
 

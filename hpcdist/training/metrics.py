@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcdist.comm.clocks import Clocks
 from hpcdist.comm.communicator import Communicator
-from hpcdist.energy import store
+from hpcdist.energy.monitor import tables
 from hpcdist.telemetry import clocks, loss_scales, observations, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
@@ -70,7 +70,7 @@ class Metrics:
         nodes = self._energy.collect()
         self._streaming.gather(self._energy.monitor, self._energy.note())
         if self._writer is not None:
-            self._publish(self._writer, *([lambda file, session: store.append(file, session, nodes)] if nodes else []))
+            self._publish(self._writer, *([lambda file, session: tables.append(file, session, nodes)] if nodes else []))
         self._flushed = time.monotonic()
         self._costs_s.append(self._flushed - begun)
 

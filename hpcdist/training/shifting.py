@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hpcdist.comm.spans import SpanSink, now_ns
-from hpcdist.energy.parttime import Sensor, Shift
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
 
 STEPS: Final = 64  # in so many, all positions are seen equally often; they wait for less than one update together
 NAME: Final = "shift"  # of the spans
@@ -22,16 +22,16 @@ class Shifting:
     ``sensor`` returns the sensor in question, None while there is none that looks part of the time.
     """
 
-    def __init__(self, sensor: Callable[[], Sensor | None], spans: SpanSink) -> None:
+    def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
         self._sensor, self._spans = sensor, spans
-        self._shift: Shift | None = None
+        self._shift: SensorShift | None = None
         self._left = 0
 
     def wait(self, step: int) -> None:
         """Wait until ``step`` should begin."""
         if not self._left:
             sensor = self._sensor()  # its pace may be known better by now
-            self._shift = None if sensor is None else Shift(sensor, STEPS)
+            self._shift = None if sensor is None else SensorShift(sensor, STEPS)
             self._left = STEPS
         self._left -= 1
         if self._shift is None:

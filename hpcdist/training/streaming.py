@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import catalogue, jobs
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
@@ -137,7 +137,7 @@ class Streaming:
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
-    def gather(self, monitor: Monitor, energy: Mapping[str, Any]) -> None:
+    def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
         """Bring together what ranks have counted since the start. Collective.
 
         ``monitor`` has just collected, and ``energy`` is the state of the energy of the run.

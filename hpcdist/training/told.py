@@ -4,16 +4,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdist.energy import accounts
-from hpcdist.energy.accounts import Intensity
+from hpcdist.energy.accounts import energy_metrics
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.derived import energy_per_token
 
 
 def told(
-    monitor: Monitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
+    monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
     """Return figures by kind of event, from what was collected and the ``state`` of the energy of the run (local).
 
@@ -27,7 +27,7 @@ def told(
     if training is not None:
         energy["energy_per_token_joules"] = energy_per_token(training, tokens)
     if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
-        emitted = accounts.emissions(sum(by_kind.values()), config.pue, Intensity(config.carbon_g_per_kwh))
+        emitted = energy_metrics.emissions(sum(by_kind.values()), config.pue, CarbonIntensity(config.carbon_g_per_kwh))
         energy["emissions_grams_total"] = emitted.grams
     busy = {catalogue.key("utilisation_ratio", name): share for name, share in monitor.utilisation().items()}
     busy |= {catalogue.key("network_bytes_total", way): count for way, count in monitor.network().items()}

@@ -11,9 +11,8 @@ from types import ModuleType
 import pytest
 
 from hpcdist.arrays import device
-from hpcdist.energy import nvml
-from hpcdist.energy.counters import Track
-from hpcdist.energy.integrated import Integrated
+from hpcdist.energy.sources import nvml
+from hpcdist.energy.sources.counters import CounterReader, IntegratedPower
 from hpcdist.errors import MissingCapabilityError
 
 WATCHED_S = 60.0
@@ -22,26 +21,26 @@ APART = 0.05
 
 
 @pytest.fixture
-def driver() -> Iterator[nvml.Driver]:
+def driver() -> Iterator[nvml.NvmlDriver]:
     """The real driver; a container may have a GPU and not its library for measuring."""
     try:
-        opened = nvml.Driver()
+        opened = nvml.NvmlDriver()
     except MissingCapabilityError as error:
         pytest.skip(str(error))
     with opened:
         yield opened
 
 
-def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driver: nvml.Driver) -> None:
+def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driver: nvml.NvmlDriver) -> None:
     """Of a GPU that multiplies without a pause: a load that a sensor which looks part of the time sees well."""
     uuid = driver.at(device.bus_id())
     counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
-    if not sensor.field or isinstance(counter, Integrated):
+    if not sensor.field or isinstance(counter, IntegratedPower):
         pytest.skip(f"{counter.about.model} has no counter of energy, or tells no power")
-    power = Integrated(uuid, "gpu", sensor.power_mw, counter.about, EVERY_S)
+    power = IntegratedPower(uuid, "gpu", sensor.power_mw, counter.about, EVERY_S)
     one = cupy.random.random((4096, 4096), dtype=cupy.float32)
     other = cupy.empty_like(one)
-    counted, integrated, began_s = Track(counter), Track(power), time.monotonic()
+    counted, integrated, began_s = CounterReader(counter), CounterReader(power), time.monotonic()
     first_mj = then_mj = None
     while time.monotonic() - began_s < WATCHED_S:
         cupy.matmul(one, one, out=other)
@@ -60,7 +59,7 @@ def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driv
     assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory()[0] <= sensor.memory()[1]
 
 
-def test_the_command_line_finds_it(driver: nvml.Driver) -> None:
+def test_the_command_line_finds_it(driver: nvml.NvmlDriver) -> None:
     uuid = driver.at(device.bus_id())
     line = [sys.executable, "-m", "hpcdist", "energy", "sources", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True, env=dict(os.environ))

@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.arrays.ledger import CATEGORIES
 from hpcdist.batch import resources
-from hpcdist.energy.utilisation import SHARES
+from hpcdist.energy.sources.utilisation import SHARES
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.anomalies import KINDS
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES

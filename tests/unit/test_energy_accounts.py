@@ -6,68 +6,68 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy import accounts
-from hpcdist.energy.accounts import Intensity
+from hpcdist.energy.accounts import energy_metrics
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
 
 
 def test_emissions_are_kwh_times_pue_times_intensity(rng):
     energy_j, pue, grams = rng.uniform(1e3, 1e12), rng.uniform(1, 2), rng.uniform(5, 900)
-    intensity = Intensity(grams, "grid operator", "2025", 0.8 * grams, 1.5 * grams)
-    found = accounts.emissions(energy_j, pue, intensity)
+    intensity = CarbonIntensity(grams, "grid operator", "2025", 0.8 * grams, 1.5 * grams)
+    found = energy_metrics.emissions(energy_j, pue, intensity)
     assert found.grams == pytest.approx(energy_j / 3.6e6 * pue * grams) and not found.reason
     assert (found.low, found.high) == (pytest.approx(0.8 * found.grams), pytest.approx(1.5 * found.grams))
-    assert accounts.emissions(3.6e6, 1.0, Intensity(100.0)).low == 100
+    assert energy_metrics.emissions(3.6e6, 1.0, CarbonIntensity(100.0)).low == 100
 
 
 def test_nothing_is_zero_that_is_not_known():
-    figures = accounts.figures(math.nan, 10.0)
+    figures = energy_metrics.figures(math.nan, 10.0)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert figures["emissions_g"] is figures["energy_kwh"] is figures["energy_delay_product_js"] is None
     assert figures["emissions_reason"] == "the energy is not known"
-    figures = accounts.figures(7.2e6, 100.0, pue=1.5)
+    figures = energy_metrics.figures(7.2e6, 100.0, pue=1.5)
     assert figures["energy_kwh"] == 2 and figures["facility_kwh"] == 3 and figures["average_w"] == 72e3
     assert figures["emissions_g"] is None and "energy.carbon_g_per_kwh" in figures["emissions_reason"]
     assert figures["cost"] is None and "price" in figures["cost_reason"]
     assert (figures["energy_delay_product_js"], figures["energy_delay_squared_js2"]) == (7.2e8, 7.2e10)
-    figures = accounts.figures(
-        7.2e6, 100.0, pue=1.5, intensity=Intensity(50.0, "s", "d"), price_per_kwh=0.2, currency="E"
+    figures = energy_metrics.figures(
+        7.2e6, 100.0, pue=1.5, intensity=CarbonIntensity(50.0, "s", "d"), price_per_kwh=0.2, currency="E"
     )
     assert figures["cost"] == pytest.approx(0.6) and figures["emissions_g"] == 150 and figures["cost_reason"] is None
     assert (figures["carbon_source"], figures["carbon_date"], figures["currency"]) == ("s", "d", "E")
 
 
 def test_rates_need_something_to_share():
-    assert accounts.rates(90.0, 30, 60, math.nan) == {"j_per_step": 3.0, "j_per_sample": 1.5, "j_per_token": None}
-    assert accounts.rates(math.nan, 30, 0, 90) == dict.fromkeys(("j_per_step", "j_per_sample", "j_per_token"))
+    assert energy_metrics.rates(90.0, 30, 60, math.nan) == {"j_per_step": 3.0, "j_per_sample": 1.5, "j_per_token": None}
+    assert energy_metrics.rates(math.nan, 30, 0, 90) == dict.fromkeys(("j_per_step", "j_per_sample", "j_per_token"))
 
 
 def test_an_intensity_over_time_is_weighted_with_the_joules(rng):
     """Half of the joules in an hour at 100 g, the others half and half at 100 and 400."""
     edges, grams = np.array([0.0, 3600, 7200, 10800]), np.array([100.0, 400, 900])
-    mean, low, high = accounts.over_time(
+    mean, low, high = energy_metrics.over_time(
         edges, grams, np.array([0, 1800]), np.array([1800, 5400]), np.array([5.0, 5.0])
     )
     assert mean == pytest.approx(0.5 * 100 + 0.5 * 250) and (low, high) == (100, 400)
     grid = np.sort(rng.uniform(0, 10800, 50))
     joules = rng.uniform(0, 1, 49)
-    mean, _, _ = accounts.over_time(edges, grams, grid[:-1], grid[1:], joules)
+    mean, _, _ = energy_metrics.over_time(edges, grams, grid[:-1], grid[1:], joules)
     fine = np.linspace(0, 1, 2001)[:-1] + 0.00025
     expected = sum(
         j * grams[np.searchsorted(edges, a + fine * (b - a)) - 1].mean()
         for a, b, j in zip(grid[:-1], grid[1:], joules, strict=True)
     )
     assert mean == pytest.approx(expected / joules.sum(), rel=1e-3)
-    assert math.isnan(accounts.over_time(edges, grams, np.array([-1]), np.array([5]), np.array([1.0]))[0])
-    assert math.isnan(accounts.over_time(edges, grams, np.array([5]), np.array([10801]), np.array([1.0]))[0])
+    assert math.isnan(energy_metrics.over_time(edges, grams, np.array([-1]), np.array([5]), np.array([1.0]))[0])
+    assert math.isnan(energy_metrics.over_time(edges, grams, np.array([5]), np.array([10801]), np.array([1.0]))[0])
 
 
 def test_the_target_is_reached_between_two_steps():
     steps = np.arange(1, 101)
-    found = accounts.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
+    found = energy_metrics.to_target(0.5, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
     assert (found.step, found.seconds, found.joules) == (pytest.approx(50), pytest.approx(100), pytest.approx(1500))
-    found = accounts.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
+    found = energy_metrics.to_target(0.505, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps, smooth=False)
     assert found.step == pytest.approx(49.5) and found.joules == pytest.approx(1485)
-    at_once = accounts.to_target(5.0, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
+    at_once = energy_metrics.to_target(5.0, steps, 1 - steps / 100, 2.0 * steps, 30.0 * steps)
     assert at_once.step == 1 and at_once.joules == 30
 
 
@@ -75,17 +75,17 @@ def test_one_lucky_batch_reaches_nothing(rng):
     steps = np.arange(1, 501)
     losses = 2.0 - steps / 500
     losses[100] = 0.0
-    found = accounts.to_target(1.5, steps, losses, steps, steps)
+    found = energy_metrics.to_target(1.5, steps, losses, steps, steps)
     assert found.step == pytest.approx(250 + 4.5, abs=1.5), "the mean of ten lags by four and a half"
-    assert accounts.smoothed(losses)[250] == pytest.approx(losses[241:251].mean())
+    assert energy_metrics.smoothed(losses)[250] == pytest.approx(losses[241:251].mean())
 
 
 def test_a_target_that_is_never_reached_has_a_reason():
     steps = np.arange(1, 11)
-    found = accounts.to_target(0.1, steps, np.full(10, 1.5), steps, steps)
+    found = energy_metrics.to_target(0.1, steps, np.full(10, 1.5), steps, steps)
     assert math.isnan(found.joules) and found.reason == (
         "the loss never came down to 0.1; the least was 1.5 after step 10"
     )
-    assert accounts.to_target(0.1, steps, np.full(10, math.nan), steps, steps).reason == "no loss is known"
-    unknown = accounts.to_target(2.0, steps, np.full(10, 1.5), steps, np.full(10, math.nan))
+    assert energy_metrics.to_target(0.1, steps, np.full(10, math.nan), steps, steps).reason == "no loss is known"
+    unknown = energy_metrics.to_target(2.0, steps, np.full(10, 1.5), steps, np.full(10, math.nan))
     assert math.isnan(unknown.joules) and unknown.seconds == 1 and "not known" in unknown.reason

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.spanfile import PHASES
-from hpcdist.energy import activities
-from hpcdist.energy.attribution import Attribution, Counted
-from hpcdist.energy.mixtures import flattened
-from hpcdist.energy.parttime import Sensor
-from hpcdist.energy.updates import brackets
+from hpcdist.energy.accounts import phase_shares
+from hpcdist.energy.accounts.attribution import Attribution, CounterSamples, update_brackets
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor
+from hpcdist.energy.accounts.phase_shares import flatten_spans
 
 WATTS = {"compute": 400.0, "communication": 150.0, "update": 250.0, "data": 80.0, "checkpoint": 120.0, "idle": 60.0}
-WHOLE = Sensor(0.1, 0.1)
+WHOLE = PowerSensor(0.1, 0.1)
 BEGIN_NS = 7 * 10**14
 
 
@@ -53,14 +52,14 @@ def counter(edges, watts, *, update_s=0.1, window_s=0.1, poll_s=0.1, name="GPU-a
     seen = (np.interp(updates, edges, sums) - np.interp(starts, edges, sums)) / window_s * update_s
     shown = np.append(0, np.cumsum(np.rint(seen * 1e3).astype(np.int64)))
     times = np.arange(edges[0], edges[-1], round(poll_s * 1e9))
-    return Counted(name, kind, times, 10**9 + shown[np.searchsorted(updates, times, side="right")])
+    return CounterSamples(name, kind, times, 10**9 + shown[np.searchsorted(updates, times, side="right")])
 
 
 def cut(counted, moment_ns):
     at = int(np.searchsorted(counted.times_ns, moment_ns))
     return (
-        Counted(counted.name, counted.kind, counted.times_ns[:at], counted.energy_mj[:at]),
-        Counted(counted.name, counted.kind, counted.times_ns[at:], counted.energy_mj[at:]),
+        CounterSamples(counted.name, counted.kind, counted.times_ns[:at], counted.energy_mj[:at]),
+        CounterSamples(counted.name, counted.kind, counted.times_ns[at:], counted.energy_mj[at:]),
     )
 
 
@@ -132,7 +131,7 @@ def test_a_sensor_that_looks_part_of_the_time(rng, poll_s):
     _, joules = truth(ranks)
     offset_ns = int(rng.integers(0, 100_000_000))
     source = counter(*power(ranks), window_s=0.025, poll_s=poll_s, offset_ns=offset_ns)
-    found = told(ranks, [source], Sensor(0.1, 0.025))[0]["activities"]
+    found = told(ranks, [source], PowerSensor(0.1, 0.025))[0]["activities"]
     for name in WATTS:
         assert found[name]["reason"] is None
         assert abs(found[name]["joules"] - joules[name]) < 0.05 * sum(joules.values())
@@ -142,7 +141,7 @@ def test_a_sensor_that_looks_part_of_the_time(rng, poll_s):
 def test_counters_and_readers_drift_apart(rng, update_s):
     ranks = [mixed(rng, 3000)]
     _, joules = truth(ranks)
-    sensor = Sensor(update_s, update_s)
+    sensor = PowerSensor(update_s, update_s)
     offset_ns = int(rng.integers(0, 100_000_000))
     source = counter(*power(ranks), update_s=update_s, window_s=update_s, offset_ns=offset_ns)
     found = told(ranks, [source], sensor)[0]["activities"]
@@ -174,7 +173,7 @@ def test_short_steps_all_alike_are_doubtful_when_the_counter_is_noisy(rng):
     rough = np.cumsum(
         np.diff(source.energy_mj, prepend=source.energy_mj[0]) * rng.normal(1, 0.25, len(source.times_ns))
     )
-    found = told(ranks, [Counted("a", "gpu", source.times_ns, rough.astype(np.int64))])[0]["activities"]
+    found = told(ranks, [CounterSamples("a", "gpu", source.times_ns, rough.astype(np.int64))])[0]["activities"]
     assert any("only" in (phase["reason"] or "") for phase in found.values())
     assert sum(phase["joules"] for phase in found.values()) == pytest.approx(rough[-1] / 1e3, rel=0.05)
 
@@ -192,7 +191,7 @@ def test_few_values_and_short_phases_say_nothing(rng):
 def test_nothing_told_is_nothing_known(rng):
     ranks = [mixed(rng, 100)]
     assert told([np.empty((0, 3), np.int64)], [counter(*power(ranks))])[0]["activities"] == {}
-    still = Counted("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))
+    still = CounterSamples("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))
     assert told(ranks, [still])[0]["activities"] == {}
     assert told(ranks, []) == []
 
@@ -200,10 +199,10 @@ def test_nothing_told_is_nothing_known(rng):
 def test_inner_spans_take_their_time_out_of_outer_ones():
     spans = np.array([(1, 30, 40), (4, 10, 60), (0, 0, 10), (1, 45, 50), (2, 60, 60), (6, 35, 38)])
     expected = [(0, 0, 10), (4, 10, 30), (1, 30, 35), (6, 35, 38), (1, 38, 40), (4, 40, 45), (1, 45, 50), (4, 50, 60)]
-    assert flattened(spans).tolist() == [list(row) for row in expected]
+    assert flatten_spans(spans).tolist() == [list(row) for row in expected]
     random = np.random.default_rng(3).integers(0, 1000, (200, 2))
     spans = np.concatenate([np.zeros((200, 1), int), np.sort(random)], axis=1)
-    found = flattened(spans)
+    found = flatten_spans(spans)
     covered = np.zeros(1000, bool)
     for _, begin, end in spans:
         covered[begin:end] = True
@@ -217,7 +216,7 @@ def test_new_values_are_bracketed_by_readings(rng, update_s, most_ms):
     read = np.ceil(moments / 1e8) * 1e8
     seen = np.unique(read).astype(np.int64)[:-1]  # the counter stops in the midst of the last
     last = np.array([moments[read == at].max() for at in seen])
-    found = brackets(seen - 10**8, seen, update_s)
+    found = update_brackets(seen - 10**8, seen, update_s)
     right = [(low, high) for low, high in found if np.all((low <= last) & (last <= high))]
     assert right and min(np.mean(high - low) for low, high in right) < most_ms * 1e6
     assert all(np.all(low <= high) for low, high in found)
@@ -226,7 +225,7 @@ def test_new_values_are_bracketed_by_readings(rng, update_s, most_ms):
 def test_brackets_of_unsteady_and_unknown_counters_are_the_readings(rng):
     seen = np.cumsum(rng.integers(1, 30, 40)) * 10**8
     for update_s in (math.nan, 0.1):
-        found = brackets(seen - 10**8, seen, update_s)
+        found = update_brackets(seen - 10**8, seen, update_s)
         assert all(np.all((low >= seen - 1.1e8) & (high <= seen)) for low, high in found)
 
 
@@ -238,11 +237,11 @@ def rows(**joules):
 def test_activities_add_up_to_training_over_sources_nodes_and_starts():
     both = [*rows(compute=60.0, idle=20.0, checkpoint=7.0), *rows(compute=20.0, communication=20.0)]
     both += [{"name": "p", "kind": "cpu", "activities": rows(compute=1e6)[0]["activities"]}]
-    first = activities.of_job(both, ["gpu"], 240.0, None)
+    first = phase_shares.job_activities(both, ["gpu"], 240.0, None)
     assert first["joules"] == {"compute": 160, "communication": 40, "idle": 40} and first["unknown"] is None
     assert first["error_j"]["compute"] == pytest.approx(2 * math.hypot(6, 2))
-    kept = json.loads(json.dumps(activities.state(first)))
-    second = activities.of_job(rows(compute=10.0, data=10.0), ["gpu"], 20.0, None, kept)
+    kept = json.loads(json.dumps(phase_shares.activities_state(first)))
+    second = phase_shares.job_activities(rows(compute=10.0, data=10.0), ["gpu"], 20.0, None, kept)
     assert second["joules"] == {"compute": 170, "communication": 40, "data": 10, "idle": 40}
     assert second["seconds"]["compute"] == 2
 
@@ -257,25 +256,27 @@ def test_activities_add_up_to_training_over_sources_nodes_and_starts():
     ],
 )
 def test_what_is_not_known_of_a_part_is_not_known_of_the_whole(found, training_j, reason, earlier, why):
-    known = activities.of_job(found, ["gpu"], training_j, reason, earlier)
+    known = phase_shares.job_activities(found, ["gpu"], training_j, reason, earlier)
     assert why in known["unknown"] and all(math.isnan(joules) for joules in known["joules"].values())
-    kept = json.loads(json.dumps(activities.state(known)))
-    later = activities.of_job(rows(compute=1.0), ["gpu"], 10.0, None, kept)
+    kept = json.loads(json.dumps(phase_shares.activities_state(known)))
+    later = phase_shares.job_activities(rows(compute=1.0), ["gpu"], 10.0, None, kept)
     assert math.isnan(later["joules"]["compute"]) and "an earlier start" in later["reason"]["compute"]
 
 
 def test_a_start_of_next_to_no_training_is_no_reason_to_forget_the_others():
     """Doubts of a part of 2 % at most are errors of the sum; those of a larger one leave it unknown."""
-    kept = activities.state(activities.of_job(rows(compute=60.0, idle=20.0), ["gpu"], 800.0, None))
+    kept = phase_shares.activities_state(
+        phase_shares.job_activities(rows(compute=60.0, idle=20.0), ["gpu"], 800.0, None)
+    )
     doubtful = rows(compute=1.0)
     doubtful[0]["activities"]["compute"]["reason"] = "2 new values"
-    little = activities.of_job(doubtful, ["gpu"], 10.0, None, kept)
+    little = phase_shares.job_activities(doubtful, ["gpu"], 10.0, None, kept)
     assert little["joules"] == {"compute": 610, "idle": 200} and little["error_j"]["compute"] > 60
-    nothing = activities.of_job([], ["gpu"], 8.0, None, kept)
+    nothing = phase_shares.job_activities([], ["gpu"], 8.0, None, kept)
     assert nothing["joules"] == {"compute": pytest.approx(606), "idle": pytest.approx(202)}
-    more = activities.of_job(doubtful, ["gpu"], 100.0, None, kept)
+    more = phase_shares.job_activities(doubtful, ["gpu"], 100.0, None, kept)
     assert math.isnan(more["joules"]["compute"]) and more["reason"] == {"compute": "a: 2 new values"}
-    later = activities.of_job(rows(compute=1.0), ["gpu"], 500.0, None, activities.state(more))
+    later = phase_shares.job_activities(rows(compute=1.0), ["gpu"], 500.0, None, phase_shares.activities_state(more))
     assert later["reason"]["compute"] == "an earlier start of this run: a: 2 new values"
 
 
@@ -288,7 +289,9 @@ def late_reads(rng):
     at = np.searchsorted(saves[:, 1], source.times_ns, side="right") - 1
     late = (at >= 0) & (source.times_ns < saves[np.maximum(at, 0), 2])
     lag_mj = np.where(late, rng.uniform(0, 0.02, len(late)) * 45e3, 0.0)
-    found = told([spans], [replace(source, energy_mj=source.energy_mj + lag_mj.astype(np.int64))], Sensor(0.005, 0.005))
+    found = told(
+        [spans], [replace(source, energy_mj=source.energy_mj + lag_mj.astype(np.int64))], PowerSensor(0.005, 0.005)
+    )
     return found[0]["activities"]["checkpoint"]
 
 

@@ -4,12 +4,20 @@ import math
 
 import pytest
 
-from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, LostError, Pace, ReadError, Track, WithoutPower
+from hpcdist.energy.sources.counters import (
+    MAX_GAP_NS,
+    PROBE_NS,
+    CounterReader,
+    CounterResetError,
+    NoPowerReading,
+    SensorReadError,
+    UpdateInterval,
+)
 
 MS = 1_000_000
 
 
-class Script(WithoutPower):
+class Script(NoPowerReading):
     """A counter that reads what it is told; None fails."""
 
     name, kind = "package-0", "cpu"
@@ -20,7 +28,7 @@ class Script(WithoutPower):
     def read(self):
         value = next(self.values)
         if value is None:
-            raise ReadError("no answer")
+            raise SensorReadError("no answer")
         return value
 
 
@@ -29,39 +37,39 @@ def reads(track, count, gap_ns=100 * MS):
 
 
 def test_wraps_are_unrolled_over_several_turns():
-    track = Track(Script(900, 990, 20, 999, 5, 5, span=1000))
+    track = CounterReader(Script(900, 990, 20, 999, 5, 5, span=1000))
     assert reads(track, 6) == [900, 990, 1020, 1999, 2005, 2005]
     assert not track.explain()
 
 
 def test_microjoules_lose_nothing_by_rounding():
     steps = [7 * number for number in range(2000)]
-    track = Track(Script(*steps, per_mj=1000))
+    track = CounterReader(Script(*steps, per_mj=1000))
     assert reads(track, 2000)[-1] == steps[-1] // 1000
 
 
 def test_a_failed_read_is_none_and_counted():
-    track = Track(Script(10, None, None, 30))
+    track = CounterReader(Script(10, None, None, 30))
     assert reads(track, 4) == [10, None, None, 30]
     assert track.failed_reads == 2 and track.explain() == "package-0: 2 failed reads, the last: no answer"
 
 
 def test_a_counter_that_goes_back_without_a_range_is_given_up():
-    track = Track(Script(500, 20, 30, 900))
+    track = CounterReader(Script(500, 20, 30, 900))
     assert reads(track, 4) == [500, None, None, None]
     assert "went back from 500 to 20" in track.explain()
 
 
 def test_a_gap_in_which_a_wrap_may_hide_gives_a_wrapping_counter_up():
-    waiting = Track(Script(1, 2, 3, span=1000))
+    waiting = CounterReader(Script(1, 2, 3, span=1000))
     assert reads(waiting, 3, MAX_GAP_NS + 1) == [1, None, None]
     assert "may have wrapped unseen" in waiting.explain()
-    endless = Track(Script(1, 2, 3))
+    endless = CounterReader(Script(1, 2, 3))
     assert reads(endless, 3, MAX_GAP_NS + 1) == [1, 2, 3]
 
 
 def test_a_pace_needs_two_changes():
-    pace = Pace()
+    pace = UpdateInterval()
     for number, value in enumerate([5, 5, 6, 6, 6]):
         pace.see(number * 10 * MS, value)
     assert math.isnan(pace.update_s) and not pace.settled(10 * PROBE_NS)
@@ -70,14 +78,14 @@ def test_a_pace_needs_two_changes():
 
 
 def test_the_pace_of_a_counter_of_100_ms_polled_every_5_ms():
-    pace = Pace()
+    pace = UpdateInterval()
     for now_ms in range(0, 2000, 5):
         pace.see(now_ms * MS, (now_ms + 37) // 100)
     assert pace.update_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_settled_pace_is_not_slowed_by_rare_polls():
-    pace = Pace()
+    pace = UpdateInterval()
     for now_ms in [*range(0, 1000, 5), *range(1000, 100_000, 1000)]:
         pace.see(now_ms * MS, now_ms)
     assert pace.update_s == pytest.approx(0.005)
@@ -85,7 +93,7 @@ def test_a_settled_pace_is_not_slowed_by_rare_polls():
 
 @pytest.mark.parametrize("nonsense", [2**64 - 1, -5])
 def test_what_no_counter_reaches_is_a_failed_read(nonsense):
-    track = Track(Script(10, nonsense, 30))
+    track = CounterReader(Script(10, nonsense, 30))
     assert reads(track, 3) == [10, None, 30]
     assert track.failed_reads == 1 and f"it reads {nonsense}" in track.explain()
 
@@ -98,6 +106,6 @@ def test_a_counter_that_began_anew_is_given_up_and_whatever_else_it_raises_is_no
                 raise found
             return found
 
-    track = Track(Wild(10, KeyError("handle"), 30, LostError("restarted"), 50))
+    track = CounterReader(Wild(10, KeyError("handle"), 30, CounterResetError("restarted"), 50))
     assert reads(track, 5) == [10, None, 30, None, None]
     assert track.failure == "KeyError: 'handle'" and track.explain() == "package-0: restarted"

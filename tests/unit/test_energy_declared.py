@@ -5,13 +5,13 @@ import os
 import pytest
 
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy import counters, declared
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.counters import Track
-from hpcdist.energy.declared import DeclaredProcessors, busy_seconds, power_w
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.energy.report import DECLARED
-from hpcdist.energy.sources import Claim, of_node
+from hpcdist.energy.sources import counters, tdp_model
+from hpcdist.energy.sources.counters import CounterReader
+from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources
+from hpcdist.energy.sources.tdp_model import TdpProcessors, busy_seconds, power_w
 from hpcdist.errors import ConfigurationError
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -51,8 +51,8 @@ def test_a_line_of_proc_stat():
 
 def test_joules_are_watts_times_seconds(tmp_path, rng):
     machine = Machine(tmp_path / "stat", 8)
-    counter = DeclaredProcessors(240.0, 0.25, machine.path, machine.clock)
-    track = Track(counter)
+    counter = TdpProcessors(240.0, 0.25, machine.path, machine.clock)
+    track = CounterReader(counter)
     assert track.read(machine.now_ns) == 0
     expected = 0.0
     for _ in range(20):
@@ -65,7 +65,7 @@ def test_joules_are_watts_times_seconds(tmp_path, rng):
 
 def test_between_two_ticks_nothing_is_lost(tmp_path):
     machine = Machine(tmp_path / "stat", 1)
-    counter = DeclaredProcessors(100.0, 0.0, machine.path, machine.clock)
+    counter = TdpProcessors(100.0, 0.0, machine.path, machine.clock)
     counter.read()
     machine.now_ns += S // 1000  # the kernel has not counted yet
     assert counter.read() == 0
@@ -74,7 +74,7 @@ def test_between_two_ticks_nothing_is_lost(tmp_path):
 
 
 def test_a_machine_without_proc_stat_is_a_failed_read(tmp_path):
-    track = Track(DeclaredProcessors(100.0, 0.3, tmp_path / "none"))
+    track = CounterReader(TdpProcessors(100.0, 0.3, tmp_path / "none"))
     assert track.read(0) is None and "cannot be read" in track.failure
 
 
@@ -87,22 +87,22 @@ def test_only_when_asked_for():
 
 def test_a_job_on_gpus_needs_their_watts_too():
     config = EnergyConfig(sources="declared", cpu_tdp_w=200.0, utilisation_s=0.0)
-    found = of_node(config, [Claim(reason="no NVIDIA driver answers")], computing=True)
+    found = open_node_sources(config, [GpuClaim(reason="no NVIDIA driver answers")], computing=True)
     assert found.needed == {"gpu"} and found.missing["gpu"] == "no NVIDIA driver answers"
     assert [counter.kind for counter in found.counters] == ["cpu"]
-    found = of_node(config, [Claim(("GPU-0",))], computing=True)
+    found = open_node_sources(config, [GpuClaim(("GPU-0",))], computing=True)
     assert found.missing["gpu"] == "energy.gpu_tdp_w = 0"
 
 
 def test_the_label_stays_on_all_the_way(tmp_path, monkeypatch):
     machine = Machine(tmp_path / "stat", 4)
     monkeypatch.setattr(counters, "PROBE_NS", 0)
-    real = DeclaredProcessors
-    monkeypatch.setattr(declared, "DeclaredProcessors", lambda tdp, idle: real(tdp, idle, machine.path, machine.clock))
+    real = TdpProcessors
+    monkeypatch.setattr(tdp_model, "TdpProcessors", lambda tdp, idle: real(tdp, idle, machine.path, machine.clock))
     config = EnergyConfig(sources="declared", cpu_tdp_w=100.0, idle_fraction=0.5, interval_s=5.0, utilisation_s=0.0)
 
     def body(comm):
-        with Monitor(comm, config, environment={}) as monitor:
+        with EnergyMonitor(comm, config, environment={}) as monitor:
             with monitor.window("training"):
                 for _ in range(4):
                     machine.spend(10.0, 0.5)

@@ -10,11 +10,12 @@ import pytest
 from hpcdist.batch import queue
 from hpcdist.batch.states import JobState
 from hpcdist.cli import energy_report, energy_report_figures
-from hpcdist.energy import history, store
-from hpcdist.energy.counters import About
-from hpcdist.energy.sampler import Drained
-from hpcdist.energy.store import NodeRows
-from hpcdist.energy.utilisation import COLUMNS
+from hpcdist.energy.accounts import history
+from hpcdist.energy.monitor import tables
+from hpcdist.energy.monitor.sampler import DrainedSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.sources.counters import SourceInfo
+from hpcdist.energy.sources.utilisation import COLUMNS
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 
@@ -30,9 +31,9 @@ def node_rows(index, sources, seconds, abouts=None, gaps=()):
             for t in times for source, (kind, _) in enumerate(sources)]  # fmt: skip
     samples = np.array(rows, np.int64)
     empty = np.empty((0, 3), np.int64)
-    abouts = abouts or [About()] * len(sources)
+    abouts = abouts or [SourceInfo()] * len(sources)
     looks = np.empty(0, np.int64), np.empty((0, len(COLUMNS)))
-    drained = Drained(samples, empty, np.array(gaps, np.int64).reshape(-1, 2), *looks)
+    drained = DrainedSamples(samples, empty, np.array(gaps, np.int64).reshape(-1, 2), *looks)
     return NodeRows(
         index, [(kind, name, about) for (kind, name), about in zip(sources, abouts, strict=True)], drained, []
     )
@@ -48,7 +49,7 @@ def run(path, starts=((1, 20),), nodes=1, sources=SOURCES, loss=lambda step: 4.0
                 writer.append(step=step, loss=loss(step), learning_rate=0.1, tokens=64, **row)
             seconds = STEP_S * (last - first + 1)
             rows = [node_rows(node, sources, seconds, **more) for node in range(nodes)]
-            writer.include(lambda file, session, rows=rows: store.append(file, session, rows))
+            writer.include(lambda file, session, rows=rows: tables.append(file, session, rows))
     return path
 
 
@@ -83,7 +84,7 @@ def test_starts_and_sources_of_several_nodes(tmp_path):
     starts = history.read(path / "metrics.h5")
     assert [start.seconds for start in starts] == [10, 10]
     assert [start.joules for start in starts] == [pytest.approx(2 * 400 * 10)] * 2
-    joules = history.across(starts, np.array([0, 0, 1, 1, 5]), np.array([1.0, 99.0, 0.0, 2.5, 1.0]))
+    joules = history.joules_at(starts, np.array([0, 0, 1, 1, 5]), np.array([1.0, 99.0, 0.0, 2.5, 1.0]))
     assert joules[:4] == pytest.approx([800, 8000, 8000, 10000]) and math.isnan(joules[4])
     found = figures(path)
     assert [row["steps"] for row in found["starts"]] == [10, 20], "steps that were made again are of the second"
@@ -151,7 +152,9 @@ def test_a_forecast_is_looked_up_when_the_run_was_made(tmp_path):
 def test_a_counter_of_the_whole_node_has_its_parts_in_it(tmp_path):
     sources = (*SOURCES, ("node", "node"))
     path = run(
-        tmp_path / "run", sources=sources, abouts=[About(note="shared by 2 ranks"), About(), About(declared=True)]
+        tmp_path / "run",
+        sources=sources,
+        abouts=[SourceInfo(note="shared by 2 ranks"), SourceInfo(), SourceInfo(declared=True)],
     )
     assert history.read(path / "metrics.h5")[0].joules == pytest.approx(500 * 10)
     shown = report(path)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpcdist.energy.counters import About, ReadError
-from hpcdist.energy.integrated import BRIDGE_S, Integrated
+from hpcdist.energy.sources.counters import BRIDGE_S, IntegratedPower, SensorReadError, SourceInfo
 
 S = 1_000_000_000
 
@@ -13,11 +12,11 @@ class Meter:
 
     def __init__(self, interval_s=0.1, note=""):
         self.now_ns, self.mw = 0, 0
-        self.counter = Integrated("a", "gpu", self.power, About(note=note), interval_s, lambda: self.now_ns)
+        self.counter = IntegratedPower("a", "gpu", self.power, SourceInfo(note=note), interval_s, lambda: self.now_ns)
 
     def power(self):
         if self.mw is None:
-            raise ReadError("no answer")
+            raise SensorReadError("no answer")
         return self.mw
 
     def at(self, seconds, watts):
@@ -40,7 +39,7 @@ def test_trapezoids_of_uneven_reads(rng):
 def test_a_missed_read_is_bridged_and_a_long_silence_is_not():
     meter = Meter()
     meter.at(0, 100)
-    with pytest.raises(ReadError):
+    with pytest.raises(SensorReadError):
         meter.at(0.5, None)
     assert meter.at(BRIDGE_S, 300) == pytest.approx(200) and meter.counter.gaps == 0
     assert meter.at(BRIDGE_S * 3, 300) == pytest.approx(200) and meter.counter.gaps == 1

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.energy import limits, limits_cpu
-from hpcdist.energy import limits_record as kept
-from hpcdist.energy.limits_knobs import check
+from hpcdist.energy.power_limits import apply, devices
+from hpcdist.energy.power_limits import journal as kept
+from hpcdist.energy.power_limits.devices import check_value
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 
 LIMIT_S = 120
@@ -27,8 +27,8 @@ PRELUDE = """
 import atexit, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpcdist.energy import limits, limits_gpu, limits_record, nvml
-from hpcdist.energy.limits_gpu import GPU_CLOCK, GPU_POWER
-from hpcdist.energy.limits_knobs import check
+from hpcdist.energy.power_limits.devices import GPU_CLOCK, GPU_POWER
+from hpcdist.energy.power_limits.devices import check
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError
 
 FOLDER = Path(os.environ["FOLDER"])
@@ -412,10 +412,10 @@ def test_packages_are_limited_together_and_put_back(powercap, tmp_path):
     part = powercap / "intel-rapl:0:0"
     part.mkdir()
     (part / "name").write_text("dram\n")
-    knobs = limits_cpu.packages(powercap)
+    knobs = devices.cpu_limits(powercap)
     assert [knob.name for knob in knobs] == ["intel-rapl:0 (package-0)", "intel-rapl:1 (package-1)"]
     assert knobs[0].window_s == pytest.approx(27.98, abs=0.01) and knobs[0].allowed().most == 200
-    with limits.limited([(knob, 90.0) for knob in knobs], tmp_path) as in_force:
+    with apply.limited([(knob, 90.0) for knob in knobs], tmp_path) as in_force:
         assert in_force == (90.0, 90.0)
         assert shown(zones[0]) == "90000000" and shown(zones[1], 1) == "90000000", "the long-term one, where it stands"
         assert shown(zones[0], 1) == "250000000" and shown(zones[1], 0) == "140000000", "bursts are left as they are"
@@ -426,36 +426,36 @@ def test_packages_are_limited_together_and_put_back(powercap, tmp_path):
 def test_range_of_a_processor(powercap):
     zone(powercap, 0)
     zone(powercap, 1, most_w=0)
-    first, second = limits_cpu.packages(powercap)
+    first, second = devices.cpu_limits(powercap)
     for watts in (0.0, -1.0, 201.0, float("nan")):
         with pytest.raises(ConfigurationError, match=r"it takes more than 0 to 200 W; choose values in there"):
-            check(first, watts)
-    check(second, 500.0)  # it does not tell the most
+            check_value(first, watts)
+    check_value(second, 500.0)  # it does not tell the most
     with pytest.raises(ConfigurationError, match="does not tell the most"):
-        check(second, 0.0)
+        check_value(second, 0.0)
 
 
 def test_what_processors_do_not_show(powercap, tmp_path):
     with pytest.raises(MissingCapabilityError, match="nowhere does not exist"):
-        limits_cpu.packages(powercap / "nowhere")
+        devices.cpu_limits(powercap / "nowhere")
     with pytest.raises(MissingCapabilityError, match="shows no processor package"):
-        limits_cpu.packages(powercap)
+        devices.cpu_limits(powercap)
     zone(powercap, 0, constraints=())  # as AMD's
     zone(powercap, 1, enabled="0")
-    bare, off = limits_cpu.packages(powercap)
+    bare, off = devices.cpu_limits(powercap)
     with pytest.raises(MissingCapabilityError, match="shows energy, and no limit"):
-        check(bare, 90.0)
+        check_value(bare, 90.0)
     with pytest.raises(MissingCapabilityError, match="write 1 to .*enabled as root"):
-        check(off, 90.0)
+        check_value(off, 90.0)
 
 
 def test_firmware_that_keeps_its_limit_is_found_out(powercap, tmp_path, monkeypatch):
     zones = [zone(powercap, 0), zone(powercap, 1)]
-    knobs = limits_cpu.packages(powercap)
+    knobs = devices.cpu_limits(powercap)
     put = knobs[1].put
     monkeypatch.setattr(knobs[1], "put", lambda value: put(value if value == 150_000_000 else 125_000_000))
     with pytest.raises(MissingCapabilityError, match="90 W was set, and 125 W is what it shows"):
-        limits.limited([(knob, 90.0) for knob in knobs], tmp_path).__enter__()
+        apply.limited([(knob, 90.0) for knob in knobs], tmp_path).__enter__()
     assert [shown(path) for path in zones] == ["150000000"] * 2, "what had been set is put back"
     assert not list(tmp_path.glob("*.json"))
 
@@ -468,7 +468,7 @@ def test_a_user_without_permission_is_told_how_to_get_it(powercap, tmp_path):
     os.seteuid(65534)
     try:
         with pytest.raises(MissingCapabilityError, match=r"may be written by root only; run this as root .*--sweep"):
-            limits.permitted(limits_cpu.packages(powercap), records)
+            apply.check_permitted(devices.cpu_limits(powercap), records)
     finally:
         os.seteuid(0)
         shutil.rmtree(records)
@@ -479,7 +479,7 @@ def test_without_a_place_for_the_record_nothing_changes(powercap, tmp_path):
     path = zone(powercap, 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="so none was changed; set XDG_STATE_HOME"):
-        limits.limited([(limits_cpu.packages(powercap)[0], 90.0)], tmp_path / "file" / "limits").__enter__()
+        apply.limited([(devices.cpu_limits(powercap)[0], 90.0)], tmp_path / "file" / "limits").__enter__()
     assert shown(path) == "150000000"
 
 
@@ -488,23 +488,22 @@ def test_without_a_place_for_the_record_nothing_changes(powercap, tmp_path):
 
 def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
     path = zone(powercap, 0)
-    change = kept.Changed("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)
+    change = kept.ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)
     written = kept.write(tmp_path, [change])
     content = json.loads(written.read_text())
     content["boot_id"] = "another"
     written.write_text(json.dumps(content))
     lines = []
-    assert limits.put_back(tmp_path, lines.append) and "was started again since" in lines[0]
+    assert apply.put_back(tmp_path, lines.append) and "was started again since" in lines[0]
     assert not written.exists(), "a restart has put the limits back"
     content["host"] = "elsewhere"
     written.write_text(json.dumps(content))
     written.chmod(0o600)
     assert (
-        limits.put_back(tmp_path, lines.append)
-        and "of elsewhere; run `hpcdist bench power --restore` there" in lines[1]
+        apply.put_back(tmp_path, lines.append) and "of elsewhere; run `hpcdist bench power --restore` there" in lines[1]
     )
     assert written.exists()
-    with limits.limited([(limits_cpu.packages(powercap)[0], 100.0)], tmp_path):
+    with apply.limited([(devices.cpu_limits(powercap)[0], 100.0)], tmp_path):
         pass  # neither is in the way
 
 
@@ -519,23 +518,23 @@ def test_records_of_other_starts_and_other_machines(powercap, tmp_path):
 )
 def test_a_record_that_cannot_be_trusted_is_told_and_not_used(powercap, tmp_path, spoil):
     path = zone(powercap, 0, limit_w=90)
-    written = kept.write(tmp_path, [kept.Changed("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)])
+    written = kept.write(tmp_path, [kept.ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)])
     spoil(written)
     lines = []
-    assert not limits.put_back(tmp_path, lines.append)
+    assert not apply.put_back(tmp_path, lines.append)
     assert "cannot be read as a record of limits" in lines[0] and shown(path) == "90000000"
 
 
 def test_whether_a_process_is_at_work(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        begun = kept.started(child.pid)
+        begun = kept.process_start(child.pid)
         assert begun is not None and int(begun) > 0
         child.communicate(timeout=LIMIT_S)
         end = time.monotonic() + LIMIT_S
-        while kept.started(child.pid) is not None:
+        while kept.process_start(child.pid) is not None:
             assert time.monotonic() < end
     finally:
         child.kill()
         child.wait()
-    assert kept.started(os.getpid()) != begun
+    assert kept.process_start(os.getpid()) != begun

@@ -7,13 +7,12 @@ import time
 import pytest
 
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy import counters
-from hpcdist.energy import monitor as monitors
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.counters import About
-from hpcdist.energy.integrated import Integrated
-from hpcdist.energy.monitor import Monitor
-from hpcdist.energy.sources import Sources
+from hpcdist.energy.monitor import monitor as monitors
+from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.sources import counters
+from hpcdist.energy.sources.counters import IntegratedPower, SourceInfo
+from hpcdist.energy.sources.discovery import NodeSources
 from hpcdist.errors import DeadlineError
 
 
@@ -88,7 +87,7 @@ def test_nodes_add_up_over_wraps(tmp_path):
 
     def body(comm):
         package = packages[comm.rank // 2]
-        with Monitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
+        with EnergyMonitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
             train(monitor, package)
             return monitor.report(), len(monitor.sampler.tracks)
 
@@ -108,7 +107,7 @@ def test_a_report_that_some_ranks_do_not_ask_for_names_them(tmp_path, size, abse
     together = threading.Barrier(size - len(absent))
 
     def body(comm):
-        with Monitor(comm, config(tmp_path), environment={}) as monitor:
+        with EnergyMonitor(comm, config(tmp_path), environment={}) as monitor:
             monitor._deadline_s = 1.0
             if comm.rank in absent:
                 return
@@ -125,7 +124,7 @@ def test_declared_nodes_on_one_machine_count_it_once(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
-        with Monitor(comm, config(package.root), environment={}) as monitor:
+        with EnergyMonitor(comm, config(package.root), environment={}) as monitor:
             train(monitor, package)
             return monitor.report(), len(monitor.sampler.tracks)
 
@@ -139,7 +138,7 @@ def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
 
     def body(comm):
         root = package.root if comm.rank == 0 else tmp_path / "missing"
-        with Monitor(comm, config(root), environment={}, host=str(comm.rank)) as monitor:
+        with EnergyMonitor(comm, config(root), environment={}, host=str(comm.rank)) as monitor:
             train(monitor, package)
             return monitor.report()
 
@@ -153,7 +152,7 @@ def test_a_job_on_gpus_is_not_measured_by_its_processors_alone(tmp_path):
 
     def body(comm):
         chosen = EnergyConfig(powercap=str(package.root))
-        with Monitor(comm, chosen, bus_id="ffff:ff:1f.0", environment={}) as monitor:  # no machine has this one
+        with EnergyMonitor(comm, chosen, bus_id="ffff:ff:1f.0", environment={}) as monitor:  # no machine has this one
             train(monitor, package)
             return monitor.report()
 
@@ -166,7 +165,7 @@ def test_a_checkpoint_counts_the_open_window_until_now(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
-        with Monitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
+        with EnergyMonitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
             spend(monitor, package, 4.0)
             settle(monitor)
             first = monitor.state()
@@ -183,7 +182,7 @@ def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
 
     def body(comm):
         chosen = EnergyConfig(powercap=str(tmp_path / "missing"), utilisation_s=0.0)
-        with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
+        with EnergyMonitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
             assert not monitor.measures and not alive()
             with monitor.window("training"):
                 pass
@@ -205,7 +204,7 @@ def test_the_device_is_waited_for_at_every_edge_on_every_rank_of_a_node_that_mea
 
         root = packages[0].root if comm.rank < 2 else tmp_path / "missing"
         with (
-            Monitor(comm, config(root), synchronise=wait, environment={}, host=host(comm)) as monitor,
+            EnergyMonitor(comm, config(root), synchronise=wait, environment={}, host=host(comm)) as monitor,
             monitor.window("training"),
             monitor.window("checkpoint"),
         ):
@@ -219,7 +218,7 @@ def test_an_exception_in_a_window_ends_the_sampler(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
-        with Monitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
+        with EnergyMonitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
             assert alive()
             raise ArithmeticError("the loss is NaN")
 
@@ -233,7 +232,7 @@ def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
 
     def body(comm):
         package = packages[comm.rank // 2]
-        with Monitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
+        with EnergyMonitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
             train(monitor, package)
             return monitor.collect(), monitor.collect()
 
@@ -253,7 +252,7 @@ def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
     def body(comm):
         package = packages[comm.rank // 2]
         chosen = EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(package.root), utilisation_s=0.02)
-        with Monitor(comm, chosen, environment={}, host=host(comm)) as monitor:
+        with EnergyMonitor(comm, chosen, environment={}, host=host(comm)) as monitor:
             assert monitor.power() == monitor.utilisation() == {}
             seen, counts = monitor.intervals(), 0
             for _ in range(3):
@@ -285,7 +284,7 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
 
     def body(comm):
         chosen = EnergyConfig(sources="none", utilisation_s=0.02)
-        with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
+        with EnergyMonitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
             with monitor.window("training"):
                 time.sleep(0.3)
             rows = monitor.collect()
@@ -300,8 +299,8 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
 def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch):
     """Power that is integrated, and a silence that is too long to be bridged."""
     now, watts = [0], [50_000]
-    counter = Integrated("GPU-0", "gpu", lambda: watts[0], About(), 0.1, lambda: now[0])
-    monkeypatch.setattr(monitors, "of_node", lambda *_: Sources([counter]))
+    counter = IntegratedPower("GPU-0", "gpu", lambda: watts[0], SourceInfo(), 0.1, lambda: now[0])
+    monkeypatch.setattr(monitors, "open_node_sources", lambda *_: NodeSources([counter]))
 
     def spent(monitor, *seconds):
         for one in seconds:
@@ -311,7 +310,7 @@ def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch
     def body(comm):
         chosen = EnergyConfig(sources="nvml", interval_s=10.0, utilisation_s=0.0)
         monkeypatch.setattr(counter, "_bridge_ns", 10**9)
-        with Monitor(comm, chosen, environment={}) as monitor:
+        with EnergyMonitor(comm, chosen, environment={}) as monitor:
             with monitor.window("training"):
                 spent(monitor, 0.5, 0.5)
                 with monitor.window("checkpoint"):
@@ -335,17 +334,17 @@ def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
 
     def power_mw():
         if closed:
-            raise counters.ReadError("the driver says: Uninitialized")
+            raise counters.SensorReadError("the driver says: Uninitialized")
         return 50_000
 
-    counter = Integrated("GPU-0", "gpu", power_mw, About(), 0.1)
-    sources = Sources([counter])
-    monkeypatch.setattr(Sources, "close", lambda self: closed.append(True))
-    monkeypatch.setattr(monitors, "of_node", lambda *_: sources)
+    counter = IntegratedPower("GPU-0", "gpu", power_mw, SourceInfo(), 0.1)
+    sources = NodeSources([counter])
+    monkeypatch.setattr(NodeSources, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(monitors, "open_node_sources", lambda *_: sources)
 
     def body(comm):
         chosen = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
-        with Monitor(comm, chosen, environment={}) as monitor:
+        with EnergyMonitor(comm, chosen, environment={}) as monitor:
             with monitor.window("training"):
                 time.sleep(0.05)
             before = monitor.state()

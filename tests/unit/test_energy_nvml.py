@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.energy import nvml
+from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S = 120
@@ -22,8 +22,8 @@ from pathlib import Path
 from hpcdist.comm.threads import run_threads
 from hpcdist.energy import counters, nvml
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.counters import ReadError, Track
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.sources.counters import ReadError, Track
+from hpcdist.energy.monitor.monitor import Monitor
 from hpcdist.errors import MissingCapabilityError
 
 NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
@@ -155,12 +155,12 @@ def test_without_a_driver_the_loader_is_asked_and_the_reason_told(program):
 
 def test_without_pynvml_the_reason_is_kept(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    nvml.binding.cache_clear()
+    nvml.load_pynvml.cache_clear()
     try:
         with pytest.raises(MissingCapabilityError, match=r"install hpcdist\[nvml\]"):
-            nvml.Driver()
+            nvml.NvmlDriver()
     finally:
-        nvml.binding.cache_clear()
+        nvml.load_pynvml.cache_clear()
 
 
 # Rank 0 turns the counters, everybody else waits: what a window costs is exact, however slow the machine is.
@@ -405,7 +405,7 @@ def test_counter_and_integrated_power_agree(program):
     """Of a driver that has both, over a running clock: 300 W as energy, and as power."""
     source = """
 from dataclasses import replace
-from hpcdist.energy.integrated import Integrated
+from hpcdist.energy.sources.counters import Integrated
 with driver() as one:
     counter = one.counter("GPU-00")
     watts = Integrated("GPU-00", "gpu", counter._sensor.power_mw, counter.about, 0.01)
@@ -421,7 +421,7 @@ with driver() as one:
 
 def test_how_busy_gpus_are(program):
     source = """
-from hpcdist.energy.utilisation import COLUMNS
+from hpcdist.energy.sources.utilisation import COLUMNS
 def body(comm):
     chosen = EnergyConfig(sources="none", utilisation_s=0.05)
     bus = f"0000:{10 + comm.rank}:00.0"

@@ -5,27 +5,35 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy import synthetic
-from hpcdist.energy.parttime import UNKNOWN, Sensor, Shift, Work, estimate, naive_j, sensor_of
+from hpcdist.energy.accounts import synthetic_load
+from hpcdist.energy.accounts.part_time_sensor import (
+    UNKNOWN_SENSOR,
+    PowerSensor,
+    SensorShift,
+    WorkIntervals,
+    estimate,
+    naive_j,
+    sensor_of,
+)
 
-A100 = Sensor(0.1, 0.025)
+A100 = PowerSensor(0.1, 0.025)
 BEGIN_NS = 10**15 + 12_345  # eleven days after a boot
 
 
 def wave(rng, period_ms, duty, steps, *, shift=False, jitter=0.0, first_ns=None, sensor=A100, late=()):
     """A square wave of 400 W and 70 W, and the readings of the sensor; ``late`` steps begin an odd moment later."""
     lengths = np.rint(period_ms * 1e6 * (1 + jitter * rng.random(steps)))
-    places = Shift(sensor, steps)
+    places = SensorShift(sensor, steps)
     count = iter(range(steps))
 
     def pause_s(now_ns):
         return places.pause_s(now_ns) if shift else 0.0125 * (next(count) in late)
 
     duties, watts = np.array([duty, 1 - duty]), np.array([400.0, 70.0])
-    load = synthetic.training(duties, watts, lengths, 80.0, pause_s=pause_s, begin_ns=BEGIN_NS)
+    load = synthetic_load.training_load(duties, watts, lengths, 80.0, pause_s=pause_s, begin_ns=BEGIN_NS)
     if first_ns is None:
         first_ns = int(rng.integers(0, 10**8))
-    return load, *synthetic.readings(load, sensor, BEGIN_NS + first_ns, rng, 3.0)
+    return load, *synthetic_load.readings(load, sensor, BEGIN_NS + first_ns, rng, 3.0)
 
 
 def solved(load, updates, power_w, sensor=A100):
@@ -66,9 +74,9 @@ def test_random_loads_are_known_within_5_percent_or_refused(rng):
         shares, watts = rng.dirichlet(np.ones(parts)), rng.uniform(60, 700, parts)
         first = BEGIN_NS + int(rng.integers(0, 10**8))
         for shifts in (False, True):
-            pause_s = Shift(A100, steps).pause_s if shifts else lambda now_ns: 0.0
-            load = synthetic.training(shares, watts, lengths, 80.0, pause_s=pause_s, begin_ns=BEGIN_NS)
-            updates, power_w = synthetic.readings(load, A100, first, rng, 3.0)
+            pause_s = SensorShift(A100, steps).pause_s if shifts else lambda now_ns: 0.0
+            load = synthetic_load.training_load(shares, watts, lengths, 80.0, pause_s=pause_s, begin_ns=BEGIN_NS)
+            updates, power_w = synthetic_load.readings(load, A100, first, rng, 3.0)
             found = solved(load, updates, power_w)
             off += abs(naive_j(power_w, 0.1) / load.energy_j - 1) >= 0.3
             assert shifts is False or not found.reason
@@ -80,11 +88,11 @@ def test_phases_beside_the_steps_have_joules_of_their_own(rng):
     """Each second of steps of 37 ms is followed by a pause at 80 W; one at 300 W, told as a checkpoint, comes last."""
     watts, shares = np.array([400.0, 100.0]), np.array([0.3, 0.7])
     wait = iter([0.2 * (step % 27 == 26) for step in range(400)])
-    load = synthetic.training(shares, watts, np.full(400, 37e6), 80.0, pause_s=lambda now_ns: next(wait))
+    load = synthetic_load.training_load(shares, watts, np.full(400, 37e6), 80.0, pause_s=lambda now_ns: next(wait))
     end_ns = load.end_ns + 2 * 10**9
-    whole = synthetic.Load(np.append(load.edges_ns, end_ns), np.append(load.power_w, 300.0), load.steps)
-    updates, power_w = synthetic.readings(whole, A100, 40_000_000, rng, 3.0)
-    work = Work(load.steps, {"checkpoint": np.array([[load.end_ns, end_ns]])})
+    whole = synthetic_load.SyntheticLoad(np.append(load.edges_ns, end_ns), np.append(load.power_w, 300.0), load.steps)
+    updates, power_w = synthetic_load.readings(whole, A100, 40_000_000, rng, 3.0)
+    work = WorkIntervals(load.steps, {"checkpoint": np.array([[load.end_ns, end_ns]])})
     found = estimate(A100, updates, power_w, work, 0, end_ns)
     assert found.by_phase["checkpoint"] == pytest.approx(600, rel=0.02)
     assert found.by_phase["idle"] == pytest.approx(80 * 0.2 * 14, rel=0.05)
@@ -98,9 +106,9 @@ def test_edges_inside_of_a_step_follow_what_jitters(rng):
     begins = np.concatenate([[0.0], np.cumsum(0.03 + waits)])
     steps = np.rint(np.stack([begins[:-1], begins[:-1] + 0.03, begins[1:]], axis=1) * 1e9).astype(np.int64)
     edges = np.append(steps[:, :2].ravel(), steps[-1, 2])
-    load = synthetic.Load(edges, np.tile([500.0, 60.0], 300), steps)
-    updates, power_w = synthetic.readings(load, A100, 40_000_000, rng, 3.0)
-    found = estimate(A100, updates, power_w, Work(steps), 0, load.end_ns)
+    load = synthetic_load.SyntheticLoad(edges, np.tile([500.0, 60.0], 300), steps)
+    updates, power_w = synthetic_load.readings(load, A100, 40_000_000, rng, 3.0)
+    found = estimate(A100, updates, power_w, WorkIntervals(steps), 0, load.end_ns)
     assert found.energy_j == pytest.approx(load.energy_j, rel=0.02)
     assert found.profile_w[0] > 400 and found.profile_w[-1] < 120
 
@@ -108,20 +116,20 @@ def test_edges_inside_of_a_step_follow_what_jitters(rng):
 def test_what_no_look_fell_on_is_told(rng):
     load, updates, power_w = wave(rng, 37, 0.5, 200)
     end_ns = load.end_ns + 10**9
-    work = Work(load.steps, {"checkpoint": np.array([[load.end_ns, end_ns]])})
+    work = WorkIntervals(load.steps, {"checkpoint": np.array([[load.end_ns, end_ns]])})
     found = estimate(A100, updates, power_w, work, load.begin_ns, end_ns)
     assert math.isnan(found.energy_j) and found.reason == "the sensor never looked at checkpoint: measure for longer"
     few = estimate(A100, updates[:5], power_w[:5], load.work, load.begin_ns, load.end_ns)
     assert math.isnan(few.energy_j) and "5 new values" in few.reason
     with pytest.raises(ValueError, match="overlap"):
-        estimate(A100, updates, power_w, Work(load.steps, {"x": load.steps[3:5]}), load.begin_ns, end_ns)
+        estimate(A100, updates, power_w, WorkIntervals(load.steps, {"x": load.steps[3:5]}), load.begin_ns, end_ns)
 
 
 def test_a_sensor_that_sees_everything_and_one_that_averages_over_a_second_are_right_either_way(rng):
-    for sensor in (Sensor(0.1, 0.1), Sensor(0.1, 1.0)):
+    for sensor in (PowerSensor(0.1, 0.1), PowerSensor(0.1, 1.0)):
         load, updates, power_w = wave(rng, 87, 0.3, 300, sensor=sensor)
         assert solved(load, updates, power_w, sensor).energy_j == pytest.approx(load.energy_j, rel=0.03)
-        assert Shift(sensor, 10).pause_s(123) == 0
+        assert SensorShift(sensor, 10).pause_s(123) == 0
 
 
 def test_the_error_is_what_repetitions_scatter_by(rng):
@@ -140,7 +148,7 @@ def test_steps_are_shifted_by_less_than_a_period_and_evenly(rng):
         waited_s = (load.end_ns - load.begin_ns) / 1e9 - 160 * period_ms / 1e3
         offsets = (load.steps[:, 0] % 100_000_000) // 12_500_000
         assert set(np.bincount(offsets, minlength=8)) == {20} and 0 < waited_s < 0.1
-    places = Shift(A100, 2)
+    places = SensorShift(A100, 2)
     assert [places.pause_s(0) for _ in range(8)] == [pytest.approx(0.0125 * slot) for slot in range(8)]
     assert places.pause_s(0) == 0, "nobody waits for a place when there is none"
 
@@ -163,12 +171,12 @@ def test_steps_are_shifted_by_less_than_a_period_and_evenly(rng):
 def test_known_devices(name, window_s):
     sensor = sensor_of(name)
     assert sensor.window_s == window_s and sensor.source
-    assert (sensor.source == UNKNOWN) is name.startswith("Some")
+    assert (sensor.source == UNKNOWN_SENSOR) is name.startswith("Some")
 
 
 def test_averages_and_paces():
     assert sensor_of("NVIDIA A100-SXM4-80GB", "average").window_s == 0.025, "a GA100 has no average"
     assert sensor_of("NVIDIA H100 PCIe", "average").window_s == 1.0
-    assert sensor_of("Tesla T4").paced(0.12) == Sensor(0.12, 0.12, sensor_of("Tesla T4").source)
+    assert sensor_of("Tesla T4").paced(0.12) == PowerSensor(0.12, 0.12, sensor_of("Tesla T4").source)
     assert A100.paced(0.12).window_s == 0.025 and A100.paced(math.nan) == A100
-    assert A100.seen_share == 0.25 and Sensor(0.1, 1.0).seen_share == 1
+    assert A100.seen_share == 0.25 and PowerSensor(0.1, 1.0).seen_share == 1

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy import counters, pm_counters, sysfiles
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.counters import LostError, ReadError, Track
-from hpcdist.energy.monitor import Monitor
-from hpcdist.energy.pm_counters import STALE_NS, PmCounter, PmCounters
-from hpcdist.energy.sources import Claim, of_node
+from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.sources import counters, pm_counters
+from hpcdist.energy.sources.counters import CounterReader, CounterResetError, SensorReadError
+from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources
+from hpcdist.energy.sources.pm_counters import STALE_NS, PmCounter, PmCounterFiles
 
 S = 1_000_000_000
 
@@ -89,7 +89,7 @@ def test_what_is_no_number_is_no_reading(node, text):
 
 def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
     """The controller renews the files after each read of the energy, so long as it has renewals left."""
-    real, left = sysfiles.text, [2]
+    real, left = counters.read_text, [2]
 
     def renewing(path):
         found = real(path)
@@ -98,21 +98,21 @@ def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
             node.renew(energy=f"{int(node.values['energy'].split()[0]) + 100} J", cpu_energy=f"{500 + left[0]} J")
         return found
 
-    group = PmCounters(node.root)
+    group = PmCounterFiles(node.root)
     group.watch("energy", "cpu_energy")
-    monkeypatch.setattr(sysfiles, "text", renewing)
+    monkeypatch.setattr(counters, "read_text", renewing)
     assert (group.value("energy"), group.value("cpu_energy")) == (1200_000_000, 500_000_000)
     left[0] = 10**9
     node.renew()
-    with pytest.raises(ReadError, match="changed during each of"):
+    with pytest.raises(SensorReadError, match="changed during each of"):
         group.value("energy")
 
 
 def test_a_value_is_new_only_with_new_freshness(node):
-    group = PmCounters(node.root, node.clock)
+    group = PmCounterFiles(node.root, node.clock)
     group.watch("energy")
     counter = PmCounter(group, "node", "energy", "")
-    track = Track(counter)
+    track = CounterReader(counter)
     assert track.read(0) == 1_000_000
     (node.root / "energy").write_text("5555 J\n")  # half of a renewal
     assert track.read(1) == 1_000_000
@@ -125,21 +125,21 @@ def test_a_value_is_new_only_with_new_freshness(node):
 
 
 def test_a_controller_that_was_restarted_has_lost_the_count(node):
-    group = PmCounters(node.root)
+    group = PmCounterFiles(node.root)
     group.watch("energy")
-    track = Track(PmCounter(group, "node", "energy", ""))
+    track = CounterReader(PmCounter(group, "node", "energy", ""))
     assert track.read(0) == 1_000_000
     node.renew(startup="18", energy="2000 J")
     assert track.read(1) is None and "startup went from 17 to 18" in track.explain()
     node.renew(energy="2100 J")
     assert track.read(2) is None, "what was counted before and after does not add up"
-    with pytest.raises(LostError):
+    with pytest.raises(CounterResetError):
         group.value("energy")
 
 
 def test_a_changed_power_cap_is_noted(node):
     counter = pm_counters.find(node.root)[0][0]
-    track = Track(counter)
+    track = CounterReader(counter)
     track.read(0)
     assert track.about.note == ""
     node.renew(generation="4", energy="1001 J")
@@ -147,14 +147,14 @@ def test_a_changed_power_cap_is_noted(node):
 
 
 def test_a_counter_that_goes_back_is_given_up(node):
-    track = Track(pm_counters.find(node.root)[0][0])
+    track = CounterReader(pm_counters.find(node.root)[0][0])
     track.read(0)
     node.renew(energy="5 J")
     assert track.read(1) is None and "went back" in track.explain()
 
 
 def test_a_part_that_fails_takes_nothing_with_it(node):
-    tracks = [Track(counter) for counter in pm_counters.find(node.root)[0]]
+    tracks = [CounterReader(counter) for counter in pm_counters.find(node.root)[0]]
     (node.root / "cpu_energy").unlink()
     node.renew()
     (node.root / "cpu_energy").write_text("broken\n")
@@ -196,14 +196,14 @@ def powercap(root):
 
 def test_processors_and_memory_are_not_read_twice(node, tmp_path):
     config = EnergyConfig(powercap=str(powercap(tmp_path / "cap")), pm_counters=str(node.root), utilisation_s=0.0)
-    found = of_node(config, [Claim()], computing=False)
+    found = open_node_sources(config, [GpuClaim()], computing=False)
     assert [(counter.kind, counter.name) for counter in found.counters] == [
         ("node", "pm_counters/energy"),
         ("cpu", "pm_counters/cpu_energy"),
         ("dram", "pm_counters/memory_energy"),
     ]
     (node.root / "memory_energy").unlink()
-    found = of_node(config, [Claim()], computing=False)
+    found = open_node_sources(config, [GpuClaim()], computing=False)
     assert [(counter.kind, counter.name) for counter in found.counters] == [
         ("dram", "package-0 dram"),
         ("node", "pm_counters/energy"),
@@ -214,9 +214,11 @@ def test_processors_and_memory_are_not_read_twice(node, tmp_path):
 
 def test_only_a_cray_is_asked_for_and_missing(tmp_path):
     config = EnergyConfig(sources="cray", pm_counters=str(tmp_path / "none"), utilisation_s=0.0)
-    found = of_node(config, [Claim()], computing=False)
+    found = open_node_sources(config, [GpuClaim()], computing=False)
     assert found.counters == [] and "this is no Cray" in found.missing["node"]
-    elsewhere = of_node(EnergyConfig(powercap=str(tmp_path), pm_counters=str(tmp_path / "none")), [Claim()], False)
+    elsewhere = open_node_sources(
+        EnergyConfig(powercap=str(tmp_path), pm_counters=str(tmp_path / "none")), [GpuClaim()], False
+    )
     assert "node" not in elsewhere.missing, "nobody misses it on another machine"
 
 
@@ -228,7 +230,7 @@ def test_a_node_of_any_size_adds_up_once(tmp_path, rng, monkeypatch):
     steps = [int(value) for value in rng.integers(10, 1000, 6)]
 
     def body(comm):
-        with Monitor(comm, config, environment={}) as monitor:
+        with EnergyMonitor(comm, config, environment={}) as monitor:
             with monitor.window("training"):
                 for joules in itertools.accumulate(steps):
                     node.renew(energy=f"{1000 + joules} J", cpu_energy=f"{400 + joules // 2} J", accel0_energy="900 J")

@@ -5,16 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy.present import Power, Present
-from hpcdist.energy.sampler import Drained
-from hpcdist.energy.store import NodeRows
-from hpcdist.energy.utilisation import COLUMNS, SHARES
+from hpcdist.energy.monitor.live import LiveFigures, MeanPower
+from hpcdist.energy.monitor.sampler import DrainedSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.sources.utilisation import COLUMNS, SHARES
 
 S = 1_000_000_000
 
 
 def drained(samples=(), gaps=(), looks=()):
-    return Drained(
+    return DrainedSamples(
         np.array(samples, np.int64).reshape(-1, 3),
         np.empty((0, 3), np.int64),
         np.array(gaps, np.int64).reshape(-1, 2),
@@ -32,7 +32,7 @@ def node(number, watts=None, lacking=(), looks=()):
 
 
 def test_watts_go_from_sample_to_sample_over_calls():
-    power = Power()
+    power = MeanPower()
     assert power.by_source(2, drained([(S, 0, 1000), (2 * S, 0, 6000)]))[0] == pytest.approx(5)
     found = power.by_source(2, drained([(4 * S, 0, 8000), (4 * S, 1, 10)]))
     assert found[0] == pytest.approx(1) and math.isnan(found[1]), "one sample is no difference"
@@ -43,14 +43,14 @@ def test_watts_go_from_sample_to_sample_over_calls():
 
 def test_watts_by_kind():
     samples = [(0, 0, 0), (0, 1, 0), (0, 2, 0), (S, 0, 1000), (S, 1, 2000), (S, 2, 4000)]
-    assert Power().by_kind(["gpu", "cpu", "gpu"], drained(samples)) == {
+    assert MeanPower().by_kind(["gpu", "cpu", "gpu"], drained(samples)) == {
         "gpu": pytest.approx(5),
         "cpu": pytest.approx(2),
     }
 
 
 def test_nodes_add_up_and_one_blind_node_takes_its_kind():
-    present = Present()
+    present = LiveFigures()
     assert present.power() == present.utilisation() == present.network() == {}
     present.see([node(0, {"gpu": 100.0, "cpu": 10.0}), node(1, {"gpu": 50.0}, ["cpu"]), node(2, {"cpu": 1.0})])
     found = present.power()
@@ -58,7 +58,7 @@ def test_nodes_add_up_and_one_blind_node_takes_its_kind():
 
 
 def test_the_kind_of_whole_nodes_needs_all_of_them():
-    present = Present()
+    present = LiveFigures()
     present.see([node(0, {"node": 300.0, "cpu": 10.0}), node(1, {"node": 200.0, "cpu": 20.0})])
     assert present.power() == {"node": 500, "cpu": 30}
     present.see([node(0, {"node": 300.0, "cpu": 10.0}), node(1, {"cpu": 20.0})])
@@ -66,7 +66,7 @@ def test_the_kind_of_whole_nodes_needs_all_of_them():
 
 
 def test_shares_are_means_over_time_and_nodes():
-    present = Present()
+    present = LiveFigures()
     one = [look(cpu=0.2, gpu=0.5), look(cpu=0.4)]
     present.see([node(0, looks=one), node(1, looks=[look(cpu=0.9, sent_bytes=5.0, received_bytes=6.0)]), node(2)])
     assert present.utilisation() == {"cpu": pytest.approx(0.6), "gpu": pytest.approx(0.5)}
@@ -74,7 +74,7 @@ def test_shares_are_means_over_time_and_nodes():
 
 
 def test_bytes_are_kept_from_the_last_look_of_each_node():
-    present = Present()
+    present = LiveFigures()
     present.see([node(0, looks=[look(sent_bytes=5.0, received_bytes=6.0)]), node(1)])
     present.see([node(0), node(1, looks=[look(sent_bytes=1.0, received_bytes=2.0)])])
     assert present.network() == {"sent": 6, "received": 8}

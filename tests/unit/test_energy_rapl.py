@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.energy import rapl
-from hpcdist.energy.counters import ReadError, Track
+from hpcdist.energy.sources import rapl
+from hpcdist.energy.sources.counters import CounterReader, SensorReadError
 
 RANGE = 262_143_328_850
 
@@ -65,7 +65,7 @@ def test_zones_that_only_lie_inside_their_package(root):
 
 def test_a_wrap_is_unrolled_by_the_range_of_the_zone(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=1_000_000)
-    track = Track(rapl.find(root)[0][0])
+    track = CounterReader(rapl.find(root)[0][0])
     first = track.read(0)
     (path / "energy_uj").write_text("4000\n")
     assert track.read(1) - first == 5
@@ -73,7 +73,7 @@ def test_a_wrap_is_unrolled_by_the_range_of_the_zone(root):
 
 def test_without_a_range_a_wrap_gives_the_zone_up(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=None)
-    track = Track(rapl.find(root)[0][0])
+    track = CounterReader(rapl.find(root)[0][0])
     assert track.read(0) == 999
     (path / "energy_uj").write_text("4000\n")
     assert track.read(1) is None and "its range is not known" in track.lost
@@ -127,7 +127,7 @@ def test_permission_denied_says_who_may_change_it(root):
     if before == 0:
         os.seteuid(65534)  # as root, no mode bit would refuse
     try:
-        with pytest.raises(ReadError, match="may be read by root only"):
+        with pytest.raises(SensorReadError, match="may be read by root only"):
             counter.read()
         assert rapl.find(root)[1]["cpu"].startswith("package-0: ")
     finally:

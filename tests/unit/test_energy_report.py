@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hpcdist.energy.report import Contribution, Source, merge, state
+from hpcdist.energy.report import NodeContribution, SourceResult, merge, state
 
 NO_RAPL = {"cpu": "/sys/class/powercap does not exist", "dram": "/sys/class/powercap does not exist"}
 NO_GPU = {"gpu": "no NVIDIA driver answers"}
@@ -18,9 +18,9 @@ def node(index, *, phases=None, sources=(("a", "gpu"),), missing=NO_RAPL, needed
         name: {"seconds": s, "windows": 1, "shortest_s": s, "mj": [1e3 * s] * len(sources)}
         for name, s in phases.items()
     }
-    found = [Source(name, kind, **{"update_s": 0.1, **source}) for name, kind in sources]
+    found = [SourceResult(name, kind, **{"update_s": 0.1, **source}) for name, kind in sources]
     totals = [1e3 * sum(phases.values())] * len(sources)
-    return Contribution(index, found, shown, totals, missing, frozenset(needed))
+    return NodeContribution(index, found, shown, totals, missing, frozenset(needed))
 
 
 def test_sums_over_nodes_sources_and_phases():
@@ -59,7 +59,7 @@ def test_a_node_that_cannot_measure_is_named(kind):
 
 
 def test_a_node_whose_ranks_use_no_gpu_lacks_none():
-    unused = Contribution(1, (), {}, (), NO_GPU | NO_RAPL, unused=frozenset({"gpu"}))
+    unused = NodeContribution(1, (), {}, (), NO_GPU | NO_RAPL, unused=frozenset({"gpu"}))
     found = merge([node(0), unused])
     assert found["energy_j"] == 10 and found["reason"] is None
 
@@ -91,7 +91,7 @@ def test_a_counter_that_does_not_move_is_not_zero():
 def test_failed_reads_are_counted_and_named():
     failing = node(0, failed_reads=3, trouble="a: 3 failed reads, the last: GPU is lost")
     failing.phases["training"]["mj"][0] = math.nan
-    found = merge([Contribution(0, failing.sources, failing.phases, [math.nan], NO_RAPL, frozenset({"gpu"}))])
+    found = merge([NodeContribution(0, failing.sources, failing.phases, [math.nan], NO_RAPL, frozenset({"gpu"}))])
     assert math.isnan(found["energy_j"]) and "node 0, a: 3 failed reads, the last: GPU is lost" in found["reason"]
     assert found["sources"][0]["failed_reads"] == 3
 

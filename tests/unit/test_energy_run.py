@@ -14,9 +14,9 @@ from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.solo import solo
 from hpcdist.comm.spanfile import PHASES
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy import activities
+from hpcdist.energy.accounts import phase_shares
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources import Claim
+from hpcdist.energy.sources.discovery import GpuClaim
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
@@ -58,7 +58,7 @@ def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
 
 
 def test_what_a_joule_costs_is_said_with_its_source():
-    told = activities.of_job(rows(compute=3.0, communication=1.0), ["gpu"], 90.0, None)
+    told = phase_shares.job_activities(rows(compute=3.0, communication=1.0), ["gpu"], 90.0, None)
     config = EnergyConfig(
         pue=1.2, carbon_g_per_kwh=360, carbon_source="operator", carbon_date="2025", price_per_kwh=0.25, currency="EUR"
     )
@@ -90,7 +90,7 @@ def test_no_step_has_no_joules_a_step():
 def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypatch):
     asked = {}
     monkeypatch.setattr(device, "bus_id", lambda: "0000:1b:00.0")
-    monkeypatch.setattr(energy, "Monitor", lambda comm, config, **options: asked.update(options))
+    monkeypatch.setattr(energy, "EnergyMonitor", lambda comm, config, **options: asked.update(options))
     Energy(solo(), load(overrides=["run.device=gpu"], environment={}).recipe, None)
     watched = {"host": None, "deadline_s": math.inf}
     assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise, **watched}
@@ -225,7 +225,7 @@ def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch)
     monkeypatch.setattr(device, "bus_id", lambda: threading.current_thread().name)
     monkeypatch.setattr(device, "synchronise", lambda: None)
     names = {}
-    monkeypatch.setattr(energy, "claim", lambda config, bus_id, environment: Claim((claims[names[bus_id]],)))
+    monkeypatch.setattr(energy, "claim_gpus", lambda config, bus_id, environment: GpuClaim((claims[names[bus_id]],)))
 
     def body(comm):
         names[threading.current_thread().name] = comm.rank
@@ -270,6 +270,6 @@ def test_seconds_of_activities_are_those_of_one_source() -> None:
         }
 
     rows = [row("a", compute=6.0, communication=4.0), row("b", compute=5.0, communication=4.5, idle=0.25)]
-    found = activities.of_job(rows, ["gpu"], 50.0, None)
+    found = phase_shares.job_activities(rows, ["gpu"], 50.0, None)
     assert found["seconds"] == {"compute": 6.0, "communication": 4.0, "idle": 0.0}
     assert found["joules"] == pytest.approx({"compute": 20.0, "communication": 20.0, "idle": 10.0})

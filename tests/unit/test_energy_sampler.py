@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 
-from hpcdist.energy import sampler as sampling
-from hpcdist.energy.counters import ReadError, WithoutPower
-from hpcdist.energy.sampler import EDGE_ATTEMPTS, Sampler
+from hpcdist.energy.monitor import sampler as sampling
+from hpcdist.energy.monitor.sampler import EDGE_ATTEMPTS, EnergySampler
+from hpcdist.energy.sources.counters import NoPowerReading, SensorReadError
 
 
-class Clock(WithoutPower):
+class Clock(NoPowerReading):
     """A counter of 1 mJ each millisecond that wraps every 50 ms."""
 
     name, kind, per_mj, span = "package-0", "cpu", 1, 50
@@ -25,7 +25,7 @@ class Broken(Clock):
     def read(self):
         self.fails -= 1
         if self.fails >= 0:
-            raise ReadError("no answer")
+            raise SensorReadError("no answer")
         return super().read()
 
 
@@ -34,7 +34,7 @@ def samplers():
 
 
 def test_samples_are_whole_and_the_thread_ends():
-    sampler = Sampler([Clock(), Clock()], 0.005)
+    sampler = EnergySampler([Clock(), Clock()], 0.005)
     assert not samplers()
     sampler.start()
     assert len(samplers()) == 1 and samplers()[0].daemon
@@ -50,7 +50,7 @@ def test_samples_are_whole_and_the_thread_ends():
 
 
 def test_without_a_source_there_is_no_thread():
-    sampler = Sampler([], 0.001)
+    sampler = EnergySampler([], 0.001)
     sampler.start()
     assert not samplers()
     assert sampler.read()[1] == []
@@ -60,7 +60,7 @@ def test_without_a_source_there_is_no_thread():
 def test_an_edge_tries_again_and_counts_every_failure():
     transient = Broken()
     transient.fails = EDGE_ATTEMPTS - 1
-    sampler = Sampler([Broken(), transient], 1.0)
+    sampler = EnergySampler([Broken(), transient], 1.0)
     _, (dead, alive) = sampler.read()
     assert dead is None and alive is not None
     assert [track.failed_reads for track in sampler.tracks] == [EDGE_ATTEMPTS, EDGE_ATTEMPTS - 1]
@@ -70,7 +70,7 @@ def test_an_edge_tries_again_and_counts_every_failure():
 
 
 def test_a_failing_sensor_does_not_end_the_thread():
-    sampler = Sampler([Broken(), Clock()], 0.001)
+    sampler = EnergySampler([Broken(), Clock()], 0.001)
     sampler.start()
     while sampler.tracks[0].failed_reads < 5:
         time.sleep(0.001)
@@ -99,7 +99,7 @@ class Gaps(Clock):
 
 def test_power_and_looks_are_kept_beside_energy():
     looks = iter(range(10**6))
-    sampler = Sampler([Clock(), Watts()], 0.005, lambda: np.array([0.5, next(looks)]), 0.02)
+    sampler = EnergySampler([Clock(), Watts()], 0.005, lambda: np.array([0.5, next(looks)]), 0.02)
     sampler.start()
     while len(sampler._looks) < 3 or not sampler._powers:
         time.sleep(0.005)
@@ -117,7 +117,7 @@ def test_a_look_that_fails_is_told_once_and_ends_nothing():
     def look():
         raise ZeroDivisionError("no such thing")
 
-    sampler = Sampler([Clock()], 0.002, look, 0.002, told.append)
+    sampler = EnergySampler([Clock()], 0.002, look, 0.002, told.append)
     sampler.start()
     while not told or len(sampler._samples) < 5:
         time.sleep(0.005)
@@ -126,7 +126,7 @@ def test_a_look_that_fails_is_told_once_and_ends_nothing():
 
 
 def test_looks_need_no_counter():
-    sampler = Sampler([], 0.1, lambda: np.zeros(3), 0.01)
+    sampler = EnergySampler([], 0.1, lambda: np.zeros(3), 0.01)
     sampler.start()
     assert len(samplers()) == 1
     while not len(sampler.drain().looks):
@@ -140,7 +140,7 @@ def test_a_failing_source_is_told_of_once_whatever_it_raises():
             raise KeyError("handle")
 
     told = []
-    sampler = Sampler([Wild()], 0.001, tell=told.append)
+    sampler = EnergySampler([Wild()], 0.001, tell=told.append)
     sampler.start()
     while sampler.tracks[0].failed_reads < 20:
         time.sleep(0.001)
@@ -150,7 +150,7 @@ def test_a_failing_source_is_told_of_once_whatever_it_raises():
 
 
 def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(sampling, "HANGING_S", 0.05)
+    monkeypatch.setattr(sampling, "HANG_TIMEOUT_S", 0.05)
     goes_on = threading.Event()
 
     class Hanging(Clock):
@@ -158,7 +158,7 @@ def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
             goes_on.wait(60)
             return 1
 
-    sampler = Sampler([Hanging(), Clock()], 0.001)
+    sampler = EnergySampler([Hanging(), Clock()], 0.001)
     sampler.start()
     time.sleep(0.05)
     assert sampler.read()[1] == [None, None], "the caller does not wait for a lock that is held for ever"
@@ -170,7 +170,7 @@ def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
 
 
 def test_intervals_join_and_mark_what_is_not_known():
-    sampler = Sampler([Clock(), Gaps()], 1.0)
+    sampler = EnergySampler([Clock(), Gaps()], 1.0)
     first = [sampler.read()[1] for _ in range(6)]
     one, two = sampler.intervals()
     assert (one.name, one.kind, one.energy_mj.tolist()) == ("package-0", "cpu", [row[0] for row in first])
@@ -185,7 +185,7 @@ def test_intervals_join_and_mark_what_is_not_known():
 
 
 def test_who_never_asks_for_intervals_pays_with_no_memory():
-    sampler = Sampler([Clock()], 1.0)
+    sampler = EnergySampler([Clock()], 1.0)
     for _ in range(50):
         for _ in range(4):
             sampler.read()
@@ -201,7 +201,7 @@ def test_what_reading_costs_is_counted():
                 pass
             return super().read()
 
-    sampler = Sampler([Slow()], 0.001)
+    sampler = EnergySampler([Slow()], 0.001)
     assert sampler.overhead() == (0.0, 0.0)
     sampler.start()
     time.sleep(0.2)
@@ -214,8 +214,8 @@ def test_what_reading_costs_is_counted():
 
 def test_what_nobody_drains_is_bounded_and_loses_no_energy(monkeypatch):
     """Half of the samples go, never the last one of a source."""
-    monkeypatch.setattr(sampling, "MOST_ROWS", 8)
-    sampler = Sampler([Clock(), Clock()], 1.0, look=lambda: np.zeros(1))
+    monkeypatch.setattr(sampling, "MAX_ROWS", 8)
+    sampler = EnergySampler([Clock(), Clock()], 1.0, look=lambda: np.zeros(1))
     for _ in range(100):
         _, last = sampler.read()
         sampler._look_around(lambda: np.zeros(1))

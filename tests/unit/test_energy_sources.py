@@ -10,8 +10,7 @@ import pytest
 
 from hpcdist.cli.energy import command
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources import Claim, of_node
-from hpcdist.energy.survey import survey
+from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources, survey
 
 
 def test_a_machine_with_nothing(monkeypatch, tmp_path):
@@ -67,9 +66,13 @@ def test_a_cray_lists_its_counters(tmp_path):
 
 
 def test_who_asks_for_processors_gets_them_though_gpus_are_used():
-    found = of_node(EnergyConfig(sources="rapl", powercap="/nowhere", utilisation_s=0.0), [Claim(("GPU-0",))], True)
+    found = open_node_sources(
+        EnergyConfig(sources="rapl", powercap="/nowhere", utilisation_s=0.0), [GpuClaim(("GPU-0",))], True
+    )
     assert found.needed == set() and found.missing["gpu"] == "energy.sources = 'rapl'"
-    assert of_node(EnergyConfig(powercap="/nowhere", utilisation_s=0.0), [Claim(reason="no")], True).needed == {"gpu"}
+    assert open_node_sources(
+        EnergyConfig(powercap="/nowhere", utilisation_s=0.0), [GpuClaim(reason="no")], True
+    ).needed == {"gpu"}
 
 
 @pytest.mark.parametrize("name", ["sources", "watch", "report"])

@@ -5,23 +5,23 @@ from dataclasses import replace
 import h5py
 import numpy as np
 
-from hpcdist.energy import store
-from hpcdist.energy.counters import About
-from hpcdist.energy.sampler import Drained
-from hpcdist.energy.store import NodeRows
-from hpcdist.energy.utilisation import BYTES, COLUMNS
-from hpcdist.energy.windows import Window
+from hpcdist.energy.monitor import tables as monitor_tables
+from hpcdist.energy.monitor.sampler import DrainedSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.monitor.windows import PhaseWindow
+from hpcdist.energy.sources.counters import SourceInfo
+from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
 from hpcdist.hdf5 import files, tables
 
 LARGE = 2**53 + 1  # a float would round it
 
 
 def rows(node, samples):
-    gpu = About("NVIDIA H200", 2, "instant", "gpu", note="shared by 2 ranks")
-    sources = [("gpu", f"GPU-{node}", gpu), ("cpu", "package-0", About(declared=True))]
-    window = Window("training", LARGE, [1500.0, np.nan], LARGE + 9, 7_000_000_000)
+    gpu = SourceInfo("NVIDIA H200", 2, "instant", "gpu", note="shared by 2 ranks")
+    sources = [("gpu", f"GPU-{node}", gpu), ("cpu", "package-0", SourceInfo(declared=True))]
+    window = PhaseWindow("training", LARGE, [1500.0, np.nan], LARGE + 9, 7_000_000_000)
     pairs = np.array([[LARGE, 0]], np.int64)[: len(samples)]
-    drained = Drained(
+    drained = DrainedSamples(
         np.array(samples, np.int64).reshape(-1, 3),
         np.array([(LARGE, 0, LARGE + 4)], np.int64)[: len(samples)],
         pairs,
@@ -39,7 +39,7 @@ def test_tables_over_flushes_and_sessions(tmp_path):
         (1, [rows(0, [])]),
     ):
         with files.edit(path, "hpcdist.metrics", 1) as file:
-            store.append(file, session, nodes)
+            monitor_tables.append(file, session, nodes)
     with h5py.File(path) as file:
         group = file["energy"]
         samples = {name: group["samples"][name][...].tolist() for name in group["samples"].attrs["columns"]}
@@ -81,13 +81,13 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1) as file:
         for name in ("sources", "samples", "windows"):
-            tables.create(file, f"energy/{name}", store.TABLES[name])
+            tables.create(file, f"energy/{name}", monitor_tables.TABLES[name])
         before = {"t_mono_ns": 1, "session": 0, "node": 0, "source": 0, "energy_mj": 5}
         tables.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
         source = {"session": 0, "node": 0, "source": 0, "kind": b"gpu", "name": b"GPU-0"}
         tables.extend(file, "energy/sources", {name: np.array([value]) for name, value in source.items()})
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        store.append(file, 1, [rows(0, [(7, 0, 8)])])
+        monitor_tables.append(file, 1, [rows(0, [(7, 0, 8)])])
     with h5py.File(path) as file:
         assert file["energy/samples/energy_mj"][...].tolist() == [5, 8]
         assert file["energy/samples/session"][...].tolist() == [0, 1]
@@ -102,10 +102,10 @@ def test_without_a_source_there_are_no_tables_of_sources(tmp_path):
     empty = replace(node.drained, samples=node.drained.samples[:0], powers=node.drained.powers[:0])
     bare = replace(node, sources=[], windows=[], drained=replace(empty, gaps=node.drained.gaps[:0]))
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        store.append(file, 0, [bare])
+        monitor_tables.append(file, 0, [bare])
     with h5py.File(path) as file:
         assert sorted(file["energy"]) == ["sampler", "utilisation"] and len(file["energy/utilisation/cpu"]) == 1
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        store.append(file, 1, [node])
+        monitor_tables.append(file, 1, [node])
     with h5py.File(path) as file:
-        assert sorted(file["energy"]) == sorted(store.TABLES) and len(file["energy/samples/energy_mj"]) == 1
+        assert sorted(file["energy"]) == sorted(monitor_tables.TABLES) and len(file["energy/samples/energy_mj"]) == 1

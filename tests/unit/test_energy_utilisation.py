@@ -6,8 +6,15 @@ import os
 import numpy as np
 import pytest
 
-from hpcdist.energy.network import Network
-from hpcdist.energy.utilisation import BYTES, COLUMNS, SHARES, Process, Utilisation, this_process
+from hpcdist.energy.sources.utilisation import (
+    BYTES,
+    COLUMNS,
+    SHARES,
+    NetworkCounters,
+    NodeUtilisation,
+    RankProcess,
+    this_process,
+)
 
 HEAD = "Inter-|   Receive  |  Transmit\n face |bytes packets|bytes packets\n"
 KIB = 1024
@@ -67,7 +74,7 @@ def linux(tmp_path):
 
 
 def rank(pid, started, cpus=(), space=None):
-    return Process(pid, str(started), this_process().space if space is None else space, frozenset(cpus))
+    return RankProcess(pid, str(started), this_process().space if space is None else space, frozenset(cpus))
 
 
 def seen(look):
@@ -78,7 +85,7 @@ def test_shares_between_two_looks(linux, rng):
     ticks = rng.integers(0, 10**6, (4, 2))
     spent = rng.integers(1, 1000, (4, 2))
     linux.stat(*ticks.tolist())
-    watch = Utilisation([rank(1, 1, {0, 2}), rank(2, 1, {2, 3})], proc=linux.proc, sys=linux.sys)
+    watch = NodeUtilisation([rank(1, 1, {0, 2}), rank(2, 1, {2, 3})], proc=linux.proc, sys=linux.sys)
     linux.stat(*(ticks + spent).tolist())
     found = seen(watch.look())
     ours = spent[[0, 2, 3]]
@@ -90,7 +97,7 @@ def test_shares_between_two_looks(linux, rng):
 
 def test_idle_time_that_goes_back_is_not_more_than_all(linux):
     linux.stat((100, 1000))
-    watch = Utilisation([rank(1, 1, {0})], proc=linux.proc, sys=linux.sys)
+    watch = NodeUtilisation([rank(1, 1, {0})], proc=linux.proc, sys=linux.sys)
     linux.stat((150, 995))
     assert seen(watch.look())["cpu"] == 1
 
@@ -101,7 +108,7 @@ def test_memory_counts_what_is_shared_once(linux):
     linux.process(11, 5, 100, 60)
     linux.process(12, 6, 40, 80)
     linux.process(13, 99, 500, 500)  # another process that has the number of a rank which has ended
-    watch = Utilisation([rank(11, 5), rank(12, 6), rank(13, 7), rank(14, 8)], proc=linux.proc, sys=linux.sys)
+    watch = NodeUtilisation([rank(11, 5), rank(12, 6), rank(13, 7), rank(14, 8)], proc=linux.proc, sys=linux.sys)
     found = seen(watch.look())
     assert found["memory_bytes"] == (100 + 40 + 80) * KIB and found["memory"] == pytest.approx(0.22)
     assert found["available_bytes"] == 250 * KIB and found["node_memory"] == pytest.approx(0.75)
@@ -111,19 +118,19 @@ def test_numbers_of_another_container_mean_nobody(linux):
     linux.stat((1, 1))
     linux.meminfo(1000, 250)
     linux.process(11, 5, 100, 60)
-    found = seen(Utilisation([rank(11, 5, space="pid:[1]")], proc=linux.proc, sys=linux.sys).look())
+    found = seen(NodeUtilisation([rank(11, 5, space="pid:[1]")], proc=linux.proc, sys=linux.sys).look())
     assert math.isnan(found["memory"]) and found["node_memory"] == pytest.approx(0.75)
 
 
 def test_what_is_not_known_is_nan(tmp_path):
-    found = Utilisation([rank(11, 5, {0})], proc=tmp_path, sys=tmp_path).look()
+    found = NodeUtilisation([rank(11, 5, {0})], proc=tmp_path, sys=tmp_path).look()
     named = seen(found)
     assert all(math.isnan(value) for name, value in named.items() if name != "memory_bytes")
     assert found.dtype == np.float64 and (*SHARES, *BYTES) == COLUMNS
 
 
 def test_the_real_machine():
-    found = seen(Utilisation([this_process()]).look())
+    found = seen(NodeUtilisation([this_process()]).look())
     assert found["memory_bytes"] > 1 << 20 and 0 < found["memory"] < 1 and 0 < found["node_memory"] < 1
     assert this_process().pid == os.getpid() and this_process().cpus
 
@@ -134,7 +141,7 @@ def test_bytes_of_devices_only(linux):
     for name in ("bond0", "docker0", "veth7", "lo"):
         linux.interface(name, device=False)
     linux.counters(lo=(900, 900), eth0=(10, 20), eth1=(1, 2), bond0=(11, 22), docker0=(5, 5), veth7=(5, 5))
-    network = Network(linux.proc, linux.sys)
+    network = NetworkCounters(linux.proc, linux.sys)
     assert network.read() == (0, 0)
     linux.counters(lo=(9000, 9000), eth0=(110, 220), eth1=(2, 4), bond0=(500, 500), docker0=(50, 50), veth7=(50, 50))
     assert network.read() == (101, 202)
@@ -144,7 +151,7 @@ def test_a_container_has_no_device_and_is_counted_all_the_same(linux):
     linux.interface("eth0", device=False)
     linux.interface("br0", device=False, bridge=True)
     linux.counters(eth0=(10, 20), br0=(1, 1))
-    network = Network(linux.proc, linux.sys)
+    network = NetworkCounters(linux.proc, linux.sys)
     linux.counters(eth0=(15, 40), br0=(900, 900))
     assert network.read() == (5, 20)
 
@@ -155,7 +162,7 @@ def test_infiniband_in_words_and_its_ip_once(linux):
     linux.counters(eth0=(0, 0), ib0=(0, 0))
     linux.port("mlx5_0", 100, 200)
     linux.port("mlx5_1", 1, 2)
-    network = Network(linux.proc, linux.sys)
+    network = NetworkCounters(linux.proc, linux.sys)
     linux.counters(eth0=(7, 9), ib0=(5000, 5000))
     linux.port("mlx5_0", 1100, 2200)
     assert network.read() == (7 + 4000, 9 + 8000)
@@ -164,7 +171,7 @@ def test_infiniband_in_words_and_its_ip_once(linux):
 def test_a_counter_that_was_set_back_goes_on_from_there(linux):
     linux.interface("eth0")
     linux.counters(eth0=(1000, 1000))
-    network = Network(linux.proc, linux.sys)
+    network = NetworkCounters(linux.proc, linux.sys)
     for sent, received, expected in ((1500, 1000, (500, 0)), (3, 1010, (500, 10)), (10, 1010, (507, 10))):
         linux.counters(eth0=(sent, received))
         assert network.read() == expected
@@ -172,4 +179,4 @@ def test_a_counter_that_was_set_back_goes_on_from_there(linux):
 
 def test_no_interface_is_not_zero_bytes(linux):
     linux.counters(lo=(1, 1))
-    assert Network(linux.proc, linux.sys).read() is None
+    assert NetworkCounters(linux.proc, linux.sys).read() is None

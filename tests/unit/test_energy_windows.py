@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcdist.energy.windows import Windows
+from hpcdist.energy.monitor.windows import PhaseWindows
 
 S = 1_000_000_000
 
@@ -14,7 +14,7 @@ def joules(windows):
 
 
 def test_nested_windows_are_exclusive():
-    windows = Windows(2)
+    windows = PhaseWindows(2)
     windows.enter("training", 0, [100, 10])
     windows.enter("checkpoint", 4 * S, [150, 11])
     windows.leave(5 * S, [170, 13])
@@ -36,7 +36,7 @@ def test_nested_windows_are_exclusive():
 
 
 def test_random_windows_add_up(rng):
-    windows, total, value, now_ns, depth = Windows(1), 0, 1000, 0, 0
+    windows, total, value, now_ns, depth = PhaseWindows(1), 0, 1000, 0, 0
     for _ in range(500):
         step = int(rng.integers(0, 100))
         now_ns += int(rng.integers(1, 10**9))
@@ -53,7 +53,7 @@ def test_random_windows_add_up(rng):
 
 
 def test_an_open_window_counts_to_the_last_edge_but_is_not_judged():
-    windows = Windows(1)
+    windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
     windows.edge(2 * S, [7])
     phase = windows.phases()["training"]
@@ -61,7 +61,7 @@ def test_an_open_window_counts_to_the_last_edge_but_is_not_judged():
 
 
 def test_a_failed_edge_leaves_both_sides_unknown_but_not_their_sum():
-    windows = Windows(2)
+    windows = PhaseWindows(2)
     windows.enter("training", 0, [0, 0])
     windows.enter("checkpoint", S, [None, 5])
     windows.leave(2 * S, [30, 6])
@@ -74,14 +74,14 @@ def test_a_failed_edge_leaves_both_sides_unknown_but_not_their_sum():
 
 @pytest.mark.parametrize("edges", [[None, 9], [3, None], [None, None]])
 def test_a_source_that_fails_at_the_first_or_last_edge_has_no_total(edges):
-    windows = Windows(1)
+    windows = PhaseWindows(1)
     windows.enter("training", 0, [edges[0]])
     windows.leave(S, [edges[1]])
     assert math.isnan(windows.totals()[0]) and math.isnan(joules(windows)["training"][0])
 
 
 def test_a_failure_outside_of_all_windows_costs_nothing():
-    windows = Windows(1)
+    windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
     windows.leave(S, [5])
     windows.edge(2 * S, [None])
@@ -91,7 +91,7 @@ def test_a_failure_outside_of_all_windows_costs_nothing():
 
 
 def test_a_failure_at_the_border_to_outside_has_no_total():
-    windows = Windows(1)
+    windows = PhaseWindows(1)
     windows.enter("training", 0, [0])
     windows.leave(S, [None])  # how much of what follows was training's cannot be known
     windows.enter("validation", 3 * S, [50])
@@ -101,7 +101,7 @@ def test_a_failure_at_the_border_to_outside_has_no_total():
 
 
 def test_what_a_source_does_not_know_is_nobodys_and_no_total():
-    windows = Windows(2)
+    windows = PhaseWindows(2)
     windows.enter("training", 0, [0, 0])
     windows.edge(S, [5, 5])
     windows.forget(1)
@@ -114,7 +114,7 @@ def test_what_a_source_does_not_know_is_nobodys_and_no_total():
 
 
 def test_windows_that_were_taken_cost_nothing_and_still_count():
-    windows, taken = Windows(1), []
+    windows, taken = PhaseWindows(1), []
     windows.enter("training", 0, [0])
     for number in range(10_000):
         windows.enter("checkpoint", 10 * number * S, [10 * number])

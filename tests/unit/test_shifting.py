@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy.parttime import Sensor
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.training import shifting
 from hpcdist.training.shifting import STEPS, Shifting
 
-PART = Sensor(0.1, 0.025)
+PART = PowerSensor(0.1, 0.025)
 
 
 class Clock:
@@ -65,14 +65,14 @@ def test_steps_that_drift_by_themselves_hardly_wait(clock: Clock) -> None:
     assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
 
 
-@pytest.mark.parametrize("sensor", [None, Sensor(0.1, 0.1)])
-def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock: Clock, sensor: Sensor | None) -> None:
+@pytest.mark.parametrize("sensor", [None, PowerSensor(0.1, 0.1)])
+def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock: Clock, sensor: PowerSensor | None) -> None:
     positions(clock, Shifting(lambda: sensor, Kept()), 0.1, 2 * STEPS)
     assert clock.slept_s == []
 
 
 def test_a_sensor_that_is_found_later_counts_from_then_on(clock: Clock) -> None:
-    known: list[Sensor | None] = [None, PART]
+    known: list[PowerSensor | None] = [None, PART]
     shifted = Shifting(lambda: known.pop(0), Kept())
     positions(clock, shifted, 0.1, STEPS)
     assert clock.slept_s == []

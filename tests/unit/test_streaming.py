@@ -16,7 +16,7 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.session import Session
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy.parttime import Sensor
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry import catalogue, clocks, metrics, observations
@@ -146,7 +146,7 @@ def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path
 def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
     settings: dict[str, object], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(Energy, "part_time_sensor", lambda energy: Sensor(0.02, 0.005))
+    monkeypatch.setattr(Energy, "part_time_sensor", lambda energy: PowerSensor(0.02, 0.005))
     settings = settings | {"energy.sources": "auto", "energy.shift": "true", "energy.powercap": tmp_path / "nowhere"}
     monkeypatch.setattr("hpcdist.training.shifting.STEPS", 8)  # one for each slot: the second in the same one waits
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))

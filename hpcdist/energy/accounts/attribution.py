@@ -1,0 +1,357 @@
+"""Attribute joules to the phases of a node's ranks, where phases are shorter than a counter's interval. Pure.
+
+A counter that has a new value ten times a second, and phases of milliseconds: no window around a phase can be
+measured. But each interval between two new values has its own mixture of phases, and so
+
+    joules of the interval = sum over phases of watts(phase) x seconds of the phase in it
+
+is a least squares problem with a row for each interval, and watts that are not negative. For a sensor that looks only
+part of the time, a row is the mixture in what it looked at. The moment of a new value is bracketed by readings, and
+taken to be where in the brackets the watts explain the joules best. Joules by phase are watts x all seconds of the
+phase, scaled to what the counter says; what the mixtures cannot tell apart is not known, with the reason. Where
+several ranks use a source, their mixtures are averaged. What no span covers is "idle".
+
+`update_brackets`: a reading that differs from the one before says that a new value came in between. New values come
+at a steady pace: what is known of one bounds all others. Where reading and updating drift through each other, that
+leaves next to nothing open; where they are locked, the distance of two readings.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.energy.accounts import nnls
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor
+from hpcdist.energy.accounts.phase_shares import PHASE_NAMES, PhaseGrid, PhaseShares, RankPhases
+from hpcdist.energy.report import UPDATES
+
+PERIOD_TOLERANCE: Final = 0.02  # how far the pace may be off that is expected
+PERIODS_TRIED: Final = 9  # paces in this range
+STARTS_TRIED: Final = 5  # and moments of the first, in a period
+RESOLUTION: Final = 0.1  # of the time between readings: a shorter period need not be looked for
+MAX_SOLUTIONS: Final = 5  # answers
+JITTER: Final = 0.01  # of a period: new values are not as steady as a clock
+
+
+def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the earliest and the latest moments (n,) of new values that were seen first at ``seen_ns`` (n,).
+
+    There is more than one answer where nobody can tell how many new values came between two that were seen.
+
+    ``before_ns`` (n,) are the readings before; ``update_s`` is how often a new value is expected, NaN: nobody knows.
+    Between two readings there may have been several: it is the last of them.
+    """
+    expected = update_s * 1e9
+    span = float(seen_ns[-1] - seen_ns[0])
+    if not (expected > 0 and span > 0):
+        return [(before_ns, seen_ns)]
+    if expected < RESOLUTION * float(np.median(seen_ns - before_ns)):
+        return [(seen_ns - round(expected), seen_ns)]
+    low, high = (before_ns - seen_ns[0]).astype(np.float64), (seen_ns - seen_ns[0]).astype(np.float64)
+    steps = np.arange(len(seen_ns), dtype=np.float64)
+    if np.diff(seen_ns).max() > 1.5 * (seen_ns - before_ns)[1:].max():
+        # Readings in between found nothing new: they are closer than new values, of which none was missed.
+        expected = span / (len(seen_ns) - 1)
+        counts = [steps]
+    else:
+        low = np.maximum(low, high - expected)
+        guesses = sorted(
+            expected * np.linspace(1 - PERIOD_TOLERANCE, 1 + PERIOD_TOLERANCE, PERIODS_TRIED),
+            key=lambda pace: abs(pace - expected),
+        )
+        counts = [np.floor(high / pace + begin / STARTS_TRIED) for pace in guesses for begin in range(STARTS_TRIED)]
+    found = []
+    for count in {count.tobytes(): count for count in counts}.values():
+        bounds = _tight_bounds(low - JITTER * expected, high, count)
+        if bounds is not None:
+            least, most = (seen_ns[0] + np.rint(bound).astype(np.int64) for bound in bounds)
+            found.append((least, most))
+    return found[:MAX_SOLUTIONS] or [(seen_ns[0] + low.astype(np.int64), seen_ns)]
+
+
+def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the tightest bounds when new value ``count[k]`` came between ``low[k]`` and ``high[k]``; None: it cannot.
+
+    With a pace between p and q, and n new values later than k: low[k + n] - n q <= moment of k <= high[k + n] - n p.
+    """
+    apart = count[None, :] - count[:, None]  # (k, j): how many later j is
+    later = apart > 0
+    if not later.any():
+        return None
+    distance = np.where(later, apart, 1.0)
+    slowest = np.where(later, (high[None, :] - low[:, None]) / distance, math.inf).min()
+    fastest = np.where(later, (low[None, :] - high[:, None]) / distance, -math.inf).max()
+    if fastest > slowest:
+        return None
+    least = np.where(apart >= 0, low[None, :] - apart * slowest, low[None, :] - apart * fastest).max(axis=1)
+    most = np.where(apart >= 0, high[None, :] - apart * fastest, high[None, :] - apart * slowest).min(axis=1)
+    return (least, most) if np.all(least <= most) else None
+
+
+MAX_PENDING: Final = 20_000  # samples of a source, for spans that tell what was done meanwhile
+COLLINEAR: Final = 1e-9  # an eigenvalue of a correlation, below which phases are always in the same proportion
+MIN_COMPONENT: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
+UPDATES_PER_BLOCK: Final = (20, 50)  # new values whose moments are looked for at once: at least, and about
+PLACEMENTS: Final = np.linspace(0, 1, 17)  # in the brackets
+MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
+FOLDS: Final = 16  # of the intervals, each left out once: how far the answer depends on those that happened to be there
+MIN_FOLDED: Final = 160  # intervals: then there is something in each
+MAX_SHARE_OF_INTERVAL: Final = 0.5  # of what is known of a phase
+CONSECUTIVE: Final = 10  # neighbours share a moment, and go into the same one
+TIMEOUT_NS: Final = 60_000_000_000  # a source that tells nothing new for longer is not waited for
+
+
+@dataclass(frozen=True)
+class CounterSamples:
+    """Samples of a counter since the last ones: ``times_ns`` (n,) and ``energy_mj`` (n,) int64; some may come again.
+
+    ``ranks`` are the indices of those that use it; None: all of the node.
+    """
+
+    name: str
+    kind: str
+    times_ns: np.ndarray
+    energy_mj: np.ndarray
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass
+class _SourceSums:
+    """What is kept of a source: the sums of the least squares problem, and the samples that wait for their spans."""
+
+    sensor: PowerSensor
+    times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    energy_mj: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    ranks: tuple[int, ...] | None = None
+    grams: np.ndarray = field(
+        default_factory=lambda: np.zeros((FOLDS, len(PHASE_NAMES), len(PHASE_NAMES)))
+    )  # of each fold
+    rights: np.ndarray = field(default_factory=lambda: np.zeros((FOLDS, len(PHASE_NAMES))))
+    square: float = 0.0
+    rows: int = 0
+    intervals_used: int = 0
+    joules: float = 0.0  # in all intervals,
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASE_NAMES)))  # in those whose spans are known
+    intervals_s: float = 0.0
+    intervals: int = 0
+
+    @property
+    def gram(self) -> np.ndarray:
+        return np.asarray(self.grams.sum(axis=0))
+
+    @property
+    def right(self) -> np.ndarray:
+        return np.asarray(self.rights.sum(axis=0))
+
+    @property
+    def update_s(self) -> float:
+        return self.intervals_s / self.intervals if self.intervals else math.nan
+
+
+class Attribution:
+    """Collects what counters and ranks of one node tell, in bounded memory. Calls are local.
+
+    ``sensor_of(name, kind)`` is the sensor behind a counter.
+    """
+
+    def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
+        self._sensor_of = sensor_of
+        self._ranks: list[RankPhases] = []
+        self._sources: dict[tuple[str, str], _SourceSums] = {}
+
+    def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
+        """Take the spans of each rank (n, 3), and the samples of each counter, since the last call."""
+        self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
+        for rank, spans in zip(self._ranks, ranks, strict=True):
+            rank.add(spans)
+        for counter in counters:
+            sums = self._sources.get((counter.name, counter.kind))
+            if sums is None:
+                sums = _SourceSums(self._sensor_of(counter.name, counter.kind), ranks=counter.ranks)
+                self._sources[counter.name, counter.kind] = sums
+            new = counter.times_ns > (sums.times_ns[-1] if len(sums.times_ns) else -1)
+            sums.times_ns = np.append(sums.times_ns, counter.times_ns[new])
+            sums.energy_mj = np.append(sums.energy_mj, counter.energy_mj[new])
+        self._settle(False)
+
+    def _settle(self, everything: bool) -> None:
+        """Use the intervals of which all ranks have told what they did: spans are told when they end."""
+        known = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # a dedicated server tells nothing
+        frontier = max(min(known), max(known) - TIMEOUT_NS) if known else 0
+        waiting = [sums for sums in self._sources.values() if len(sums.times_ns)]
+        if not waiting:
+            for rank in self._ranks:
+                rank.forget(frontier)
+            return
+        begin = min(int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting)
+        grid = PhaseGrid(self._ranks, begin, max(int(sums.times_ns[-1]) for sums in waiting))
+        for sums in waiting:
+            late = everything or len(sums.times_ns) > MAX_PENDING
+            few = late or sums.times_ns[0] < frontier - TIMEOUT_NS
+            _consume_intervals(sums, self._ranks, grid, np.iinfo(np.int64).max if late else frontier, few)
+            _discard_stale(sums, frontier)
+        needed = [int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting if len(sums.times_ns)]
+        for rank in self._ranks:
+            rank.forget(min(needed, default=frontier))
+
+    def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
+        """Return name, kind and activities of each source, as plain values; see `told`.
+
+        ``final``: what waits for spans is used without them, as none will come.
+        """
+        if final:
+            self._settle(True)
+        return [
+            {"name": name, "kind": kind, "activities": phase_joules(sums)}
+            for (name, kind), sums in self._sources.items()
+        ]
+
+
+def _consume_intervals(
+    sums: _SourceSums, everybody: Sequence[RankPhases], grid: PhaseGrid, frontier_ns: int, everything: bool
+) -> None:
+    """Move the intervals that end before ``frontier_ns`` from what waits to the sums."""
+    ready = int(np.searchsorted(sums.times_ns, frontier_ns, side="right"))
+    times, energy = sums.times_ns[:ready], sums.energy_mj[:ready]
+    edges = np.flatnonzero(np.diff(energy)) + 1  # the first: what was there before, was there for nobody knows how long
+    if len(edges) < 2 or (len(edges) < UPDATES_PER_BLOCK[0] and not everything):
+        return
+    # The last is the first of the next ones, and the reading before it says since when it may have been there.
+    sums.times_ns, sums.energy_mj = sums.times_ns[edges[-1] - 1 :], sums.energy_mj[edges[-1] - 1 :]
+    sums.joules += float(energy[edges[-1]] - energy[edges[0]]) / 1e3
+    sums.intervals += len(edges) - 1
+    sums.intervals_s += float(times[edges[-1]] - times[edges[0]]) / 1e9
+    ranks = everybody if sums.ranks is None else [everybody[rank] for rank in sums.ranks]
+    since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
+    if since is None:
+        return
+    edges = edges[int(np.searchsorted(times[edges], since)) :]  # of the interval before, only a part is known
+    if len(edges) < 2:
+        return
+    mixtures = grid.of(sums.ranks)
+    pieces = max(1, round((len(edges) - 1) / UPDATES_PER_BLOCK[1]))
+    cuts = np.linspace(0, len(edges) - 1, pieces + 1).astype(int)
+    for first, last in itertools.pairwise(cuts):
+        some = edges[first : last + 1]
+        sums.seconds += mixtures.between(times[some[:-1]], times[some[1:]]).sum(axis=0)
+        bounds = update_brackets(times[some - 1], times[some], sums.sensor.update_s)
+        places = [high - np.rint(PLACEMENTS[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
+        _add_rows(sums, mixtures, np.concatenate(places), np.diff(energy[some]) / 1e3)
+
+
+def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
+    """Forget samples that nothing can be learnt of: of a counter that stands still, or of one that is lost."""
+    new = np.flatnonzero(np.diff(sums.energy_mj))
+    # The reading before the first new value says since when it may have been there.
+    first = int(new[0]) if len(new) else len(sums.times_ns) - 1
+    if sums.times_ns[first] < frontier_ns - TIMEOUT_NS:
+        first = int(np.searchsorted(sums.times_ns, frontier_ns - TIMEOUT_NS))
+    sums.times_ns, sums.energy_mj = sums.times_ns[first:], sums.energy_mj[first:]
+
+
+def _reach_ns(sums: _SourceSums) -> int:
+    """Return how long before a new value was read it may be of."""
+    return round(2e9 * (sums.sensor.window_s + sums.sensor.update_s))
+
+
+def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
+    """Add a row for each interval between new values; of the guesses at these, (guesses, intervals + 1), the best."""
+    sensor = sums.sensor
+    lengths = np.diff(moments, axis=1) / 1e9
+    looks, use = moments[:, :-1], lengths > 0
+    if sensor.window_s != sensor.update_s:
+        looks = moments[:, 1:] - round(sensor.window_s * 1e9)
+        use = use & (lengths < 1.5 * sensor.update_s)  # of two new values, one look is not the half
+    share = mixtures.between(looks, moments[:, 1:])
+    share /= share.sum(axis=2, keepdims=True).clip(1e-9)
+    table = share * (lengths * use)[:, :, None]
+    told_j = joules * use
+    grams = sums.gram + np.einsum("pri,prj->pij", table, table)
+    rights = sums.right + np.einsum("pri,pr->pi", table, told_j)
+    squares, rows = sums.square + (told_j**2).sum(axis=1), sums.rows + use.sum(axis=1)
+    # What the watts leave open in each, be they negative or not: the same order, at a hundredth of the cost.
+    firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(PHASE_NAMES))
+    explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
+    best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
+    folds = (sums.intervals_used + np.arange(len(joules))) // CONSECUTIVE % FOLDS
+    np.add.at(sums.grams, folds, table[best, :, :, None] * table[best, :, None, :])
+    np.add.at(sums.rights, folds, table[best] * told_j[best, :, None])
+    sums.square, sums.rows = float(squares[best]), int(rows[best])
+    sums.intervals_used += len(joules)
+
+
+def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
+    """Return by phase: joules, their standard error in J, seconds, and a reason why the joules are not to be believed.
+
+    The joules of all phases add up to those of the source, believed or not.
+    """
+    used = np.flatnonzero(sums.seconds > 0)
+    if not len(used):
+        return {}
+    seconds, gram = sums.seconds[used], sums.gram[np.ix_(used, used)]
+    solution = nnls.solve(gram, sums.right[used], sums.square, sums.rows)
+    fitted = solution.values * seconds
+    scale = sums.joules / fitted.sum() if fitted.sum() > 0 else 0.0
+    errors = np.sqrt(np.maximum(np.diag(solution.covariance), 0)) * seconds * scale
+    if sums.intervals_used >= MIN_FOLDED:
+        errors = np.maximum(errors, _jackknife_error(sums, used) * seconds)
+    alike = _collinear_phases(gram)
+    found = {}
+    for index, column in enumerate(used):
+        twins = [PHASE_NAMES[used[other]] for other in alike[index] if other != index]
+        reason = _doubt(sums, float(seconds[index]), len(used), twins, float(errors[index]))
+        found[PHASE_NAMES[column]] = {
+            "joules": float(fitted[index] * scale),
+            "error_j": float(errors[index]),
+            "seconds": float(seconds[index]),
+            "reason": reason,
+        }
+    return found
+
+
+def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
+    """Return by how much the watts of the phases ``used`` would differ with other intervals: a standard error (used,).
+
+    0 for a phase that is nearly all in one fold: nobody knows what it would be without.
+
+    The jackknife over groups, which takes no error to be as large as all others nor independent of its neighbour's: a
+    phase that is seen in few intervals, all of which are read late, is not better known for all those without it.
+    (M. Quenouille 1956; J. Tukey 1958.)
+    """
+    inner = np.ix_(np.arange(FOLDS), used, used)
+    grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]
+    rights = sums.right[used] - sums.rights[:, used]
+    firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(used))
+    watts = np.linalg.solve(firm, rights[..., None])[..., 0]
+    parts = np.diagonal(sums.grams, axis1=1, axis2=2)[:, used]
+    spread = parts.max(axis=0) <= MAX_SHARE_OF_INTERVAL * parts.sum(axis=0)
+    return np.where(spread, np.sqrt((FOLDS - 1) * watts.var(axis=0)), 0.0)
+
+
+def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
+    """Return for each phase those that are always there in the same proportion, it among them; [] for none."""
+    scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
+    values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
+    parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T
+    return [
+        sorted({int(other) for part in parts if part[at] for other in np.flatnonzero(part)}) for at in range(len(gram))
+    ]
+
+
+def _doubt(sums: _SourceSums, seconds: float, phases: int, twins: Sequence[str], error_j: float) -> str | None:
+    if sums.rows <= phases:
+        return f"the counter had {sums.rows} new values, and {phases} phases are asked for"
+    if seconds < UPDATES * sums.update_s:
+        return f"{seconds:.3g} s in all, shorter than {UPDATES} updates of {sums.update_s:.3g} s"
+    if twins:
+        return f"cannot be told apart from {' and '.join(twins)}: always in the same proportion"
+    if not error_j <= MAX_ERROR_SHARE * sums.joules:
+        return (
+            f"known to {error_j:.3g} J only, of {sums.joules:.3g} J: steps are shorter than the updates of the counter "
+            "and all alike"
+        )
+    return None

@@ -1,0 +1,198 @@
+"""Metrics of energy: kWh of the site, emissions, cost, energy-delay products, joules to a target loss. Pure.
+
+Emissions are kWh at the socket x PUE x the carbon intensity of the grid. An intensity without its source and date is
+worth nothing, so they stay together; one that varies over time comes as arrays, and a range as its two ends.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+J_PER_KWH: Final = 3.6e6
+NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
+NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
+NO_ENERGY: Final = "the energy is not known"
+SMOOTHED_SHARE: Final = 0.02  # of the steps, over which a loss is averaged before it is compared with a target
+MIN_LOSSES: Final = 5  # of them
+
+
+@dataclass(frozen=True)
+class CarbonIntensity:
+    """Grams of CO2 equivalents a kWh, NaN: not known; ``low`` and ``high`` of a range, else the same."""
+
+    g_per_kwh: float = math.nan
+    source: str = ""
+    date: str = ""
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The ends of the range."""
+        low = self.g_per_kwh if math.isnan(self.low) else self.low
+        high = self.g_per_kwh if math.isnan(self.high) else self.high
+        return low, high
+
+
+@dataclass(frozen=True)
+class Emissions:
+    """``grams`` of CO2 equivalents with the ends of their range; NaN and a ``reason`` where not known."""
+
+    grams: float
+    low: float
+    high: float
+    reason: str = ""
+
+
+def kwh(energy_j: float, pue: float = 1.0) -> float:
+    """Return the kWh of ``energy_j``; with a ``pue`` (power usage effectiveness, 1 or more), those of the site."""
+    return energy_j / J_PER_KWH * pue
+
+
+def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
+    """Return what ``energy_j`` joules at the nodes emit, cooling and losses of the site included."""
+    if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
+        reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
+        return Emissions(math.nan, math.nan, math.nan, reason)
+    of_site = kwh(energy_j, pue)
+    low, high = intensity.spread
+    return Emissions(of_site * intensity.g_per_kwh, of_site * low, of_site * high)
+
+
+def over_time(
+    edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
+) -> tuple[float, float, float]:
+    """Return the mean intensity in g/kWh that ``joules`` (n,) met between ``begins_s`` and ``ends_s`` (n,); its ends.
+
+    ``g_per_kwh`` (m,) holds between ``edges_s`` (m + 1,), of the same clock. Power is taken to be even within each of
+    the n pieces. The ends are the least and the most that any of them met. NaN where a piece lies outside.
+    """
+    if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
+        return math.nan, math.nan, math.nan
+    sums = np.append(0.0, np.cumsum(np.diff(edges_s) * g_per_kwh))
+    lengths = ends_s - begins_s
+    integral = np.interp(ends_s, edges_s, sums) - np.interp(begins_s, edges_s, sums)
+    at = np.clip(np.searchsorted(edges_s, begins_s, side="right") - 1, 0, len(g_per_kwh) - 1)
+    means = np.where(lengths > 0, integral / np.maximum(lengths, 1e-12), g_per_kwh[at])
+    total = float(joules.sum())
+    first = int(at.min())
+    last = int(np.clip(np.searchsorted(edges_s, ends_s.max(), side="left") - 1, first, len(g_per_kwh) - 1))
+    met = g_per_kwh[first : last + 1]
+    mean = float(means @ joules) / total if total > 0 else float(means.mean())
+    return mean, float(met.min()), float(met.max())
+
+
+def delay_products(energy_j: float, seconds: float) -> tuple[float, float]:
+    """Return energy x delay in J s, and energy x delay squared in J s^2: what neither speed nor thrift alone improves.
+
+    R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996; the square weighs time as voltage scaling does
+    (A. Martin, M. Nystroem, P. Penzes, 2001).
+    """
+    return energy_j * seconds, energy_j * seconds**2
+
+
+@dataclass(frozen=True)
+class EnergyToTarget:
+    """When a loss was reached: the ``step`` (interpolated), joules and seconds until then; NaN with a reason."""
+
+    joules: float
+    seconds: float
+    step: float
+    reason: str = ""
+
+
+def smoothed(losses: np.ndarray) -> np.ndarray:
+    """Return the mean of each loss and those before it, over 2 % of the steps and at least five: (steps,)."""
+    width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
+    sums = np.append(0.0, np.cumsum(losses))
+    last = np.arange(1, len(losses) + 1)
+    first = np.maximum(0, last - width)
+    return np.asarray((sums[last] - sums[first]) / (last - first))
+
+
+def to_target(
+    target: float,
+    steps: np.ndarray,
+    losses: np.ndarray,
+    seconds: np.ndarray,
+    joules: np.ndarray,
+    *,
+    smooth: bool = True,
+) -> EnergyToTarget:
+    """Return what it took until a loss was at or below ``target``; arrays (n,), of sums in ``seconds`` and ``joules``.
+
+    The ``losses`` of training are smoothed, as one lucky batch reaches nothing; those of validations are not. Between
+    the step before and the one that reached it, the moment is interpolated.
+    """
+    known = np.isfinite(losses)
+    steps, losses, seconds, joules = (values[known] for values in (steps, losses, seconds, joules))
+    if not len(losses):
+        return EnergyToTarget(math.nan, math.nan, math.nan, "no loss is known")
+    shown = smoothed(losses) if smooth else losses
+    reached = np.flatnonzero(shown <= target)
+    if not len(reached):
+        reason = f"the loss never came down to {target:g}; the least was {shown.min():.4g} after step {steps[-1]:g}"
+        return EnergyToTarget(math.nan, math.nan, math.nan, reason)
+    at = int(reached[0])
+    part = 1.0
+    if at:
+        part = float((shown[at - 1] - target) / (shown[at - 1] - shown[at]))
+    before = max(0, at - 1)
+    step, taken_s, used_j = (
+        float(values[before] + part * (values[at] - values[before])) if at else float(values[at])
+        for values in (steps.astype(np.float64), seconds, joules)
+    )
+    reason = "its energy is not known until then" if math.isnan(used_j) else ""
+    return EnergyToTarget(used_j, taken_s, step, reason)
+
+
+def figures(
+    energy_j: float,
+    seconds: float,
+    *,
+    pue: float = 1.0,
+    intensity: CarbonIntensity | None = None,
+    price_per_kwh: float = 0.0,
+    currency: str = "",
+) -> dict[str, Any]:
+    """Return what ``energy_j`` over ``seconds`` means, as JSON values: None where not known, with the reason beside."""
+    intensity = intensity or CarbonIntensity()
+    found = emissions(energy_j, pue, intensity)
+    product, square = delay_products(energy_j, seconds)
+    unknown = NO_ENERGY if math.isnan(energy_j) else None
+    return {
+        "average_w": json_number(energy_j / seconds) if seconds > 0 else None,
+        "energy_delay_product_js": json_number(product),
+        "energy_delay_squared_js2": json_number(square),
+        "energy_kwh": json_number(kwh(energy_j)),
+        "pue": pue,
+        "facility_kwh": json_number(kwh(energy_j, pue)),
+        "emissions_g": json_number(found.grams),
+        "emissions_spread_g": None if math.isnan(found.low) else [found.low, found.high],
+        "emissions_reason": found.reason or None,
+        "carbon_g_per_kwh": json_number(intensity.g_per_kwh),
+        "carbon_source": intensity.source or None,
+        "carbon_date": intensity.date or None,
+        "cost": json_number(kwh(energy_j, pue) * price_per_kwh) if price_per_kwh else None,
+        "cost_reason": NO_PRICE if not price_per_kwh else unknown,
+        "currency": currency or None,
+    }
+
+
+def json_number(value: float) -> float | None:
+    """NaN is not JSON: what is not known is null."""
+    return float(value) if math.isfinite(value) else None
+
+
+def joules_per_part(joules: float, parts: float) -> float | None:
+    """Return the joules of each of ``parts`` steps, samples or tokens; None where either is not known."""
+    return json_number(joules / parts) if parts and parts > 0 else None
+
+
+def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
+    """Return the joules of training a step, a sample and a token, over so many of each (NaN: not known)."""
+    names: Sequence[tuple[str, float]] = (("j_per_step", steps), ("j_per_sample", samples), ("j_per_token", tokens))
+    return {name: joules_per_part(training_j, parts) for name, parts in names}

@@ -1,0 +1,285 @@
+"""Part-time power sensors: a table of known ones, and the energy of a load that they have seen only in part.
+
+On an A100 or H100 the power sensor takes the mean of 25 ms and shows it for 100 ms. The draw of a GPU in the other
+75 ms is not seen; where steps of a training take as long as the sensor's period, or a simple fraction or multiple of
+it, the same part of each step is seen again and again, and power times time may be off by more than half. (Z. Yang,
+K. Adamek and W. Armour, "Part-time Power Measurements: nvidia-smi's Lack of Attention", arXiv 2312.02741, SC24
+doi 10.1109/SC41406.2024.00028. They repeat the load 32 times with eight delays, evenly spread over the period.)
+
+The remedy is to know what the job did while the sensor looked. Steps are alike: all that was seen is folded over the
+position in the step, and solved for the power there (`estimate`). It needs every position to be seen: `SensorShift`
+tells when to wait for a moment before a step, so that it is.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from hpcdist.energy.accounts import nnls
+
+# Yang, Adamek and Armour, the table of update periods and averaging windows. Later drivers name two fields: "average"
+# is the mean of the last second on Ampere (but for the A100) and all that followed, as NVML's own documentation says.
+_PAPER: Final = "arXiv 2312.02741"
+_KNOWN: Final = (
+    (r"GH200", 0.1, 0.02, _PAPER),
+    (r"H100|H800", 0.1, 0.025, _PAPER),
+    (r"H200|H20", 0.1, 0.025, f"as the H100, which has the same chip: {_PAPER}"),
+    (r"A100|A800", 0.1, 0.025, _PAPER),
+    (r"A30", 0.1, 0.025, f"as the A100, which has the same chip: {_PAPER}"),
+    (r"V100S?|TITAN V|P100|P40|P4|GTX 10[5-8]0|TITAN X[Pp]?", 0.02, 0.01, _PAPER),
+    (r"T4|RTX 20[5-8]0|TITAN RTX|GTX 16[5-6]0", 0.1, 0.1, _PAPER),
+    (r"RTX 30[5-9]0|RTX A\d000|A40|A16|A10G?|A2", 0.1, 0.1, _PAPER),
+)
+_AVERAGED: Final = re.compile(
+    r"\b(GH200|H\d00|H20|L40?S?|RTX [3-6]0\d0|RTX A\d000|A40|A30|A16|A10G?|A2|[GB]B?[23]00)\b"
+)
+AVERAGE_S: Final = 1.0
+UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of the time"
+OPEN_SHARE: Final = 0.02  # of the time of the steps; what nobody ever saw is drawn from its neighbours up to there
+MIN_UPDATES: Final = 8  # updates
+MAX_BINS: Final = 96
+STIFFNESS: Final = 1e-4  # of the profile, against the mean weight of what was seen of a bin
+
+
+@dataclass(frozen=True)
+class PowerSensor:
+    """A sensor that has a new value every ``update_s`` seconds: the mean of the last ``window_s`` before."""
+
+    update_s: float
+    window_s: float
+    source: str = ""  # of these two
+
+    @property
+    def seen_share(self) -> float:
+        """The share of the time that it looks at."""
+        return min(1.0, self.window_s / self.update_s)
+
+    def paced(self, update_s: float) -> "PowerSensor":
+        """Return the sensor as it was seen to be updated; one that looks all of the time still does."""
+        if not update_s > 0:  # NaN, too
+            return self
+        return replace(self, update_s=update_s, window_s=update_s if self.window_s == self.update_s else self.window_s)
+
+
+def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
+    """Return the sensor of a GPU by the name that its driver has for it, such as "NVIDIA A100-SXM4-40GB".
+
+    ``field_name``: of its energy counter and instantaneous power (""), or "average", which newer drivers show beside.
+    """
+    if field_name == "average" and _AVERAGED.search(gpu_name):
+        return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
+    for pattern, update_s, window_s, source in _KNOWN:
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", gpu_name):
+            return PowerSensor(update_s, window_s, source)
+    return PowerSensor(0.1, 0.1, UNKNOWN_SENSOR)
+
+
+@dataclass(frozen=True)
+class WorkIntervals:
+    """What a job did when, in ns of one clock: its ``steps``, and ``others`` by name; the rest is idle.
+
+    A step is a row of at least two increasing times: its begin, moments that all steps have and that may come sooner
+    or later (as the end of the backward), and its end. Nothing overlaps.
+    """
+
+    steps: np.ndarray  # (steps, edges) int64
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)  # each (n, 2) int64
+
+
+@dataclass(frozen=True)
+class EnergyEstimate:
+    """Joules of a load, NaN with a ``reason`` where they are not known; ``error_j`` is a standard error.
+
+    ``by_phase``: joules of "step", of what else was told, and of "idle". ``profile_w``: watts over the step, in bins of
+    equal shares of the time between two of its edges. ``seen_share``: of the time of steps, in all positions together.
+    """
+
+    energy_j: float
+    error_j: float
+    by_phase: Mapping[str, float]
+    profile_w: np.ndarray
+    seen_share: float
+    reason: str = ""
+
+
+def naive_j(power_w: np.ndarray, update_s: float) -> float:
+    """Return the sum of power x time that a sensor which looks part of the time invites to."""
+    return float(np.sum(power_w)) * update_s
+
+
+def estimate(
+    sensor: PowerSensor, updates_ns: np.ndarray, power_w: np.ndarray, work: WorkIntervals, begin_ns: int, end_ns: int
+) -> EnergyEstimate:
+    """Return the energy between ``begin_ns`` and ``end_ns``, of updates (n,) at which ``power_w`` (n,) became visible.
+
+    The moments of the updates have to be known to a small part of the window: whoever polls, polls as often.
+
+    It cannot work where power is no function of the position in the step: bursts at random, steps of different kinds
+    (give those that differ as ``others``), a power that drifts as the chip warms up while one position is looked at
+    early and another late. What is shorter than the window is smeared over it, which leaves the sum as it is. Nor does
+    it know of a gain that is off, 5 % from board to board, nor of a sensor that answers late.
+    """
+    # From the begin on: a float has no room for the nanoseconds of a wall clock.
+    work = WorkIntervals(work.steps - begin_ns, {name: spans - begin_ns for name, spans in work.others.items()})
+    updates_ns, begin_ns, end_ns = updates_ns - begin_ns, 0, end_ns - begin_ns
+    inside = (updates_ns - round(sensor.window_s * 1e9) >= begin_ns) & (updates_ns <= end_ns)
+    ends, power_w = updates_ns[inside], power_w[inside]
+    starts = ends - round(sensor.window_s * 1e9)
+    lengths = np.diff(work.steps, axis=1)
+    seen = _summarise_seen(_cells(work, begin_ns, end_ns, _bins(lengths, sensor.window_s / 8, 1000)), starts, ends)
+    open_share = float(seen.open_s / seen.steps_s) if seen.steps_s else 0.0
+    reason = ""
+    if len(ends) < MIN_UPDATES:
+        reason = f"the sensor had {len(ends)} new values, and less than {MIN_UPDATES} say nothing: measure for longer"
+    elif open_share > OPEN_SHARE:
+        reason = (
+            f"the sensor never looked at {open_share:.0%} of the step; the steps and the sensor are in step: shift them"
+        )
+    if reason:
+        return EnergyEstimate(math.nan, math.nan, {}, np.empty(0), 1 - open_share, reason)
+    bins = _bins(lengths, sensor.window_s / 2, max(len(lengths[0]), min(MAX_BINS, len(ends) // 3)))
+    return _solved(sensor, _cells(work, begin_ns, end_ns, bins), starts, ends, power_w, open_share)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Disjoint pieces of time in order: ``labels`` below ``bins`` are positions in a step, then others, then idle."""
+
+    begins: np.ndarray
+    ends: np.ndarray
+    labels: np.ndarray
+    bins: int
+    names: tuple[str, ...]
+
+    @property
+    def unknowns(self) -> int:
+        return self.bins + len(self.names)
+
+    def seconds(self) -> np.ndarray:
+        return np.bincount(self.labels, (self.ends - self.begins) / 1e9, self.unknowns)
+
+
+@dataclass(frozen=True)
+class _SeenSummary:
+    steps_s: float
+    open_s: float
+
+
+def _bins(lengths: np.ndarray, bin_s: float, most: int) -> list[int]:
+    """Return how many bins each part of a step gets, of about ``bin_s`` seconds, ``most`` together."""
+    if not lengths.size:
+        return [1] * lengths.shape[1]
+    typical = np.median(lengths, axis=0) / 1e9
+    total = min(most, max(1, math.ceil(typical.sum() / bin_s)))
+    return [max(1, round(total * part)) for part in typical / typical.sum()]
+
+
+def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int]) -> _Cells:
+    edges = [work.steps[:, part : part + 1] + np.diff(work.steps)[:, part : part + 1] * (np.arange(count) / count)
+             for part, count in enumerate(bins)]  # fmt: skip
+    inner = np.concatenate([*edges, work.steps[:, -1:]], axis=1)  # (steps, bins + 1)
+    count = inner.shape[1] - 1
+    begins, ends = [inner[:, :-1].ravel()], [inner[:, 1:].ravel()]
+    labels = [np.tile(np.arange(count), len(inner))]
+    for index, spans in enumerate(work.others.values()):
+        begins.append(spans[:, 0].astype(np.float64))
+        ends.append(spans[:, 1].astype(np.float64))
+        labels.append(np.full(len(spans), count + index))
+    begin, end, label = np.concatenate(begins), np.concatenate(ends), np.concatenate(labels)
+    order = np.argsort(begin, kind="stable")
+    begin, end, label = begin[order], end[order], label[order]
+    if np.any(end < begin) or np.any(begin[1:] < end[:-1] - 1):
+        raise ValueError("steps and others overlap, or end before they begin; give what was done when, one by one")
+    free_begin, free_end = np.append(begin_ns, end), np.append(begin, end_ns)
+    idle = free_end > free_begin
+    begin, end = np.append(begin, free_begin[idle]), np.append(end, free_end[idle])
+    label = np.append(label, np.full(int(idle.sum()), count + len(work.others)))
+    begin, end = np.clip(begin, begin_ns, end_ns), np.clip(end, begin_ns, end_ns)
+    order = np.argsort(begin, kind="stable")
+    return _Cells(begin[order], end[order], label[order], count, (*work.others, "idle"))
+
+
+def _overlaps(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, labels and seconds of all parts of cells that lie in a window."""
+    first = np.searchsorted(cells.ends, starts, side="right")
+    last = np.searchsorted(cells.begins, ends, side="left")
+    counts = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(starts)), counts)
+    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    seconds = np.minimum(cells.ends[index], ends[rows]) - np.maximum(cells.begins[index], starts[rows])
+    return rows, cells.labels[index], np.maximum(seconds, 0) / 1e9
+
+
+def _summarise_seen(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> _SeenSummary:
+    _, labels, seconds = _overlaps(cells, starts, ends)
+    looked = np.bincount(labels, seconds, cells.unknowns)[: cells.bins] > 0
+    spent = cells.seconds()[: cells.bins]
+    return _SeenSummary(float(spent.sum()), float(spent[~looked].sum()))
+
+
+def _solved(
+    sensor: PowerSensor, cells: _Cells, starts: np.ndarray, ends: np.ndarray, power_w: np.ndarray, open_share: float
+) -> EnergyEstimate:
+    rows, labels, seconds = _overlaps(cells, starts, ends)
+    unknowns = cells.unknowns
+    flat = np.bincount(rows * unknowns + labels, seconds / sensor.window_s, len(starts) * unknowns)
+    table = flat.reshape(-1, unknowns)
+    spent = cells.seconds()
+    used = np.flatnonzero(spent > 0)
+    table = table[:, used]
+    gram = table.T @ table
+    # Positions next to each other differ little, the last and the first too; nothing is said of the level.
+    stiffness = np.zeros((unknowns, unknowns))
+    ring = np.arange(cells.bins)
+    np.add.at(stiffness, (ring, ring), 2.0)
+    np.add.at(stiffness, (ring, (ring + 1) % cells.bins), -1.0)
+    np.add.at(stiffness, (ring, (ring - 1) % cells.bins), -1.0)
+    penalty = stiffness[np.ix_(used, used)] * STIFFNESS * np.trace(gram) / max(1, cells.bins)
+    independent = len(power_w) * min(1.0, sensor.update_s / sensor.window_s)
+    solution = nnls.solve(gram, table.T @ power_w, float(power_w @ power_w), independent, penalty)
+    watts = np.zeros(unknowns)
+    watts[used] = solution.values
+    blind = used[(used >= cells.bins) & ~table.any(axis=0)]
+    watts[blind] = watts[: cells.bins].mean()
+    names = [cells.names[label - cells.bins] for label in blind]
+    joules = watts * spent
+    by_phase = {"step": float(joules[: cells.bins].sum())} if spent[: cells.bins].any() else {}
+    for index, name in enumerate(cells.names, start=cells.bins):
+        if spent[index] > 0:
+            by_phase[name] = math.nan if name in names else float(joules[index])
+    # Where nobody looked, it may have been anything between the least and the most that was seen.
+    open_s = open_share * float(spent[: cells.bins].sum()) + float(spent[blind].sum())
+    error = math.hypot(math.sqrt(spent[used] @ solution.covariance @ spent[used]), open_s * float(np.ptp(power_w)) / 2)
+    if spent[blind].sum() > OPEN_SHARE * spent.sum():
+        reason = f"the sensor never looked at {', '.join(names)}: measure for longer"
+        return EnergyEstimate(math.nan, math.nan, by_phase, watts[: cells.bins], 1 - open_share, reason)
+    return EnergyEstimate(float(joules.sum()), error, by_phase, watts[: cells.bins], 1 - open_share)
+
+
+class SensorShift:
+    """When to wait before a step, so that a part-time sensor sees all positions in ``steps`` steps equally often.
+
+    The period of the sensor is cut into slots of half a window. A step may begin in each of them so often; one that
+    would begin in a slot that is full waits for the next that is not. Steps that drift through the period by themselves
+    hardly ever wait; steps in step with it wait for less than one period, all in all.
+    """
+
+    def __init__(self, sensor: PowerSensor, steps: int) -> None:
+        self.slots = 1 if sensor.seen_share >= 1 else math.ceil(2 * sensor.update_s / sensor.window_s)
+        self._slot_ns = sensor.update_s * 1e9 / self.slots
+        self._room = [math.ceil(steps / self.slots)] * self.slots
+
+    def pause_s(self, now_ns: int) -> float:
+        """Return how long to wait before the step that could begin now (local); it is taken to begin then.
+
+        ``now_ns`` is of a monotonic clock. Steps beyond those that were announced do not wait.
+        """
+        slot = int(now_ns // self._slot_ns) % self.slots
+        ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)
+        at = (slot + ahead) % self.slots
+        self._room[at] = max(0, self._room[at] - 1)
+        return ahead * self._slot_ns / 1e9

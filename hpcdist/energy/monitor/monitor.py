@@ -1,0 +1,224 @@
+"""Energy monitor of a job: one rank of each node reads the sensors, and windows say what was done meanwhile.
+
+`EnergyMonitor.window("training")` is a context manager; the joules of a window "checkpoint" inside it are not counted
+as training's.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hpcdist.comm.agreement import meet
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import CommunicationConfig
+from hpcdist.comm.machine import boot_id
+from hpcdist.energy import report as reports
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.monitor import live
+from hpcdist.energy.monitor.live import LiveFigures
+from hpcdist.energy.monitor.sampler import EnergySampler, SourceSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.monitor.windows import PhaseWindows
+from hpcdist.energy.report import NodeContribution, SourceResult
+from hpcdist.energy.sources.discovery import GpuClaim, NodeSources, claim_gpus, open_node_sources
+from hpcdist.energy.sources.utilisation import NodeUtilisation, this_process
+
+
+def _no_synchronisation() -> None:
+    return None
+
+
+class EnergyMonitor:
+    """Measures between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
+
+    ``bus_id`` is the PCI address of the GPU on which this rank computes (None: the processor), and ``synchronise``
+    waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
+    its ranks, each once. Where no energy can be read a window costs two looks at the clock; with no utilisation asked
+    for (``config.utilisation_s`` = 0), no thread runs either.
+
+    Construction, `report` and `state` raise DeadlineError where a rank has not come after ``deadline_s`` seconds;
+    `math.inf` leaves that to a watchdog.
+
+    A host is a running kernel, and the nodes in reports are hosts: the nodes of the communicator may be declared, and
+    two of them on one machine would count it twice.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        config: EnergyConfig,
+        *,
+        bus_id: str | None = None,
+        synchronise: Callable[[], None] = _no_synchronisation,
+        environment: Mapping[str, str] = os.environ,
+        host: str | None = None,
+        deadline_s: float = CommunicationConfig.deadline_s,
+    ) -> None:
+        self._comm, self._deadline_s = comm, deadline_s
+        self._meet("the construction of Monitor")
+        host = boot_id() if host is None else host
+        own = claim_gpus(config, bus_id, environment, this_process() if config.utilisation_s else None)
+        ranks = comm.allgather_object((host, own, bus_id is not None))
+        hosts = [name for name, _, _ in ranks]
+        self._node = list(dict.fromkeys(hosts)).index(host)
+        self._leads = hosts.index(host) == comm.rank
+        self._leaders = comm.split(0 if self._leads else None, comm.rank, "energy")
+        self._sources, look = NodeSources(), None
+        if self._leads:
+            claims = [one for name, one, _ in ranks if name == host]
+            self._sources = open_node_sources(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
+            look = self._look_of(claims) if config.utilisation_s else None
+        measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
+        self.measures = any(found for _, found in measured)  # somewhere in the job: the same on every rank
+        self._watches = self.measures or config.utilisation_s > 0
+        self._synchronise = synchronise if (self._node, True) in measured else _no_synchronisation
+        self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
+        self._windows = PhaseWindows(len(self._sources.counters))
+        self._stopped = False
+        self._power = live.MeanPower()
+        self._present = LiveFigures()
+        self._earlier: dict[str, Any] | None = None
+
+    def _meet(self, what: str) -> None:
+        if math.isfinite(self._deadline_s):
+            meet(self._comm, what, self._deadline_s)
+
+    def _look_of(self, claims: Sequence[GpuClaim]) -> Callable[[], np.ndarray]:
+        processes = [one.process for one in claims if one.process is not None]
+        return NodeUtilisation(processes, self._sources.sensors).look
+
+    def __enter__(self) -> "EnergyMonitor":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to sample (local)."""
+        self.sampler.start()
+
+    def stop(self) -> None:
+        """End the sampler and give the sensors back; what was measured stays (local)."""
+        self._stopped = True
+        if self.sampler.stop():
+            self._sources.close()
+
+    @contextmanager
+    def window(self, phase: str) -> Iterator[None]:
+        """Give what is used inside to ``phase``, but for what windows inside take (local; every rank should call)."""
+        if not self._leads:
+            self._synchronise()
+            yield
+            self._synchronise()
+            return
+        self._windows.enter(phase, *self._look())
+        try:
+            yield
+        finally:
+            self._windows.leave(*self._look())
+
+    def _look(self) -> tuple[int, list[int | None]]:
+        self._synchronise()
+        found = self.sampler.read()
+        for source in self.sampler.gaps_since_edge():
+            self._windows.forget(source)
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
+        self._meet("Monitor.report")
+        contributions = self._comm.allgather_object(self._contribution() if self._leads else None)
+        return reports.merge([one for one in contributions if one is not None], self._earlier)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, so that the next start of the run goes on counting. Collective.
+
+        Open windows count until now, or the end.
+        """
+        if self._leads and not self._stopped:
+            self._windows.edge(*self._look())
+        return reports.state(self.report())
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from the `state` of an earlier start of the run (local; the same on every rank)."""
+        self._earlier = state
+
+    def _contribution(self) -> NodeContribution:
+        busy_s, lasted_s = self.sampler.overhead()
+        return NodeContribution(
+            self._node,
+            [
+                SourceResult(
+                    track.name,
+                    track.kind,
+                    track.pace.update_s,
+                    track.failed_reads,
+                    track.explain(),
+                    track.about.note,
+                    track.about.declared,
+                )
+                for track in self.sampler.tracks
+            ],
+            self._windows.phases(),
+            self._windows.totals(),
+            self._sources.missing,
+            frozenset(self._sources.needed),
+            frozenset(self._sources.unused),
+            busy_s if lasted_s else math.nan,
+            lasted_s if lasted_s else math.nan,
+        )
+
+    def intervals(self) -> list[SourceSamples]:
+        """Return the samples of each source of this node since the last call, the last one of that call first (local).
+
+        Empty on all but the first rank of a node. Samples are let go when two calls of `collect` have passed.
+        """
+        return self.sampler.intervals()
+
+    def collect(self) -> list[NodeRows]:
+        """Return the samples and the closed windows of all nodes since the last call, on the first rank of each node.
+
+        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them. `power`,
+        `utilisation` and `network` tell of the same time.
+        """
+        if not self._watches or self._leaders is None:
+            return []
+        windows = self._windows.take()
+        tracks, drained = self.sampler.tracks, self.sampler.drain()
+        own = NodeRows(
+            self._node,
+            [(track.kind, track.name, track.about) for track in tracks],
+            drained,
+            windows,
+            time.monotonic_ns(),
+            *self.sampler.overhead(),
+            self._power.by_kind([track.kind for track in tracks], drained),
+            frozenset(self._sources.missing) - frozenset(self._sources.unused),
+        )
+        rows = self._leaders.allgather_object(own)
+        self._present.see(rows)
+        return rows
+
+    def power(self) -> dict[str, float]:
+        """Return the mean watts of the job between the last two calls of `collect`, by kind, on first ranks of nodes.
+
+        NaN where a node that has to do with the kind could not read it; empty before the first `collect` (local).
+        """
+        return self._present.power()
+
+    def utilisation(self) -> dict[str, float]:
+        """Return how busy the nodes were meanwhile, their mean by resource (`utilisation.SHARES`), on first ranks.
+
+        What no node knows is left out (local).
+        """
+        return self._present.utilisation()
+
+    def network(self) -> dict[str, float]:
+        """Return the bytes "sent" and "received" by all nodes since this start, by whomever, on first ranks (local)."""
+        return self._present.network()

@@ -1,0 +1,111 @@
+"""Windows of phases and the energy of each. Windows nest, and the innermost one gets the joules.
+
+Pure: the caller passes the time and what the sources read.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class PhaseWindow:
+    """One stay in a phase. ``own_ns`` and ``mj`` (by source) are without the windows inside it.
+
+    ``mj`` is NaN where a source could not be read at an edge.
+    """
+
+    phase: str
+    begin_ns: int
+    mj: list[float]
+    end_ns: int = 0
+    own_ns: int = 0
+
+
+class PhaseWindows:
+    """The windows of one rank. ``total_mj`` by source is what all windows took together.
+
+    What was closed is kept as sums, and whole until somebody takes it: see `take`. An edge at which a source fails
+    leaves the windows on both of its sides unknown, but not their sum.
+    """
+
+    def __init__(self, sources: int) -> None:
+        self.total_mj = [0.0] * sources
+        self.closed: list[PhaseWindow] = []  # since the last `take`
+        self._sums: dict[str, dict[str, Any]] = {}  # of all that were closed, as of `phases`
+        self._open: list[PhaseWindow] = []
+        self._edge_ns = 0
+        self._last: list[int | None] = [None] * sources
+        self._inside = [False] * sources  # since the last good read there was time inside a window,
+        self._outside = [False] * sources  # or outside of all
+
+    def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
+        """Begin a window at ``now_ns``, when the sources read ``values`` (mJ)."""
+        self.edge(now_ns, values)
+        self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
+
+    def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
+        """End the innermost window."""
+        self.edge(now_ns, values)
+        window = self._open.pop()
+        window.end_ns = now_ns
+        self.closed.append(window)
+        self._sum(self._sums, window)
+
+    def take(self) -> list[PhaseWindow]:
+        """Return the windows that were closed since the last call, and let them go."""
+        taken, self.closed = self.closed, []
+        return taken
+
+    def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
+        """Give what was used since the last edge to the innermost window."""
+        inner = self._open[-1] if self._open else None
+        if inner is not None:
+            inner.own_ns += now_ns - self._edge_ns
+        self._edge_ns = now_ns
+        for source, value in enumerate(values):
+            self._attribute(source, value, inner)
+
+    def forget(self, source: int) -> None:
+        """Tell that what ``source`` has counted since the last edge is not all that was used: that is not known."""
+        self._last[source] = None
+
+    def _attribute(self, source: int, value: int | None, inner: PhaseWindow | None) -> None:
+        last, bridged = self._last[source], self._inside[source] or self._outside[source]
+        inside, outside = self._inside[source] or inner is not None, self._outside[source] or inner is None
+        if value is None:
+            self._inside[source], self._outside[source] = inside, outside
+            if inner is not None:
+                inner.mj[source] = math.nan
+            return
+        used = math.nan if last is None else float(value - last)
+        if inner is not None:
+            inner.mj[source] += math.nan if bridged else used
+        if inside:
+            self.total_mj[source] += math.nan if outside else used
+        self._last[source], self._inside[source], self._outside[source] = value, False, False
+
+    def totals(self) -> list[float]:
+        """Return the energy of all windows by source in mJ; NaN where the last edge could not be read."""
+        return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
+
+    def phases(self) -> dict[str, dict[str, Any]]:
+        """Return by phase: seconds, number of windows, the shortest in seconds, and mJ by source.
+
+        Windows that are still open count, but not as the shortest: they are not yet what they will be.
+        """
+        found = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
+        for window in self._open:
+            self._sum(found, window)
+        return found
+
+    def _sum(self, phases: dict[str, dict[str, Any]], window: PhaseWindow) -> None:
+        nothing = {"seconds": 0.0, "windows": 0, "shortest_s": math.inf, "mj": [0.0] * len(self._last)}
+        phase = phases.setdefault(window.phase, nothing)
+        own_s = window.own_ns / 1e9
+        phase["seconds"] += own_s
+        phase["windows"] += 1
+        if window.end_ns:
+            phase["shortest_s"] = min(phase["shortest_s"], own_s)
+        phase["mj"] = [sum_mj + mj for sum_mj, mj in zip(phase["mj"], window.mj, strict=True)]

@@ -1,0 +1,325 @@
+"""Limits of devices: power and locked clocks of NVIDIA GPUs, power of processor packages.
+
+NVML takes power in mW and clocks in MHz, by the UUID of a GPU. It forgets both at a restart of the machine, and where
+the GPU is not in persistence mode when its last user closes it: `NvmlDriver` stays open as long as a limit is to
+hold. Linux shows the limits of processors beside the counters of RAPL under /sys/class/powercap, in uW. A restart of
+the machine puts them back. They hold for everything that runs on the node.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
+
+from hpcdist.energy.sources import nvml, rapl
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+
+UNPRIVILEGED_HINT: Final = "sweep what needs no permission: --sweep KEY=V1,V2"
+ROOT_HINT: Final = "run this as root (sudo -E env PATH=$PATH ...), ask the site to let jobs do so"
+ROUNDING: Final = 0.5  # of a unit: RAPL keeps eighths of a watt, NVML whole mW
+
+
+@dataclass(frozen=True)
+class LimitRange:
+    """What a device takes, in W or MHz; None is what it does not tell. ``values``: only these."""
+
+    least: float | None = None
+    most: float | None = None
+    default: float | None = None
+    values: tuple[float, ...] = ()
+
+
+class DeviceLimit(Protocol):
+    """One limit of one device. ``device`` and ``place`` are what a record knows it by; ``name`` is for people."""
+
+    kind: str
+    device: str
+    place: str
+    name: str
+    unit: str
+    per_unit: int  # of the driver's own in one of ``unit``
+
+    def allowed(self) -> LimitRange:
+        """Return what may be asked for. Raises MissingCapabilityError where there is no such limit."""
+
+    def now(self) -> int | None:
+        """Return what is set, in the driver's unit; None where the driver does not tell. Raises like `allowed`."""
+
+    def in_force(self) -> float | None:
+        """Return the limit that holds, in W or MHz; None where nobody can tell."""
+
+    def put(self, value: int | None) -> None:
+        """Set the limit, in the driver's unit; None: free it. Raises MissingCapabilityError with the reason."""
+
+    def cure(self, value: int | None) -> str:
+        """Return the command by which a person would put ``value``."""
+
+
+def check_value(knob: DeviceLimit, value: float) -> None:
+    """Raise ConfigurationError where ``value``, in W or MHz, is none that ``knob`` takes."""
+    allowed = knob.allowed()
+    if allowed.values and value not in allowed.values:
+        nearest = min(allowed.values, key=lambda known: abs(known - value))
+        raise ConfigurationError(
+            f"{value:g} {knob.unit} for {knob.name}: it takes {allowed.least:g} to {allowed.most:g} {knob.unit} in "
+            f"steps; the nearest is {nearest:g} {knob.unit}"
+        )
+    least, most = allowed.least or 0.0, allowed.most
+    if not (value > 0 and value >= least and (most is None or value <= most)):
+        raise ConfigurationError(
+            f"{value:g} {knob.unit} for {knob.name}: it takes {range_text(allowed, knob.unit)}; choose values in there"
+        )
+
+
+def range_text(allowed: LimitRange, unit: str) -> str:
+    """Return what is allowed as people write it."""
+    least = "more than 0" if allowed.least is None else f"{allowed.least:g}"
+    if allowed.most is None:
+        return f"{least} {unit} and more (it does not tell the most)"
+    return f"{least} to {allowed.most:g} {unit}"
+
+
+def is_equal_limit(one: float | None, other: float | None) -> bool:
+    """Whether two limits, in W or MHz, are the same but for what devices round; what is not known is."""
+    return one is None or other is None or abs(one - other) <= ROUNDING
+
+
+GPU_POWER: Final = "nvml-power"
+GPU_CLOCK: Final = "nvml-clock"
+HIGHEST_PERFORMANCE_STATE: Final = 0  # the performance state of a GPU at work
+
+
+class GpuPowerLimit:
+    """The power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware keeps to."""
+
+    kind, place, unit, per_unit = GPU_POWER, "", "W", 1000
+    what: Final = "power limit"
+
+    def __init__(self, uuid: str) -> None:
+        self._nvml = nvml.load_pynvml()
+        self.device = uuid
+        self._handle, self.name = _gpu(uuid)
+
+    def allowed(self) -> LimitRange:
+        """Return the constraints of the driver, and its default."""
+        try:
+            least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(self._handle)
+            default = self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)
+        except self._nvml.NVMLError as error:
+            _refused(self.name, self.what, error)
+        return LimitRange(least / self.per_unit, most / self.per_unit, default / self.per_unit)
+
+    def now(self) -> int | None:
+        """Return the limit in mW."""
+        try:
+            return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
+        except self._nvml.NVMLError as error:
+            _refused(self.name, self.what, error)
+
+    def in_force(self) -> float | None:
+        """Return the least of all limits of the GPU, in W: the enforced one where the driver tells it."""
+        try:
+            return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
+        except self._nvml.NVMLError:
+            found = self.now()
+            return None if found is None else found / self.per_unit
+
+    def put(self, value: int | None) -> None:
+        """Set the limit in mW."""
+        try:
+            self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle, value)
+        except self._nvml.NVMLError as error:
+            _refused(self.name, self.what, error)
+
+    def cure(self, value: int | None) -> str:
+        """Return nvidia-smi's command."""
+        return f"sudo nvidia-smi -i {self.device} -pl {(value or 0) / self.per_unit:g}"
+
+
+class GpuClockLimit:
+    """The clock of a GPU, locked at one frequency (nvmlDeviceSetGpuLockedClocks).
+
+    The driver does not tell whether clocks are locked, so an earlier lock cannot be put back: at the end they are free.
+    """
+
+    kind, place, unit, per_unit = GPU_CLOCK, "", "MHz", 1
+    what: Final = "clock"
+
+    def __init__(self, uuid: str) -> None:
+        self._nvml = nvml.load_pynvml()
+        self.device = uuid
+        self._handle, self.name = _gpu(uuid)
+
+    def allowed(self) -> LimitRange:
+        """Return the graphics clocks that go with the highest clock of the memory, where the driver lists them."""
+        try:
+            memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
+            values = sorted(self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory))
+            return LimitRange(values[0], values[-1], values=tuple(map(float, values)))
+        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound, ValueError, IndexError):
+            pass  # it does not list them
+        except self._nvml.NVMLError as error:
+            _refused(self.name, self.what, error)
+        state = (self._nvml.NVML_CLOCK_GRAPHICS, HIGHEST_PERFORMANCE_STATE)
+        try:
+            least, most = self._nvml.nvmlDeviceGetMinMaxClockOfPState(self._handle, *state)
+            return LimitRange(float(least), float(most))
+        except self._nvml.NVMLError:
+            return LimitRange()
+
+    def now(self) -> int | None:
+        """Return None: nobody can tell."""
+        return None
+
+    def in_force(self) -> float | None:
+        """Return None: nobody can tell."""
+        return None
+
+    def put(self, value: int | None) -> None:
+        """Lock the clock at ``value`` MHz, or free it."""
+        try:
+            if value is None:
+                self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
+            else:
+                self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, value, value)
+        except self._nvml.NVMLError as error:
+            _refused(self.name, self.what, error)
+
+    def cure(self, value: int | None) -> str:
+        """Return nvidia-smi's command."""
+        return f"sudo nvidia-smi -i {self.device} " + ("-rgc" if value is None else f"-lgc {value},{value}")
+
+
+def _gpu(uuid: str) -> tuple[Any, str]:
+    """Return the handle of a GPU and what to call it. Raises MissingCapabilityError."""
+    binding = nvml.load_pynvml()
+    try:
+        handle = binding.nvmlDeviceGetHandleByUUID(uuid)
+        return handle, f"{uuid} ({binding.nvmlDeviceGetName(handle)})"
+    except binding.NVMLError as error:
+        raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
+
+
+def _refused(name: str, what: str, error: Exception) -> NoReturn:
+    """Raise what the driver's ``error`` means for a person."""
+    binding = nvml.load_pynvml()
+    if isinstance(error, binding.NVMLError_NoPermission):
+        raise MissingCapabilityError(
+            f"{name}: its {what} may be changed by root only (the driver says: {error}); {ROOT_HINT}, or {UNPRIVILEGED_HINT}"
+        ) from None
+    if isinstance(error, binding.NVMLError_NotSupported | binding.NVMLError_FunctionNotFound):
+        raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {UNPRIVILEGED_HINT}") from None
+    if isinstance(error, binding.NVMLError_InvalidArgument):
+        raise ConfigurationError(f"{name}: the driver does not take this {what} ({error})") from None
+    raise MissingCapabilityError(f"{name}: its {what} cannot be read or changed: the driver says: {error}") from None
+
+
+GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
+    GPU_POWER: GpuPowerLimit,
+    GPU_CLOCK: GpuClockLimit,
+}
+
+
+def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
+    """Return the knobs of some GPUs, each once, which work while ``driver`` is open.
+
+    Raises MissingCapabilityError for one in MIG mode, or not visible.
+    """
+    partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
+    for uuid in uuids:
+        if uuid in partitioned:
+            raise MissingCapabilityError(
+                f"{uuid}: in MIG mode its limits hold for all of its instances, also those of others; {UNPRIVILEGED_HINT}"
+            )
+    return [GPU_LIMIT_KINDS[kind](uuid) for uuid in dict.fromkeys(uuids)]
+
+
+CPU_POWER: Final = "rapl-power"
+LONG_TERM: Final = "long_term"
+
+
+class CpuPowerLimit:
+    """The long-term power limit of a processor package: an average over ``window_s``, above which bursts may go."""
+
+    kind, unit, per_unit = CPU_POWER, "W", 1_000_000
+
+    def __init__(self, root: Path, zone: str) -> None:
+        self.place, self.device = str(root), zone
+        self._zone = root / zone
+        self.name = f"{zone} ({self._text('name') or 'no name'})"
+        self._limit = self._zone / f"constraint_{self._number()}_power_limit_uw"
+
+    @property
+    def window_s(self) -> float | None:
+        """Return over how many seconds the limit is an average; None where the kernel does not tell."""
+        value = self._text(f"constraint_{self._number()}_time_window_us")
+        return int(value) / 1e6 if value.isdecimal() else None
+
+    def _number(self) -> int:
+        named = {number: self._text(f"constraint_{number}_name") for number in (0, 1, 2)}
+        return next((number for number, name in named.items() if name == LONG_TERM), 0)
+
+    def _text(self, file: str) -> str:
+        try:
+            return (self._zone / file).read_text().strip()
+        except OSError:
+            return ""
+
+    def allowed(self) -> LimitRange:
+        """Return the most that the kernel tells; some machines show 0, which is no limit of the limit."""
+        self.now()
+        if self._text("enabled") == "0":
+            raise MissingCapabilityError(
+                f"{self.name}: its limits are switched off; write 1 to {self._zone / 'enabled'} as root, or {UNPRIVILEGED_HINT}"
+            )
+        most = self._text(f"constraint_{self._number()}_max_power_uw")
+        return LimitRange(most=int(most) / self.per_unit if most.isdecimal() and int(most) else None)
+
+    def now(self) -> int | None:
+        """Return the limit in uW."""
+        try:
+            return int(self._limit.read_text())
+        except FileNotFoundError:
+            raise MissingCapabilityError(
+                f"{self.name}: {self._limit} does not exist: this processor shows energy, and no limit; {UNPRIVILEGED_HINT}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise MissingCapabilityError(f"{self._limit} cannot be read: {error}") from None
+
+    def in_force(self) -> float | None:
+        """Return what the kernel shows, in W."""
+        found = self.now()
+        return None if found is None else found / self.per_unit
+
+    def put(self, value: int | None) -> None:
+        """Write the limit in uW."""
+        try:
+            # No O_CREAT: where the file has gone, none of ours must stand in its place.
+            with open(self._limit, "r+") as file:
+                file.write(f"{value}\n")
+                file.truncate()
+        except PermissionError:
+            raise MissingCapabilityError(
+                f"{self._limit} may be written by root only; {ROOT_HINT} (chmod g+w), or {UNPRIVILEGED_HINT}"
+            ) from None
+        except OSError as error:
+            raise MissingCapabilityError(
+                f"{self._limit} cannot be written: {error.strerror}; where firmware has locked it, dmesg says so"
+            ) from None
+
+    def cure(self, value: int | None) -> str:
+        """Return the command of a shell."""
+        return f"echo {value} | sudo tee {self._limit}"
+
+
+def cpu_limits(root: Path) -> list[CpuPowerLimit]:
+    """Return the limits of all processor packages under ``root``. Raises MissingCapabilityError where it shows none."""
+    zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
+    found = [CpuPowerLimit(root, zone) for zone in zones]
+    found = [one for one in found if "(package" in one.name]
+    if not found:
+        there = "shows no processor package" if root.is_dir() else "does not exist"
+        raise MissingCapabilityError(
+            f"{root} {there}: there is no power limit of a processor to change; {UNPRIVILEGED_HINT}"
+        )
+    return found

@@ -1,0 +1,212 @@
+"""Discover the energy sources of a node, with the reason why the rest cannot be read.
+
+`open_node_sources` opens them for the ranks of a job, each GPU once. `survey` lists every source of this machine as
+plain values for people (`hpcdist energy`), and opens nothing for a job.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.energy.accounts.part_time_sensor import UNKNOWN_SENSOR, sensor_of
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.sources import nvml, pm_counters, rapl, tdp_model
+from hpcdist.energy.sources.counters import EnergyCounter
+from hpcdist.energy.sources.nvml import cuda_visible
+from hpcdist.energy.sources.utilisation import RankProcess
+from hpcdist.errors import MissingCapabilityError
+
+NO_GPU: Final = f"the job uses none: run.device = 'cpu', and {nvml.VISIBLE} names none"
+
+
+@dataclass(frozen=True)
+class GpuClaim:
+    """The GPUs that one rank uses; ``reason`` says why they are not known. ``process`` is the rank, for its node."""
+
+    gpus: tuple[str, ...] = ()
+    reason: str = ""
+    process: RankProcess | None = None
+
+
+@dataclass
+class NodeSources:
+    """The counters of a node; ``missing`` says by kind why there are none, or not all that are needed.
+
+    ``needed`` are the kinds without which a total would be too small: a job that uses GPUs is not measured without
+    theirs. ``unused`` are those of which the ranks of this node have nothing, and so nothing to measure. ``sensors``
+    tell how busy the GPUs are.
+    """
+
+    counters: list[EnergyCounter] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
+    sensors: list[nvml.GpuSensor] = field(default_factory=list)
+    driver: nvml.NvmlDriver | None = None
+
+    def close(self) -> None:
+        """Give the sensors back."""
+        if self.driver is not None:
+            self.driver.close()
+            self.driver = None
+
+
+def claim_gpus(
+    config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
+) -> GpuClaim:
+    """Return the GPUs that this rank uses; ``bus_id`` is the PCI address of the one it computes on (local)."""
+    asked = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
+    if not asked or (bus_id is None and nvml.VISIBLE not in environment):
+        return GpuClaim(process=process)
+    try:
+        with nvml.NvmlDriver() as driver:
+            return GpuClaim(nvml.gpus_in_use(driver, bus_id, environment), process=process)
+    except MissingCapabilityError as error:
+        # Without a driver, a rank that computes on the processor holds no GPU, whatever the variable says.
+        return GpuClaim(reason=str(error), process=process)
+
+
+def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
+    """Open the sources of this node for the ranks that made ``claims``, each GPU once (local).
+
+    ``computing``: the ranks compute on GPUs.
+    """
+    found = NodeSources()
+    claims = list(claims)
+    ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
+    reasons = [claim.reason for claim in claims if claim.reason]
+    if config.wants("nvml") or config.sources == "declared":  # else nobody asked for GPUs
+        found.needed |= {"gpu"} if ranks or computing else set()
+        found.unused |= set() if ranks or reasons else {"gpu"}
+    no_gpu = reasons[0] if reasons else "" if ranks else NO_GPU
+    _open(found, ranks)
+    if config.sources == "declared":
+        _add_declared(found, config, ranks, no_gpu)
+        return found
+    if config.wants("nvml"):
+        _add_gpus(found, config, ranks, no_gpu)
+    else:
+        found.missing["gpu"] = f"energy.sources = {config.sources!r}"
+    if config.wants("rapl"):
+        zones, missing = rapl.find(Path(config.powercap))
+        found.counters += zones
+        found.missing |= missing
+    else:
+        found.missing |= dict.fromkeys(("cpu", "dram"), f"energy.sources = {config.sources!r}")
+    if config.wants("cray"):
+        _add_cray(found, config)
+    return found
+
+
+def _open(found: NodeSources, ranks: Mapping[str, int]) -> None:
+    """Open the driver for the GPUs that are used, and what tells how busy they are; without it, others say why."""
+    try:
+        if ranks:
+            found.driver = nvml.NvmlDriver()
+            found.sensors = [found.driver.sensor(uuid) for uuid in sorted(ranks)]
+    except MissingCapabilityError:
+        found.sensors = []
+
+
+def _add_gpus(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
+    if no_gpu:
+        found.missing["gpu"] = no_gpu
+        return
+    try:
+        driver = found.driver = found.driver or nvml.NvmlDriver()
+        found.counters += [driver.counter(uuid, ranks[uuid], config.interval_s) for uuid in sorted(ranks)]
+    except MissingCapabilityError as error:
+        found.missing["gpu"] = str(error)
+
+
+def _add_cray(found: NodeSources, config: EnergyConfig) -> None:
+    """Add the counter of the whole node, and as its parts what the node itself does not know better.
+
+    Of the processors and memories those of the Cray, of the GPUs the driver's own, which are of this job's alone.
+    """
+    counters, missing = pm_counters.find(Path(config.pm_counters))
+    if not counters:
+        if config.sources == "cray":
+            found.missing |= missing
+        return
+    kinds = {counter.kind for counter in counters}
+    found.counters = [counter for counter in found.counters if counter.kind == "gpu" or counter.kind not in kinds]
+    better = {counter.kind for counter in found.counters}
+    found.counters += [counter for counter in counters if counter.kind not in better]
+    for counter in found.counters:
+        found.missing.pop(counter.kind, None)
+
+
+def _add_declared(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
+    found.missing["dram"] = "the declared model has no memory"
+    if config.cpu_tdp_w > 0:
+        found.counters.append(tdp_model.TdpProcessors(config.cpu_tdp_w, config.idle_fraction))
+    else:
+        found.missing["cpu"] = "energy.cpu_tdp_w = 0"
+    if no_gpu or not config.gpu_tdp_w:
+        found.missing["gpu"] = no_gpu or "energy.gpu_tdp_w = 0"
+        return
+    try:
+        driver = found.driver = found.driver or nvml.NvmlDriver()
+        for uuid in sorted(ranks):
+            about, sensor = driver.about(uuid, ranks[uuid]), driver.sensor(uuid)
+            found.counters.append(
+                tdp_model.tdp_gpu(sensor, about, config.gpu_tdp_w, config.idle_fraction, config.interval_s)
+            )
+    except MissingCapabilityError as error:
+        found.missing["gpu"] = str(error)
+
+
+MODEL_NOTE: Final = (
+    "a model, no measurement: only when asked for, with energy.sources = 'declared' and the watts of the devices in "
+    "energy.cpu_tdp_w or energy.gpu_tdp_w"
+)
+
+
+def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the sources, each with ``kind``, ``name``, ``readable`` and ``reason`` (None where it is readable).
+
+    GPUs also have ``model``, ``held`` (a job that is started with this environment counts it although it computes on
+    the processor), ``note``, ``power`` (field and scope), and ``sensor``: seconds between updates, seconds of them that
+    it looks, and where these are known from; None where they are not known.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        with nvml.NvmlDriver() as driver:
+            rows += _gpu_rows(driver, environment)
+    except MissingCapabilityError as error:
+        rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})
+    zones, missing = rapl.find(Path(config.powercap))
+    rows += [_source_row(zone) for zone in zones]
+    rows += [{"kind": kind, "name": "rapl", "reason": reason} for kind, reason in missing.items()]
+    counters, missing = pm_counters.find(Path(config.pm_counters))
+    rows += [_source_row(counter) for counter in counters]
+    rows += [{"kind": kind, "name": "pm_counters", "reason": reason} for kind, reason in missing.items()]
+    rows.append({"kind": "any", "name": "declared", "reason": MODEL_NOTE})
+    return [{**row, "readable": row["reason"] is None} for row in rows]
+
+
+def _source_row(counter: EnergyCounter) -> dict[str, Any]:
+    return {"kind": counter.kind, "name": counter.name, "reason": None}
+
+
+def _gpu_rows(driver: nvml.NvmlDriver, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    gpus = driver.gpus()
+    if not gpus:
+        raise MissingCapabilityError("the NVIDIA driver shows no GPU to this process")
+    held = cuda_visible(gpus, environment, driver.parent)
+    return [{**_gpu_row(driver, gpu), "held": gpu.uuid in held} for gpu in gpus]
+
+
+def _gpu_row(driver: nvml.NvmlDriver, gpu: nvml.NvmlGpu) -> dict[str, Any]:
+    row: dict[str, Any] = {"kind": "gpu", "name": gpu.uuid, "model": gpu.name, "reason": None}
+    try:
+        counter = driver.counter(gpu.uuid)
+    except MissingCapabilityError as error:
+        return row | {"reason": str(error)}
+    about, sensor = counter.about, sensor_of(gpu.name)
+    known = None if sensor.source == UNKNOWN_SENSOR else [sensor.update_s, sensor.window_s, sensor.source]
+    power = " of the ".join(filter(None, (about.power_field, about.power_scope)))
+    return row | {"note": about.note, "power": power, "sensor": known}

@@ -1,0 +1,159 @@
+"""Counters of a Cray node: files in /sys/cray/pm_counters, readable by everybody, renewed ten times a second.
+
+    energy, power                  of the whole node, with all that follows
+    cpu_energy, memory_energy, accel<N>_energy (and _power)
+    freshness                      counts the renewals: values belong together when it is the same before and after
+    startup                        changes when the controller of the blade starts, and its counters with it
+    generation                     changes with the power cap
+
+Each holds a number, its unit, and on later machines the time: "81147367 J 1700061210920464 us". The files and their
+meaning: HPE, "User Access to Compute Node Power Data". The node's counter includes the others, which are its parts.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from hpcdist.energy.sources import counters
+from hpcdist.energy.sources.counters import CounterResetError, EnergyCounter, SensorReadError, SourceInfo
+
+ATTEMPTS: Final = 4
+STALE_NS: Final = 3_000_000_000  # thirty renewals that did not come: the controller stands still
+MICRO: Final = {"J": 10**6, "mJ": 10**3, "uJ": 1, "W": 10**6, "mW": 10**3, "uW": 1}
+CAPPED: Final = "its power cap was changed meanwhile"
+NODE: Final = ("node", "energy", "power")
+PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "memory_power"))
+
+
+class PmCounterFiles:
+    """The files of one node, read together. ``capped``: the power cap has been changed since the beginning."""
+
+    def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._directory, self._clock_ns = directory, clock_ns
+        self._values: dict[str, int | SensorReadError] = {}
+        self._freshness = ""
+        self._renewed_ns = clock_ns()
+        self._startup = self._read("startup", optional=True)
+        self._generation = self._read("generation", optional=True)
+        self.capped = False
+        self.files: tuple[str, ...] = ()
+
+    def watch(self, *files: str) -> None:
+        """Read these files too, all at one freshness."""
+        self.files = tuple(dict.fromkeys((*self.files, *files)))
+        self._freshness = ""
+
+    def value(self, file: str) -> int:
+        """Return what ``file`` says, in uJ or uW, as of the last renewal.
+
+        Raises ReadError where it cannot be read, or nothing has been renewed for long; LostError where the counters
+        have begun anew.
+        """
+        for _ in range(ATTEMPTS):
+            before = self._read("freshness")
+            if before == self._freshness:
+                break
+            values = {name: self._number(name) for name in self.files}
+            startup, generation = (self._read(name, optional=True) for name in ("startup", "generation"))
+            if self._read("freshness") == before:
+                if startup and self._startup and startup != self._startup:
+                    raise CounterResetError(
+                        f"startup went from {self._startup} to {startup}: the controller was restarted"
+                    )
+                self._values, self._freshness, self._renewed_ns = values, before, self._clock_ns()
+                self.capped = self.capped or generation != self._generation
+                break
+        else:
+            raise SensorReadError(f"{self._directory}/freshness changed during each of {ATTEMPTS} reads")
+        waited_ns = self._clock_ns() - self._renewed_ns
+        if waited_ns > STALE_NS:
+            raise SensorReadError(f"{self._directory} stands still at freshness {before} for {waited_ns / 1e9:.0f} s")
+        found = self._values[file]
+        if isinstance(found, SensorReadError):
+            raise found
+        return found
+
+    def _number(self, name: str) -> int | SensorReadError:
+        """Return what a file says; one that fails does not take the others with it."""
+        try:
+            words = self._read(name).split()
+        except SensorReadError as error:
+            return error
+        try:
+            return int(words[0]) * MICRO[words[1] if len(words) > 1 else ("J" if name.endswith("energy") else "W")]
+        except (IndexError, KeyError, ValueError):
+            return SensorReadError(f"{self._directory}/{name} says {' '.join(words)!r}, not a number and its unit")
+
+    def _read(self, name: str, *, optional: bool = False) -> str:
+        try:
+            return counters.read_text(f"{self._directory}/{name}").strip()
+        except OSError as error:
+            if optional and isinstance(error, FileNotFoundError):
+                return ""
+            raise SensorReadError(counters.unreadable_reason(f"{self._directory}/{name}", error)) from None
+
+
+class PmCounter:
+    """One of the counters, in uJ; its range is not known, so that it is given up should it go back."""
+
+    per_mj = 1000
+    span: int | None = None
+    gaps = 0
+
+    def __init__(self, group: PmCounterFiles, kind: str, energy: str, power: str) -> None:
+        self.name, self.kind = f"pm_counters/{energy}", kind
+        self._about = SourceInfo(power_field="instant" if power else "", power_scope=kind if power else "")
+        self._group, self._energy, self._power = group, energy, power
+
+    @property
+    def about(self) -> SourceInfo:
+        """What has to be known of it by now."""
+        return replace(self._about, note=CAPPED) if self._group.capped else self._about
+
+    def read(self) -> int:
+        """Return the counter in uJ. Raises ReadError."""
+        return self._group.value(self._energy)
+
+    def power_mw(self) -> int | None:
+        """Return the power in mW; None where there is no such file. Raises ReadError."""
+        return self._group.value(self._power) // 1000 if self._power else None
+
+
+def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
+    """Return the counters of the node that can be read, its total first, and why there is none (local).
+
+    Without the total the others are worth nothing to whoever asks for the node: then there is none.
+    """
+    if not directory.is_dir():
+        return [], {"node": f"{directory} does not exist: this is no Cray, or its node does not show its counters"}
+    try:
+        group = PmCounterFiles(directory)
+        group.watch("energy")
+        group.value("energy")
+    except SensorReadError as error:
+        return [], {"node": str(error)}
+    counters: list[EnergyCounter] = []
+    for kind, energy, power in (NODE, *PARTS, *_accelerators(directory)):
+        files = [name for name in (energy, power) if _readable(directory, name)]
+        if energy in files:
+            group.watch(*files)
+            counters.append(PmCounter(group, kind, energy, power if power in files else ""))
+    return counters, {}
+
+
+def _accelerators(directory: Path) -> list[tuple[str, str, str]]:
+    names = [path.name.removesuffix("_energy") for path in directory.glob("accel[0-9]*_energy")]
+    numbered = sorted((int(name[5:]), name) for name in names if name[5:].isdigit())
+    return [("gpu", f"{name}_energy", f"{name}_power") for _, name in numbered]
+
+
+def _readable(directory: Path, name: str) -> bool:
+    group = PmCounterFiles(directory)
+    group.watch(name)
+    try:
+        group.value(name)
+    except SensorReadError:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""RAPL: the energy counters of processors and their memory, which Linux shows under /sys/class/powercap.
+
+Only the zones "package" and "dram" are read: "core" and "uncore" are parts of a package, and "psys" contains it all.
+Since CVE-2020-8694 the kernel lets only root read them, unless the site allows it.
+"""
+
+from pathlib import Path
+
+from hpcdist.energy.sources import counters
+from hpcdist.energy.sources.counters import EnergyCounter, NoPowerReading, SensorReadError
+
+ZONES = "intel-rapl:*"  # AMD's too; intel-rapl-mmio shows the same package once more
+
+
+class RaplZone(NoPowerReading):
+    """The counter of a package or of the memory behind it, in uJ; it wraps within minutes."""
+
+    per_mj = 1000
+
+    def __init__(self, path: Path, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        self._energy = path / "energy_uj"
+        try:
+            self.span: int | None = int((path / "max_energy_range_uj").read_text())
+        except (OSError, ValueError):
+            self.span = None  # readable until its first wrap
+
+    def read(self) -> int:
+        """Return the counter in uJ. Raises ReadError."""
+        try:
+            return int(counters.read_text(self._energy))
+        except (OSError, ValueError) as error:
+            raise SensorReadError(counters.unreadable_reason(self._energy, error)) from None
+
+
+def find(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
+    """Return the zones that can be read, and for "cpu" and "dram" why there are none or not all (local)."""
+    missing: dict[str, str] = {}
+    found: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
+    for zone in _zones(root):
+        found[zone.kind].append(zone)
+        try:
+            zone.read()
+        except SensorReadError as error:
+            missing.setdefault(zone.kind, f"{zone.name}: {error}")
+    for kind, zones in found.items():
+        if not zones:
+            missing[kind] = f"{root} shows no {kind} zone of RAPL" if root.is_dir() else f"{root} does not exist"
+    # Half of a machine is not a measurement of it: a kind is read whole, or not at all.
+    return [zone for kind, zones in found.items() if kind not in missing for zone in zones], missing
+
+
+def _zones(root: Path) -> list[RaplZone]:
+    """Return packages and memories. They lie flat in sysfs (as links), and once more inside each other."""
+    paths = {path.name: path for pattern in (f"{ZONES}/{ZONES}", ZONES) for path in root.glob(pattern)}
+    names = {place: _name(path) for place, path in sorted(paths.items())}
+    zones = []
+    for place, name in names.items():
+        if name.startswith("package"):
+            zones.append(RaplZone(paths[place], name, "cpu"))
+        elif name == "dram":
+            package = names.get(place.rpartition(":")[0], place)
+            zones.append(RaplZone(paths[place], f"{package} dram", "dram"))
+    return zones
+
+
+def _name(path: Path) -> str:
+    try:
+        return (path / "name").read_text().strip()
+    except OSError:
+        return ""

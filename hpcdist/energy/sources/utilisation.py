@@ -1,0 +1,249 @@
+"""Utilisation of a node while a job runs: processors, memory, GPUs and network. NaN where it is not known.
+
+A look costs a few reads under /proc and two questions a GPU; nothing is asked of the ranks themselves.
+
+`NetworkCounters` counts all bytes through the interfaces of the node: Ethernet from /proc/net/dev,
+InfiniBand from its own counters. What RDMA sends over Ethernet is counted by its InfiniBand port and not by the
+interface; what IP sends over InfiniBand is counted by both, and taken once. Slingshot counts what passes by its
+interfaces in a place that is not read here.
+"""
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.energy.sources import counters
+from hpcdist.energy.sources.counters import SensorReadError
+from hpcdist.energy.sources.nvml import GpuSensor
+from hpcdist.energy.sources.tdp_model import busy_seconds
+
+WORD_BYTES: Final = 4  # InfiniBand counts in words of four bytes
+INFINIBAND: Final = "32"  # ARPHRD_INFINIBAND, of an interface for IP over it
+_RECEIVED: Final = 0  # of the columns of /proc/net/dev
+_SENT: Final = 8
+
+
+class NetworkCounters:
+    """The interfaces of this node from construction on (local). ``proc`` and ``sys`` are where Linux shows them."""
+
+    def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
+        self._dev, self._sys = proc / "net" / "dev", sys
+        self._ports = sorted((sys / "class" / "infiniband").glob("*/ports/*/counters"))
+        self._interfaces = frozenset(self._real())
+        self._last: dict[str, int] = {}
+        self._sums = [0, 0]
+        self.read()
+
+    def read(self) -> tuple[int, int] | None:
+        """Return the bytes sent and received since construction; None where no interface can be read (local).
+
+        A counter that was set back, as that of a port that went down, starts again from there.
+        """
+        now = self._counters()
+        if not now:
+            return None
+        for name, value in now.items():
+            used = value - self._last.get(name, value)
+            self._sums[name.endswith("received")] += max(0, used)
+        self._last = now
+        return self._sums[0], self._sums[1]
+
+    def _counters(self) -> dict[str, int]:
+        found = {}
+        for name, columns in _interface_table(self._dev).items():
+            if name in self._interfaces:
+                found[f"{name} sent"], found[f"{name} received"] = columns[_SENT], columns[_RECEIVED]
+        for port in self._ports:
+            try:
+                found[f"{port} sent"] = WORD_BYTES * int(counters.read_text(port / "port_xmit_data"))
+                found[f"{port} received"] = WORD_BYTES * int(counters.read_text(port / "port_rcv_data"))
+            except (OSError, ValueError):
+                continue  # a port without these counters
+        return found
+
+    def _real(self) -> list[str]:
+        """Return the interfaces that are devices; in a container, which has none, all but the loopback and bridges."""
+        folder = self._sys / "class" / "net"
+        names = [name for name in _interface_table(self._dev) if name != "lo"]
+        devices = [name for name in names if (folder / name / "device").exists()]
+        own = devices or [name for name in names if not (folder / name / "bridge").exists()]
+        return [name for name in own if not (self._ports and _read_word(folder / name / "type") == INFINIBAND)]
+
+
+def _interface_table(path: Path) -> dict[str, list[int]]:
+    """Return the counters of each interface; none where the file cannot be read."""
+    try:
+        lines = counters.read_text(path).splitlines()[2:]
+        split = [line.partition(":") for line in lines]
+        return {name.strip(): [int(word) for word in rest.split()] for name, _, rest in split}
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_word(path: Path) -> str:
+    try:
+        return counters.read_text(path).strip()
+    except OSError:
+        return ""
+
+
+PROC: Final = Path("/proc")
+SYS: Final = Path("/sys")
+# What a look finds. Shares are of what there is: `cpu` of the processors that the ranks may use, `node_cpu` of all.
+SHARES: Final = ("cpu", "node_cpu", "memory", "node_memory", "gpu", "gpu_memory")
+BYTES: Final = ("memory_bytes", "available_bytes", "sent_bytes", "received_bytes")
+COLUMNS: Final = (*SHARES, *BYTES)
+_STARTED: Final = 19  # of the words of /proc/<pid>/stat behind the name
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank as its node sees it: ``started`` tells it from a later process of the same number.
+
+    ``space`` is the namespace of its number, outside of which the number means somebody else. ``cpus`` are those it may
+    run on.
+    """
+
+    pid: int
+    started: str
+    space: str
+    cpus: frozenset[int] = field(default_factory=frozenset)
+
+
+def this_process() -> RankProcess:
+    """Return this process, for the rank that looks after its node (local)."""
+    pid = os.getpid()
+    return RankProcess(pid, _started(PROC, pid), _space(), frozenset(os.sched_getaffinity(0)))
+
+
+def _started(proc: Path, pid: int) -> str:
+    try:
+        return counters.read_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()[_STARTED]
+    except (OSError, IndexError):
+        return ""
+
+
+def _space() -> str:
+    try:
+        return os.readlink(PROC / "self" / "ns" / "pid")
+    except OSError:
+        return ""
+
+
+class NodeUtilisation:
+    """Looks at a node for the ranks ``processes`` and their GPUs. ``proc`` and ``sys`` are where Linux shows itself."""
+
+    def __init__(
+        self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS
+    ) -> None:
+        self._processes, self._gpus, self._proc = processes, gpus, proc
+        self._ours = all(process.space == _space() for process in processes)
+        self._cpus = frozenset(cpu for process in processes for cpu in process.cpus)
+        self._ticks = float(os.sysconf("SC_CLK_TCK"))
+        self._last = self._seconds()
+        self._network = NetworkCounters(proc, sys)
+
+    def look(self) -> np.ndarray:
+        """Return what has been going on since the last look: (columns,) float64, as `COLUMNS`."""
+        found = dict.fromkeys(COLUMNS, math.nan)
+        found |= self._processors() | self._memory() | self._devices()
+        network = self._network.read()
+        if network is not None:
+            found["sent_bytes"], found["received_bytes"] = map(float, network)
+        return np.array([found[name] for name in COLUMNS])
+
+    def _seconds(self) -> dict[str, tuple[float, float]]:
+        """Return the busy and all seconds so far of each processor, and of all of them ("cpu")."""
+        try:
+            lines = [line for line in counters.read_text(self._proc / "stat").splitlines() if line.startswith("cpu")]
+            return {line.partition(" ")[0]: busy_seconds(line, self._ticks) for line in lines}
+        except (OSError, ValueError):
+            return {}
+
+    def _processors(self) -> dict[str, float]:
+        now, before = self._seconds(), self._last
+        self._last = now
+        return {
+            "cpu": _share(now, before, [f"cpu{number}" for number in self._cpus]),
+            "node_cpu": _share(now, before, ["cpu"]),
+        }
+
+    def _memory(self) -> dict[str, float]:
+        node = _kibibytes(self._proc / "meminfo", ("MemTotal", "MemAvailable"))
+        total, available = node["MemTotal"], node["MemAvailable"]
+        own = self._own_bytes()
+        return {
+            "memory": own / total,
+            "node_memory": 1 - available / total,
+            "memory_bytes": own,
+            "available_bytes": available,
+        }
+
+    def _own_bytes(self) -> float:
+        """Return what the ranks hold: private pages added up, and shared ones of the rank that maps most of them.
+
+        Ranks of a node share what they share with all of the others. Files that are mapped cost nothing when memory is
+        short, and do not count.
+        """
+        if not self._ours or not self._processes:
+            return math.nan
+        private, shared = 0.0, 0.0
+        for process in self._processes:
+            if _started(self._proc, process.pid) != process.started:
+                continue  # it has ended, or another one has its number
+            held = _kibibytes(self._proc / str(process.pid) / "status", ("RssAnon", "RssShmem"))
+            private += held["RssAnon"]
+            shared = max(shared, held["RssShmem"])
+        return private + shared
+
+    def _devices(self) -> dict[str, float]:
+        shares = [(_ask_or_nan(gpu.use), _memory_share(gpu)) for gpu in self._gpus]
+        if not shares:
+            return {}
+        busy, filled = np.mean(np.array(shares), axis=0)  # NaN where one of them is not known
+        return {"gpu": float(busy), "gpu_memory": float(filled)}
+
+
+def _share(
+    now: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]], names: Collection[str]
+) -> float:
+    """Return how busy ``names`` were on the whole; NaN where one is unknown, or no time has passed."""
+    if not names or not all(name in now and name in before for name in names):
+        return math.nan
+    busy = sum(now[name][0] - before[name][0] for name in names)
+    whole = sum(now[name][1] - before[name][1] for name in names)
+    # The kernel's idle time may go back a little.
+    return min(1.0, max(0.0, busy / whole)) if whole > 0 else math.nan
+
+
+def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
+    """Return the bytes of lines such as "MemTotal:  16314260 kB"; NaN for those that are not there."""
+    found = dict.fromkeys(names, math.nan)
+    try:
+        for line in counters.read_text(path).splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = float(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return found
+
+
+def _ask_or_nan(question: Callable[[], float]) -> float:
+    try:
+        return question()
+    except SensorReadError:
+        return math.nan
+
+
+def _memory_share(gpu: GpuSensor) -> float:
+    try:
+        used, total = gpu.memory()
+    except SensorReadError:
+        return math.nan
+    return used / total if total else math.nan
