@@ -1,1 +1,7 @@
-"""Batch jobs: the sbatch script of a training, and its way to Slurm. No MPI is started here."""
+"""Batch jobs: the script of a training, its way to Slurm, PBS or a workstation, and what becomes of it.
+
+Floor 5: imports comm, arrays, reporting and errors, no other package of this floor; starts no MPI, and is fast to
+import on a login node. `sites` are the profiles of clusters, `schedulers` the commands of Slurm and PBS and jobs
+without either, `packaging` modulefiles and wheelhouses; `carbon` chooses a begin.
+Begin with `job.BatchJob` and `submission.submit`.
+"""

@@ -1,4 +1,7 @@
-"""Jobs that are no training alone: arrays of tasks, of a sweep or a script, a benchmark, a training with servers."""
+"""Batch jobs other than one training: arrays of trials of a sweep or of a script, a benchmark, separate servers.
+
+Loaded only when such a job is submitted.
+"""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a batch job is: its shape, its limits and what it trains, checked before Slurm or a template sees it."""
+"""Description of a batch job: shape, limits and what it trains, checked before any scheduler sees it."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ SUITES: Final[Mapping[str, bool]] = {
     SWEEP: False,
 }
 RESOURCES: Final = ("qos", "constraint", "mem")  # fields that sbatch has as options
-SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
+MAX_SIGNAL_S: Final = 65535  # of sbatch --signal
 
 _WALLTIME: Final = re.compile(
     r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
@@ -173,8 +173,8 @@ class BatchJob:
 
     def _check_times(self) -> None:
         limit_s = None if self.walltime is None else walltime_s(self.walltime)
-        if not 1 <= self.signal_s <= SIGNAL_LIMIT_S:
-            raise UsageError(f"--signal-seconds {self.signal_s}: it must be between 1 and {SIGNAL_LIMIT_S}")
+        if not 1 <= self.signal_s <= MAX_SIGNAL_S:
+            raise UsageError(f"--signal-seconds {self.signal_s}: it must be between 1 and {MAX_SIGNAL_S}")
         if limit_s is not None and self.signal_s >= limit_s:
             raise UsageError(
                 f"--signal-seconds {self.signal_s} is not less than the walltime {self.walltime} ({limit_s} s): the "

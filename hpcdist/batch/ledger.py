@@ -1,17 +1,17 @@
-"""What was submitted for a run, when it began and how it ended: ``jobs.jsonl`` in the run directory (local).
+"""Ledger of a run: jobs submitted for it, their begins and ends, in ``jobs.jsonl`` in the run directory (local).
 
 One JSON object a line, appended with one write: {"time", "event", "job", ...}, where ``event`` is
 
-    submitted  scheduler, site, name, log, script, chain    by whoever submits
+    submitted  scheduler, site, name, log, script, chain    by the process that submits
     began      restart, from, saved_ns, recipe, nodes       by the job, before it trains
     ended      restart, code, newest, saved_ns, word, lost  by the job, after it has trained
-    cancelled  how                                          by whoever cancels
+    cancelled  how                                          by the process that cancels
 
 ``saved_ns`` is when the newest checkpoint was written, ``recipe`` a digest of what is trained, ``word`` the decision
-("again" or "stop"), ``lost`` the nodes that crashed, if any did. A job that is killed writes no end. Lines of others,
-and those that a crash has torn, are skipped.
+("again" or "stop"), ``lost`` the nodes that crashed, if any did. A job that is killed writes no end. Lines of other
+programs, and lines torn by a crash, are skipped.
 
-A registry of each user, ``$XDG_STATE_HOME/hpcdist/runs.jsonl``, tells which run directories there are.
+A registry of each user, ``$XDG_STATE_HOME/hpcdist/runs.jsonl``, lists the run directories.
 """
 
 import json
@@ -28,7 +28,7 @@ from hpcdist.reporting import regular
 
 FILE_NAME: Final = "jobs.jsonl"
 REGISTRY: Final = "runs.jsonl"
-MOST_BYTES: Final = 64 << 20  # that are read of a ledger: a hundred thousand entries
+MAX_BYTES: Final = 64 << 20  # that are read of a ledger: a hundred thousand entries
 SUBMITTED: Final = "submitted"
 BEGAN: Final = "began"
 ENDED: Final = "ended"
@@ -39,7 +39,7 @@ SAVE: Final = "save"
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One line of the ledger; ``time`` has a time zone."""
 
     time: datetime
@@ -64,13 +64,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Job:
+class LedgerJob:
     """All that the ledger of a run has of one job, in the order of the file."""
 
     id: str
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
 
-    def last(self, event: str) -> Entry | None:
+    def last(self, event: str) -> LedgerEntry | None:
         """Return the newest entry of ``event``."""
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
@@ -112,7 +112,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
         ) from error
 
 
-def read(run_dir: Path) -> list[Entry]:
+def read(run_dir: Path) -> list[LedgerEntry]:
     """Return the ledger of ``run_dir``, none where there is none. Raises StorageError where it cannot be read."""
     try:
         return [found for value in _lines(run_dir / FILE_NAME) if (found := _entry(value)) is not None]
@@ -122,23 +122,23 @@ def read(run_dir: Path) -> list[Entry]:
         raise failure from error
 
 
-def jobs(entries: list[Entry]) -> dict[str, Job]:
+def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
     """Return the jobs of a ledger by id, in the order in which each is mentioned first."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         found.setdefault(entry.job, []).append(entry)
-    return {job: Job(job, tuple(own)) for job, own in found.items()}
+    return {job: LedgerJob(job, tuple(own)) for job, own in found.items()}
 
 
-def waiting(run_dir: Path) -> list[Job]:
+def unfinished_jobs(run_dir: Path) -> list[LedgerJob]:
     """Return the jobs of ``run_dir`` that have not said that they are over: in the queue, at work, or killed.
 
-    Which of them, `hpcdist.batch.queue.states` asks the scheduler. Raises StorageError.
+    Which of them, `hpcdist.batch.schedulers.dispatch.states` asks the scheduler. Raises StorageError.
     """
     return [job for job in jobs(read(run_dir)).values() if not job.is_ended]
 
 
-def later(found: Mapping[str, Job], job: str) -> list[str]:
+def later_links(found: Mapping[str, LedgerJob], job: str) -> list[str]:
     """Return the jobs of a run that were submitted to go on after ``job``: the later links of its chain, in order."""
     links: list[str] = []
     for each in found.values():
@@ -156,7 +156,7 @@ def registry(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(home).expanduser() / "hpcdist" / REGISTRY
 
 
-def remember(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
+def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
     """Enter ``run_dir`` in the registry of this user. Where that cannot be written, it is told and nothing raised."""
     path, place = registry(environment), os.path.abspath(run_dir)
     try:
@@ -172,17 +172,17 @@ def remember(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
-def remembered(environment: Mapping[str, str] = os.environ) -> list[Path]:
+def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the run directories of the registry that are still there, the newest last. Raises StorageError."""
     path = registry(environment)
     try:
         named = dict.fromkeys(str(value["run_dir"]) for value in _lines(path) if isinstance(value.get("run_dir"), str))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}; name the run directories") from error
-    return [Path(place) for place in named if _is_there(place)]
+    return [Path(place) for place in named if _is_directory(place)]
 
 
-def _is_there(place: str) -> bool:
+def _is_directory(place: str) -> bool:
     try:
         return os.path.isdir(place)
     except ValueError:  # a zero byte in it
@@ -206,7 +206,7 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in ``path``, none where it is missing. Raises OSError."""
     try:
-        data = regular.read(path, MOST_BYTES)
+        data = regular.read(path, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return
     for line in data.split(b"\n"):
@@ -218,7 +218,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def _entry(value: dict[str, Any]) -> Entry | None:
+def _entry(value: dict[str, Any]) -> LedgerEntry | None:
     """Return a line as an entry; None where it is none."""
     known = {name: value.pop(name, None) for name in ("time", "event", "job")}
     if not all(isinstance(each, str) and each for each in known.values()):
@@ -227,4 +227,4 @@ def _entry(value: dict[str, Any]) -> Entry | None:
         time = datetime.fromisoformat(known["time"])
     except ValueError:
         return None
-    return Entry(time if time.tzinfo else time.replace(tzinfo=UTC), known["event"], known["job"], value)
+    return LedgerEntry(time if time.tzinfo else time.replace(tzinfo=UTC), known["event"], known["job"], value)

@@ -1,4 +1,4 @@
-"""Where the files of ``slurm/`` and ``modulefiles/`` are: inside an installed package, else beside the clone."""
+"""Locate the files of ``slurm/`` and ``modulefiles/``: inside an installed package, else beside the clone."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The text of a job: rendering is pure, and every value is quoted for the language it lands in."""
+"""Render the script of a job: pure, and every value is quoted for the language it lands in.
+
+Templates are Jinja, in a sandbox, since a site profile may replace blocks of them.
+"""
 
 import difflib
 import functools
@@ -17,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpcdist import errors
 from hpcdist.batch import resources
 from hpcdist.batch.job import BatchJob, walltime_s
-from hpcdist.batch.site import Site
+from hpcdist.batch.sites.profile import SiteProfile
 from hpcdist.errors import ConfigurationError, UsageError
 
 TEMPLATE: Final = "train.sbatch.j2"
@@ -27,10 +30,10 @@ CODES: Final = SimpleNamespace(
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_OVER: Final = "of the site"  # name of the template that has a profile's blocks
+_SITE_PREFIX: Final = "of the site"  # name of the template that has a profile's blocks
 
 
-def render(job: BatchJob, site: Site, template: str = TEMPLATE, **values: Any) -> str:
+def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values: Any) -> str:
     """Return the script of ``job`` at ``site``. ``values`` are what ``template`` needs besides.
 
     Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
@@ -45,9 +48,9 @@ def render(job: BatchJob, site: Site, template: str = TEMPLATE, **values: Any) -
         text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
         shipped = found.loader
         assert shipped is not None
-        over = jinja2.DictLoader({_OVER: f'{{% extends "{template}" %}}\n{text}'})
+        over = jinja2.DictLoader({_SITE_PREFIX: f'{{% extends "{template}" %}}\n{text}'})
         found = found.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
-        name = _OVER
+        name = _SITE_PREFIX
     try:
         return found.get_template(name).render(
             job=job,
@@ -163,12 +166,12 @@ def _variable(name: str) -> str:
     return name
 
 
-def _launcher_options(job: BatchJob, site: Site) -> str:
+def _launcher_options(job: BatchJob, site: SiteProfile) -> str:
     """Return the options of the site and, so that they win, those of the job, as one text for a shell."""
     return " ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args]))
 
 
-def _rank_python(job: BatchJob, site: Site) -> tuple[str, ...]:
+def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
     """Return the words that run Python on the ranks, none where it is that of the job."""
     words = job.python_of_ranks
     if job.environment is not None:
@@ -179,7 +182,7 @@ def _rank_python(job: BatchJob, site: Site) -> tuple[str, ...]:
     return words
 
 
-def _orders_gpus(job: BatchJob, site: Site) -> bool:
+def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
     """Whether ranks take GPUs in the order of the site: where each node gives all, or some are not there."""
     return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
 
@@ -195,7 +198,7 @@ def _blocks(found: jinja2.Environment, template: str) -> set[str]:
     return names
 
 
-def _check_blocks(found: jinja2.Environment, site: Site) -> None:
+def _check_blocks(found: jinja2.Environment, site: SiteProfile) -> None:
     assert found.loader is not None
     templates: Iterable[str] = [name for name in found.list_templates(["j2"]) if "/" not in name]
     known = sorted(set().union(*(_blocks(found, name) for name in templates)))

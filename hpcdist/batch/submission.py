@@ -1,6 +1,6 @@
-"""From a job to its number: what is written beside the run, and who gets the script.
+"""Submit a job: write its files beside the run, hand the script to the scheduler, and enter it in the ledger.
 
-What asks a scheduler is imported late: printing a script is instant.
+The modules that talk to a scheduler are imported late: printing a script is instant.
 """
 
 import fcntl
@@ -14,8 +14,8 @@ from typing import Final
 
 from hpcdist.batch import ledger, script
 from hpcdist.batch.job import BatchJob
-from hpcdist.batch.site import Site
-from hpcdist.batch.states import OVER, State
+from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
+from hpcdist.batch.sites.profile import SiteProfile
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
 
@@ -24,39 +24,45 @@ TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """A job in the queue: its number, and where its log goes."""
 
     number: str
     log: Path
 
 
-def chain(job: BatchJob, site: Site) -> list[tuple[BatchJob, str]]:
+def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
     """Return the links of the chain of ``job`` and what follows it, with their scripts (local)."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, script.render(link, site, link.template or TEMPLATES[site.scheduler.kind])) for link in links]
 
 
-def submit(links: Sequence[tuple[BatchJob, str]], site: Site, folder: Path) -> Iterator[Submitted]:
+def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
     """Hand the scripts to the scheduler of ``site``, each to start after the one before; logs go into ``folder``.
 
     Each job is entered in the ledger of its run, and yielded before the next is submitted: of a chain that the
     scheduler takes in part, its numbers are known. Raises what `slurm.submit` does, and StorageError.
     """
     if site.scheduler.kind == "slurm":
-        from hpcdist.batch import slurm
+        from hpcdist.batch.schedulers.slurm import submit
 
-        slurm.check_folder(folder)
-    done: list[Submitted] = []
-    ledger.remember(links[0][0].run_dir)
+        submit.check_folder(folder)
+    done: list[SubmittedJob] = []
+    ledger.register_run(links[0][0].run_dir)
     for job, text in links:
-        path = kept(job, site)
+        path = script_path(job, site)
         if job.input_text:
             _write(job.input_file, job.input_text)
         _write(path, text)
-        number, log = _handed_over(job, text, site, folder, done[-1].number if done else None)
-        done.append(Submitted(number, log))
-        values = {"scheduler": _name(site), "site": site.name, "name": job.name, "log": str(log), "script": str(path)}
+        number, log = _submit_one(job, text, site, folder, done[-1].number if done else None)
+        done.append(SubmittedJob(number, log))
+        values = {
+            "scheduler": _scheduler_name(site),
+            "site": site.name,
+            "name": job.name,
+            "log": str(log),
+            "script": str(path),
+        }
         try:
             ledger.record(job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[each.number for each in done])
         except StorageError as error:
@@ -64,7 +70,7 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: Site, folder: Path) -> I
         yield done[-1]
 
 
-def printed(job: BatchJob, text: str) -> str:
+def script_with_input(job: BatchJob, text: str) -> str:
     """Return the script ``text`` of ``job`` with its input file as comments at the end: complete, and never parsed."""
     if not job.input_text:
         return text
@@ -73,7 +79,7 @@ def printed(job: BatchJob, text: str) -> str:
 
 
 @contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
+def exclusive(run_dir: Path) -> Iterator[None]:
     """Wait until nobody else submits jobs of ``run_dir``, and keep others from it: two at once would both submit.
 
     Where the file system has no locks, they are not kept from it. Raises StorageError.
@@ -93,36 +99,39 @@ def alone(run_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def at_work(run_dir: Path) -> Mapping[str, str]:
+def unfinished_states(run_dir: Path) -> Mapping[str, str]:
     """Return the jobs of ``run_dir`` that wait or run, by number, with their states (asks the scheduler)."""
-    from hpcdist.batch import queue
+    from hpcdist.batch.schedulers import dispatch
 
-    jobs = [job.id for job in ledger.waiting(run_dir)]
+    jobs = [job.id for job in ledger.unfinished_jobs(run_dir)]
     if not jobs:
         return {}
-    states = queue.states(jobs)
-    return {job: state.state for job, state in states.items() if state.state not in (*OVER, State.UNKNOWN)}
+    states = dispatch.states(jobs)
+    return {
+        job: state.state for job, state in states.items() if state.state not in (*FINAL_STATES, SchedulerState.UNKNOWN)
+    }
 
 
-def kept(job: BatchJob, site: Site) -> Path:
+def script_path(job: BatchJob, site: SiteProfile) -> Path:
     """Return where the script of ``job`` is kept, to read or to submit by hand."""
     suffix = TEMPLATES[site.scheduler.kind].removeprefix("train.").removesuffix(".j2")
     link = f"-{job.link}" if job.links > 1 else ""
     return job.run_dir / f"job{link}.{suffix}"
 
 
-def _name(site: Site) -> str:
+def _scheduler_name(site: SiteProfile) -> str:
     return "local" if site.scheduler.kind == "none" else site.scheduler.kind
 
 
-def _handed_over(job: BatchJob, text: str, site: Site, folder: Path, after: str | None) -> tuple[str, Path]:
+def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after: str | None) -> tuple[str, Path]:
     """Return the number of the job, and where its log goes."""
-    from hpcdist.batch import local, pbs, slurm
+    from hpcdist.batch.schedulers import local, pbs
+    from hpcdist.batch.schedulers.slurm import submit
 
     if site.scheduler.kind == "none":
         log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # its number is not known yet
         return local.submit(text, log, job.begin), log
-    number = slurm.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
+    number = submit.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
     return number, job.log(folder, number)
 
 

@@ -178,9 +178,9 @@ def _left(left_s: float, now: float) -> str:
 
 def _queued_s(job: str) -> float | None:
     """Return what squeue says is left of a job, in seconds; None where it does not."""
-    from hpcdist.batch import slurm_queue
+    from hpcdist.batch.schedulers.slurm import queue
 
     try:
-        return next((one.time_left_s for one in slurm_queue.queued([job])), None) if job else None
+        return next((one.time_left_s for one in queue.queued([job])), None) if job else None
     except HpcdistError:
         return None

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.batch import forecast, ledger, queue, slurm_energy
+from hpcdist.batch import carbon, ledger
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.energy.accounts import energy_metrics, history, phase_shares
 from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
 from hpcdist.energy.accounts.history import StartHistory
@@ -217,7 +219,7 @@ def _intensity(
     """Return the carbon intensity that counts, and why a forecast cannot tell it."""
     if options.forecast is None:
         return options.intensity or intensity(config), None
-    table = forecast.read(options.forecast)
+    table = carbon.read_forecast(options.forecast)
     edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
     try:
         began = [start.began for start in records.read(run_dir / records.STARTS_FILE)]
@@ -250,7 +252,7 @@ def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
     jobs = list(ledger.jobs(ledger.read(run_dir)))
     if not jobs:
         return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
-    rows, why = queue.accounts(jobs)
+    rows, why = dispatch.accounts(jobs)
     energy = slurm_energy.of_rows(rows)
     if energy.known is None:
         return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": why or energy.lacking}

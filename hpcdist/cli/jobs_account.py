@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hpcdist.batch import ledger
-from hpcdist.batch.states import JobState
+from hpcdist.batch.schedulers.base import JobState
 
 if TYPE_CHECKING:  # late at run time: it is not needed for --help
     from hpcdist.training.starts import Start
@@ -47,7 +47,7 @@ class Window(NamedTuple):
         return self.first - SLACK <= _utc(training.began) < self.last
 
 
-def windows(entries: Sequence[ledger.Entry]) -> list[Window]:
+def windows(entries: Sequence[ledger.LedgerEntry]) -> list[Window]:
     """Return a window for each start in the ledger."""
     begun = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in begun[1:]), _EVER]
@@ -55,7 +55,7 @@ def windows(entries: Sequence[ledger.Entry]) -> list[Window]:
 
 
 def spent(
-    entries: Sequence[ledger.Entry], jobs: Iterable[str], live: dict[str, JobState], trainings: Sequence["Start"]
+    entries: Sequence[ledger.LedgerEntry], jobs: Iterable[str], live: dict[str, JobState], trainings: Sequence["Start"]
 ) -> list[Spent]:
     """Return the starts of ``jobs`` by the ledger.
 
@@ -67,7 +67,7 @@ def spent(
 
 
 def _spent(
-    entries: Sequence[ledger.Entry], window: Window, live: dict[str, JobState], trainings: Sequence["Start"]
+    entries: Sequence[ledger.LedgerEntry], window: Window, live: dict[str, JobState], trainings: Sequence["Start"]
 ) -> Spent:
     entry, state = entries[window.place], live.get(window.job)
     later = [each for each in entries[window.place + 1 :] if each.job == window.job]
@@ -90,7 +90,7 @@ def _spent(
     )
 
 
-def saves(run_dir: Path, entries: Sequence[ledger.Entry]) -> list[datetime]:
+def saves(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
     """Return when checkpoints were written: those that are there, and those that the ledger mentions (local)."""
     from hpcdist.cli.run import checkpoints
 
@@ -114,7 +114,7 @@ def is_sound(training: "Start") -> bool:
     return 0 <= training.began < _LATEST_S and 0 <= training.seen < _LATEST_S
 
 
-def is_at_work(entries: Sequence[ledger.Entry]) -> bool:
+def is_at_work(entries: Sequence[ledger.LedgerEntry]) -> bool:
     """Whether the newest start of the run has said no end."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch import nodes as allocation
 from hpcdist.batch.job import RECIPE_FILE
+from hpcdist.batch.schedulers.slurm import allocation
 from hpcdist.comm.restarts import FRUITLESS
 from hpcdist.errors import (
     CONFIGURATION,
@@ -108,11 +108,11 @@ def begin(
     _forget_stop(run_dir, job)
     origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": nodes()}
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
-    ledger.remember(run_dir)
+    ledger.register_run(run_dir)
     click.echo(GO)
 
 
-def _entries(run_dir: Path) -> list[ledger.Entry]:
+def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
     """Return the ledger of ``run_dir``; one that cannot be read keeps no job from its start."""
     try:
         return ledger.read(run_dir)
@@ -140,13 +140,13 @@ def nodes(environment: Mapping[str, str] = os.environ) -> int | None:
     return 1 if environment.get("HPCDIST_JOB_ID") else None  # a job of this machine
 
 
-def fruitless(entries: Iterable[ledger.Entry], saved: Saved, digest: str) -> list[ledger.Entry]:
+def fruitless(entries: Iterable[ledger.LedgerEntry], saved: Saved, digest: str) -> list[ledger.LedgerEntry]:
     """Return the last starts in a row that began with ``saved``, with which this one would begin too (local).
 
     However they ended: a start that was killed made no more progress than one that failed. Those of cancelled jobs do
     not count: whoever ended them early has said nothing of what they would have done.
     """
-    found: list[ledger.Entry] = []
+    found: list[ledger.LedgerEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
     for entry in entries:
@@ -157,13 +157,13 @@ def fruitless(entries: Iterable[ledger.Entry], saved: Saved, digest: str) -> lis
     return found
 
 
-def _since_success(entries: list[ledger.Entry]) -> list[ledger.Entry]:
+def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
     """Return what follows the last start that ended with exit code 0."""
     well = [index for index, entry in enumerate(entries) if entry.event == ledger.ENDED and entry.number("code") == OK]
     return entries[well[-1] + 1 :] if well else entries
 
 
-def _refusal(run_dir: Path, vain: list[ledger.Entry], saved: Saved) -> str:
+def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: Saved) -> str:
     starts = ", ".join(dict.fromkeys(entry.job for entry in vain[-5:]))
     return (
         f"the last {len(vain)} starts of {run_dir} (job {starts}) began at {saved.name or 'the beginning'} and made no "
@@ -172,7 +172,7 @@ def _refusal(run_dir: Path, vain: list[ledger.Entry], saved: Saved) -> str:
     )
 
 
-def _has_ended_well(run_dir: Path, entries: list[ledger.Entry]) -> bool:
+def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
     """Whether nothing is left to do after the last step: its start was not killed while it evaluated the model."""
     from hpcdist.training import starts
 
@@ -216,7 +216,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     with exit code 0.
     """
     saved = newest(run_dir)
-    entries: list[ledger.Entry] = []
+    entries: list[ledger.LedgerEntry] = []
     try:
         entries = ledger.read(run_dir)
     except StorageError as error:
@@ -230,7 +230,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
         _say(f"Slurm preempts this job (exit code {code} of the training)")
         reason = ""
     if reason and not unwanted:
-        lost, _ = allocation.lost()
+        lost, _ = allocation.lost_nodes()
     if lost:
         _say(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
         reason = ""
@@ -248,7 +248,7 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     click.echo(ledger.CANCELLED if is_cancelled else word)
 
 
-def _crash_before(own: ledger.Job | None, restart: int) -> str:
+def _crash_before(own: ledger.LedgerJob | None, restart: int) -> str:
     """Return which nodes crashed under the start of this job before ``restart``; "" where none did.
 
     A start that has no end in the ledger lost the first node of the job, and this script with it.
@@ -262,7 +262,7 @@ def _crash_before(own: ledger.Job | None, restart: int) -> str:
     return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
 
 
-def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:
+def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: Saved) -> int:
     """Return how many starts in a row, the last of ``job`` included, were stopped with nothing newer than ``saved``.
 
     Those that were killed do not count here: `begin` bounds all that were in vain.
@@ -280,7 +280,7 @@ def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:
     return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
 
 
-def _why_not_again(own: ledger.Job | None, vain: int, saved: Saved, code: int) -> str:
+def _why_not_again(own: ledger.LedgerJob | None, vain: int, saved: Saved, code: int) -> str:
     """Return why the training does not go on by itself; "" where it does."""
     if code == OK:
         return "the training is complete"

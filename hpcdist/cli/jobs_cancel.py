@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
-from hpcdist.batch import ledger, queue, slurm_queue
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch import ledger
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli import jobs_find
 from hpcdist.cli.jobs_begin import STOP_FILE
 from hpcdist.cli.jobs_find import Found, shown
@@ -43,7 +45,7 @@ def cancel(words: tuple[str, ...], saves: bool) -> None:
     found = jobs_find.named(words)
     live = [job for job in found if job.id in words or job.entered is None or not job.entered.is_ended]
     jobs = _with_later(live or found[-1:])
-    parts = queue.parts(job.id for job in jobs)
+    parts = dispatch.states_of_parts(job.id for job in jobs)
     wishes = [_wish(job, parts[job.id], saves) for job in jobs]  # raises before anything is done
     for wish in reversed(wishes):  # what comes last first: it would begin when the one before it ends
         _grant(wish)
@@ -63,7 +65,7 @@ def _with_later(jobs: Sequence[Found]) -> list[Found]:
 
 def _wish(job: Found, parts: Sequence[JobState], saves: bool) -> Wish:
     """Return what is to become of ``job``. Raises UsageError where it cannot save, MissingCapabilityError."""
-    unknown = [part for part in parts if part.state == State.UNKNOWN]
+    unknown = [part for part in parts if part.state == SchedulerState.UNKNOWN]
     if unknown:
         raise MissingCapabilityError(f"job {job.id} cannot be cancelled: {shown(unknown[0].reason)}")
     live = tuple(part for part in parts if not part.is_over)
@@ -88,7 +90,7 @@ def _check_is_ours(job: Found, parts: Sequence[JobState]) -> None:
     """Raise UsageError where Slurm has another job of that number: several clusters may share a home directory."""
     ours = job.text("name").partition("\n")[0].strip()
     names = {part.name.strip() for part in parts} - {""}
-    if queue.scheduler_of(job.id) == queue.SLURM and ours and names and ours not in names:
+    if dispatch.scheduler_of(job.id) == dispatch.SLURM and ours and names and ours not in names:
         raise UsageError(
             f"job {job.id} is {shown(names.pop())!r} here, and {shown(ours)!r} in {shown(str(job.run_dir))}: it is "
             f"another one, perhaps of another cluster. Nothing was cancelled; scancel {job.id} ends it"
@@ -100,13 +102,13 @@ def _grant(wish: Wish) -> None:
     job = wish.job
     if wish.how == "over":
         gone = wish.parts[0]
-        why = f": {shown(gone.reason)}" if gone.state == State.GONE else ""
+        why = f": {shown(gone.reason)}" if gone.state == SchedulerState.GONE else ""
         _say(f"job {job.id} is over already ({shown(gone.state)}{why})")
         return
     if wish.how == ledger.SAVE:
         _ask_to_save(job)
         return
-    queue.cancel([job.id])
+    dispatch.cancel([job.id])
     _enter(job, wish.how)
     _say(f"job {job.id} {'left the queue' if wish.how == 'pending' else 'was ended'}")
 
@@ -116,8 +118,8 @@ def _ask_to_save(job: Found) -> None:
     assert job.run_dir is not None
     # First what keeps it from another start, the ledger, which its script reads when the training has ended.
     ledger.record(job.run_dir, ledger.CANCELLED, job=job.id, how=ledger.SAVE)
-    if queue.scheduler_of(job.id) == queue.SLURM:
-        refused = slurm_queue.requeue_no_more(job.id)
+    if dispatch.scheduler_of(job.id) == dispatch.SLURM:
+        refused = queue.forbid_requeue(job.id)
         if refused:
             _say(f"warning: Slurm may start job {job.id} again if its node fails: {shown(refused)}")
     path = job.run_dir / STOP_FILE

@@ -9,8 +9,9 @@ from typing import Final
 
 import click
 
-from hpcdist.batch import ledger, queue
+from hpcdist.batch import ledger
 from hpcdist.batch.job import RECIPE_FILE
+from hpcdist.batch.schedulers import dispatch
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -29,7 +30,7 @@ class Found:
 
     id: str
     run_dir: Path | None = None
-    entered: ledger.Job | None = None
+    entered: ledger.LedgerJob | None = None
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
@@ -48,7 +49,7 @@ class Found:
 
 def everything() -> list[Found]:
     """Return all jobs of the runs in the registry of this user. A ledger that cannot be read is told and left out."""
-    return [found for run_dir in ledger.remembered() for found in _of_run(run_dir)]
+    return [found for run_dir in ledger.registered_runs() for found in _of_run(run_dir)]
 
 
 def named(words: Sequence[str]) -> list[Found]:
@@ -57,9 +58,9 @@ def named(words: Sequence[str]) -> list[Found]:
     Raises UsageError for what is neither, ConfigurationError for a directory for which nothing was submitted.
     """
     found: dict[str, Found] = {}
-    known = everything() if any(queue.is_id(word) for word in words) else []
+    known = everything() if any(dispatch.is_id(word) for word in words) else []
     for word in words:
-        own = [_by_number(word, known)] if queue.is_id(word) else _by_directory(word)
+        own = [_by_number(word, known)] if dispatch.is_id(word) else _by_directory(word)
         found |= {each.id: each for each in own}
     return list(found.values())
 
@@ -107,9 +108,9 @@ def _of_run(run_dir: Path) -> list[Found]:
         return []
 
 
-def _jobs(run_dir: Path, entries: list[ledger.Entry]) -> list[Found]:
+def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[Found]:
     jobs = ledger.jobs(entries)
-    return [Found(job, run_dir, each, tuple(ledger.later(jobs, job))) for job, each in jobs.items()]
+    return [Found(job, run_dir, each, tuple(ledger.later_links(jobs, job))) for job, each in jobs.items()]
 
 
 def steps(run_dir: Path) -> int | None:

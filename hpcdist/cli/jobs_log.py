@@ -10,7 +10,8 @@ from typing import BinaryIO, Final
 
 import click
 
-from hpcdist.batch import queue, slurm_queue
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli import jobs_find
 from hpcdist.cli.jobs_find import JOB, Found, shown
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
@@ -38,7 +39,7 @@ def log(word: str, lines: int, follow: bool) -> None:
             for _ in _beats(job) if follow else ():
                 _copy(file)
     except FileNotFoundError:
-        state = queue.states([job.id])[job.id]
+        state = dispatch.states([job.id])[job.id]
         reason = f" ({shown(state.reason)})" if state.reason else ""
         raise StorageError(
             f"{shown(str(path))} is not there: job {job.id} is {shown(state.state)}{reason}; --follow waits for it"
@@ -57,9 +58,9 @@ def place(job: Found) -> Path:
     text = job.log(job.id)
     if jobs_find.TASK in os.path.basename(text):
         raise UsageError(f"job {job.id} is an array, and each of its tasks has a log: name one, as {job.id}_0")
-    if not text and queue.scheduler_of(job.id) == queue.SLURM:
-        text = slurm_queue.log(job.id)
-    text = text or queue.states([job.id])[job.id].log
+    if not text and dispatch.scheduler_of(job.id) == dispatch.SLURM:
+        text = queue.log_of(job.id)
+    text = text or dispatch.states([job.id])[job.id].log
     if not text:
         raise ConfigurationError(
             f"nobody knows where the log of job {job.id} is: no run of yours names it, and its scheduler does not "
@@ -107,7 +108,7 @@ def _beats(job: Found) -> Iterator[None]:
     while True:
         over = False
         if time.monotonic() - asked >= ASKED_EVERY_S:
-            over, asked = queue.states([job.id])[job.id].is_over, time.monotonic()
+            over, asked = dispatch.states([job.id])[job.id].is_over, time.monotonic()
         yield
         if over:
             return

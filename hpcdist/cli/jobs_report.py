@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch import ledger, queue, slurm_energy
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch import ledger
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.cli import jobs_account, jobs_find
 from hpcdist.cli.jobs_account import Spent
 from hpcdist.cli.jobs_begin import newest
@@ -46,11 +48,15 @@ def report(word: str, as_json: bool) -> None:
 def account(jobs: Sequence[Found]) -> dict[str, Any]:
     """Return the figures of ``jobs``, which are of one run, or one job of none. Raises ConfigurationError."""
     ids = [job.id for job in jobs]
-    asked = queue.states(ids)
+    asked = dispatch.states(ids)
     states = {job.id: by_ledger(job, asked[job.id]) for job in jobs}
-    rows, no_rows = queue.accounts(ids)
+    rows, no_rows = dispatch.accounts(ids)
     run_dir = jobs[0].run_dir
-    if run_dir is None and not rows and all(state.state in (State.GONE, State.UNKNOWN) for state in states.values()):
+    if (
+        run_dir is None
+        and not rows
+        and all(state.state in (SchedulerState.GONE, SchedulerState.UNKNOWN) for state in states.values())
+    ):
         raise ConfigurationError(
             f"nothing is known of job {', '.join(ids)}: {shown(states[ids[0]].reason)}; name the directory of its run"
         )
@@ -83,7 +89,7 @@ def _starts(begun: Sequence[Spent], rows: Sequence[JobState], states: dict[str, 
     if not begun:
         return {"starts": len(rows) or None, "failed_starts": None}
     last = {each.job: each for each in begun}
-    at_work = {job for job, state in states.items() if not state.is_over and state.state != State.UNKNOWN}
+    at_work = {job for job, state in states.items() if not state.is_over and state.state != SchedulerState.UNKNOWN}
     dead = [each for each in begun if each.code is None and not (last[each.job] is each and each.job in at_work)]
     failed = [each for each in begun if each.code not in (None, OK, *_WISHED)]
     return {"starts": len(begun), "failed_starts": len(dead) + len(failed)}
@@ -145,7 +151,7 @@ def _trainings(run_dir: Path) -> "list[Start]":
 
 
 def _lost(
-    run_dir: Path | None, entries: Sequence[ledger.Entry], jobs: Sequence[str], trainings: "Sequence[Start]"
+    run_dir: Path | None, entries: Sequence[ledger.LedgerEntry], jobs: Sequence[str], trainings: "Sequence[Start]"
 ) -> dict[str, Any]:
     """Return the seconds of work that failed starts have lost."""
     from hpcdist.training.starts import RENEWED_S

@@ -10,8 +10,10 @@ from typing import Any, Final
 
 import click
 
-from hpcdist.batch import ledger, queue, slurm_queue
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch import ledger
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli import jobs_find
 from hpcdist.cli.jobs_begin import Saved, newest
 from hpcdist.cli.jobs_find import JOBS, JSON, Found, clock, place, shown
@@ -19,7 +21,7 @@ from hpcdist.errors import OK, REQUEUE
 
 OURS: Final = "hpcdist"  # how the names of jobs begin that no ledger names, and are shown nevertheless
 _AS_ASKED: Final = "saved and ended, as it was asked to"
-_UNSEEN: Final = (State.GONE, State.UNKNOWN)  # whose reason is a sentence: it is told below the table
+_UNSEEN: Final = (SchedulerState.GONE, SchedulerState.UNKNOWN)  # whose reason is a sentence: it is told below the table
 _HEAD: Final = ("JOB", "NAME", "STATE", "NODES", "ELAPSED", "LEFT", "RESTARTS", "SAVED", "RUN")
 
 
@@ -71,7 +73,7 @@ def _own(ended: bool) -> list[Found]:
     entered = jobs_find.everything()
     found = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
     known = {job.id for job in entered}
-    for part, name in slurm_queue.names().items():
+    for part, name in queue.job_names().items():
         job = part.partition("_")[0].partition("+")[0]
         if name.startswith(OURS) and job not in known:
             known.add(job)
@@ -81,7 +83,7 @@ def _own(ended: bool) -> list[Found]:
 
 def rows(jobs: Sequence[Found], ended: bool) -> list[Row]:
     """Return a row for each of ``jobs`` and of their tasks, those that are over only where ``ended``."""
-    parts = queue.parts(job.id for job in jobs)
+    parts = dispatch.states_of_parts(job.id for job in jobs)
     found = []
     runs: dict[Path | None, tuple[Saved, int | None]] = {None: (Saved(), None)}
     for job in jobs:
@@ -104,7 +106,7 @@ def by_ledger(job: Found, state: JobState) -> JobState:
     has_saved = job.entered.is_to_save and code == REQUEUE
     if has_saved and state.is_over and state.state not in _UNSEEN:
         return replace(state, reason=_AS_ASKED)
-    if job.entered.is_to_save and state.state == State.RUNNING:
+    if job.entered.is_to_save and state.state == SchedulerState.RUNNING:
         return replace(state, reason="was asked to save and end")
     if state.state not in _UNSEEN:
         return state
@@ -114,7 +116,7 @@ def by_ledger(job: Found, state: JobState) -> JobState:
         killed = "; it has said no end: it was killed, or has not begun"
         return replace(state, restarts=restarts, reason=state.reason + killed)
     code = OK if has_saved else code
-    word = State.COMPLETED if code == OK else State.FAILED
+    word = SchedulerState.COMPLETED if code == OK else SchedulerState.FAILED
     ended = end.time.isoformat(timespec="seconds")
     reason = _AS_ASKED if has_saved else "by its ledger"
     return replace(state, state=word, exit_code=code, restarts=restarts, ended_utc=ended, reason=reason)
@@ -153,7 +155,7 @@ def jsonable(row: Row) -> dict[str, Any]:
     return {
         "job": state.id,
         "name": row.name or None,
-        "scheduler": job.text("scheduler") or queue.scheduler_of(job.id),
+        "scheduler": job.text("scheduler") or dispatch.scheduler_of(job.id),
         "site": job.text("site") or None,
         "state": str(state.state),
         "reason": state.reason or None,

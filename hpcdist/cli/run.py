@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from hpcdist.batch.nodes import Allocation
+from hpcdist.batch.schedulers.slurm.allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.cli.words import importable, mpi_options, python_of
@@ -169,7 +169,7 @@ class _Job:
             if run_dir is None or not most_restarts:
                 return self.start(command, mask, last=True).code
             kind = self.starter.kind
-            nodes = Allocation(self.starter.layout.nodes, whole=not kind.without and kind is not launchers.MPIRUN)
+            nodes = SlurmAllocation(self.starter.layout.nodes, whole=not kind.without and kind is not launchers.MPIRUN)
 
             def start(number: int) -> supervisor.Outcome:
                 if number == 1:
@@ -222,7 +222,7 @@ class _Job:
         return outcome
 
     def start_again(
-        self, nodes: Allocation, command: Sequence[str], mask: set[signal.Signals], *, last: bool
+        self, nodes: SlurmAllocation, command: Sequence[str], mask: set[signal.Signals], *, last: bool
     ) -> supervisor.Outcome:
         """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
         where: list[str] = []

@@ -22,13 +22,13 @@ def profiles() -> None:
     They are looked for in $XDG_CONFIG_HOME/hpcdist/sites, the folders of $HPCDIST_SITE_PATH, /etc/hpcdist/sites, and
     among those of hpcdist; the first of a name counts.
     """
-    from hpcdist.batch import sites
+    from hpcdist.batch.sites import search
 
-    found, shipped = sites.names(), sites.folders()[-1]
+    found, shipped = search.names(), search.folders()[-1]
     width = max(len(name) for name in found)
     for name, path in sorted(found.items()):
         try:
-            said = sites.load(name).description or str(path)
+            said = search.load(name).description or str(path)
         except HpcdistError as error:  # the others can be used all the same
             said = f"cannot be used: {error}"
         if path.parent != shipped:
@@ -41,9 +41,9 @@ def profiles() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(named: str | None, as_json: bool) -> None:
     """Print a profile with all its fields; without a name, the one that `hpcdist submit` would choose."""
-    from hpcdist.batch import sites
+    from hpcdist.batch.sites import search
 
-    site = sites.chosen(named)
+    site = search.load_selected(named)
     if as_json:
         click.echo(json.dumps(asdict(site)))
         return

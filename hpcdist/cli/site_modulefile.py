@@ -59,13 +59,13 @@ def command(
     of the files are printed.
     """
     from hpcdist import __version__
-    from hpcdist.batch import installation, modulefile
+    from hpcdist.batch.packaging import modulefile
 
     if in_place and prefix is not None:
         raise UsageError("--in-place looks from where the modulefile lies: leave out --prefix, or --in-place")
     if force and output is None:
         raise UsageError("--force replaces files: name their folder, --output DIR")
-    found = None if in_place else installation.find(prefix or installation.this())
+    found = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
     if found and not environment:
         found.check_alone()
     chosen = modulefile.Modulefile(

@@ -39,12 +39,12 @@ def command(**order: Any) -> None:
     Python version are read for this Python, also with --python-version: that is pip's way.
     """
     from hpcdist.arrays.sizes import counted, in_units
-    from hpcdist.batch import wheelhouse
+    from hpcdist.batch.packaging import wheelhouse
 
     order["output"] = order["output"].absolute()
     if order["wheel"] is not None:
         order["wheel"] = order["wheel"].absolute()
-    found = wheelhouse.collect(wheelhouse.Order(**order))
+    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
     click.echo(f"{counted(found.files, 'file')}, {in_units(found.nbytes)}", err=True)
     if order["mpi4py_source"]:
         click.echo(f'mpi4py: MPICC="cc -shared" {found.folder}/install.sh VENV builds it on the MPI there', err=True)

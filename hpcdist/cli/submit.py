@@ -132,12 +132,12 @@ def command(
         for line in (*planned.hidden, *planned.missing):
             click.echo(f"warning: {line}", err=True)
         for job, text in links:
-            click.echo(submission.printed(job, text), nl=False)
+            click.echo(submission.script_with_input(job, text), nl=False)
         return
     plan.check_packages(planned)
     plan.check_visible(planned)
-    with submission.alone(planned.job.run_dir):
-        present = submission.at_work(planned.job.run_dir)
+    with submission.exclusive(planned.job.run_dir):
+        present = submission.unfinished_states(planned.job.run_dir)
         if present:
             known = ", ".join(f"{number} ({state})" for number, state in present.items())
             click.echo(f"nothing submitted: the run {planned.job.run_dir} has the job {known}", err=True)

@@ -18,7 +18,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.batch.array import ServersJob
-    from hpcdist.batch.site import Site
+    from hpcdist.batch.sites.profile import SiteProfile
     from hpcdist.bench.sweep import Sweep, Trial
     from hpcdist.cli.submit_plan import Planned
 
@@ -124,10 +124,10 @@ def _flag(name: str) -> str:
     return "--" + {"server_sbatch_args": "server-sbatch-arg"}.get(name, name.replace("_", "-"))
 
 
-def _site(options: Mapping[str, Any], flag: str) -> "Site":
-    from hpcdist.batch import sites
+def _site(options: Mapping[str, Any], flag: str) -> "SiteProfile":
+    from hpcdist.batch.sites import search
 
-    site = sites.chosen(options["site"])
+    site = search.load_selected(options["site"])
     if site.scheduler.kind != "slurm":
         raise ConfigurationError(
             f"{flag} at the site {site.name}, whose scheduler is {site.scheduler.kind!r}: such jobs are written for "
@@ -149,16 +149,16 @@ def _refuse_what_trainings_have(
         raise UsageError(f"{flag} with --most-fruitless, which is for trainings; leave it out")
 
 
-def _sweep(path: Path, site: "Site", options: Mapping[str, Any]) -> "tuple[Sweep, list[Trial], str]":
+def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[Trial], str]":
     """Return a sweep, its trials with the defaults of the site, and its text, which needs no other file."""
-    from hpcdist.batch import sites
+    from hpcdist.batch.sites import search
     from hpcdist.bench import frozen
     from hpcdist.bench import sweep as sweeps
     from hpcdist.cli.bench_trials import Recipes
 
     environment = dict(os.environ)
     if options["site"]:
-        environment[sites.VARIABLE] = str(sites.path_of(options["site"]).absolute())
+        environment[search.VARIABLE] = str(search.path_of(options["site"]).absolute())
     found = sweeps.read(path)
     trials = sweeps.expand(found, Recipes(found, environment))
     return found, trials, frozen.text(trials, found.repeats)
@@ -180,9 +180,9 @@ def _of_trials(trials: "list[Trial]", options: Mapping[str, Any]) -> tuple[int, 
     }
 
 
-def _array(site: "Site", options: Mapping[str, Any]) -> "Planned":
-    from hpcdist.batch import fitting
+def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "Planned":
     from hpcdist.batch.array import SweepJob
+    from hpcdist.batch.sites import fit
     from hpcdist.cli import submit_plan as plan
 
     found, trials, text = _sweep(options["array"], site, options)
@@ -197,7 +197,7 @@ def _array(site: "Site", options: Mapping[str, Any]) -> "Planned":
         at_most=options["at_most"] or 0,
         retry_failed=options["retry_failed"],
     )
-    fitting.check(job, site)
+    fit.check(job, site)
     shape = f"{counted(len(trials), 'trial')} x {counted(found.repeats, 'repeat')}, each on {_nodes(job.nodes)}"
     return plan.Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden(job, site, sorted(data))))
 
@@ -206,9 +206,9 @@ def _nodes(count: int) -> str:
     return counted(count, "node")
 
 
-def _benchmark(site: "Site", options: Mapping[str, Any]) -> "Planned":
-    from hpcdist.batch import fitting
+def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "Planned":
     from hpcdist.batch.array import BenchmarkJob
+    from hpcdist.batch.sites import fit
     from hpcdist.cli import submit_plan as plan
 
     suite = _suite(options["bench"])
@@ -228,7 +228,7 @@ def _benchmark(site: "Site", options: Mapping[str, Any]) -> "Planned":
         sweep=text,
         trial_ranks=tuple(trial.ranks for trial in trials),
     )
-    fitting.check(job, site)
+    fit.check(job, site)
     shape = f"bench {suite} on {_nodes(job.nodes)} x {counted(job.ranks_per_node, 'rank')}"
     return plan.Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden(job, site, sorted(data))))
 
@@ -308,9 +308,9 @@ def _check_servers(job: "ServersJob") -> None:
             )
 
 
-def _check_nodes_of_servers(job: "ServersJob", site: "Site") -> None:
+def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
     """Raise ConfigurationError where ``site`` does not have the nodes of the servers."""
-    from hpcdist.batch import fitting
+    from hpcdist.batch.sites import fit
 
     workers = {item.name: getattr(job, item.name) for item in fields(BatchJob)}
     servers = BatchJob(
@@ -322,4 +322,4 @@ def _check_nodes_of_servers(job: "ServersJob", site: "Site") -> None:
             "partition": job.server_partition or job.partition,
         }
     )
-    fitting.check(servers, site)
+    fit.check(servers, site)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch import fitting, sites
 from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
-from hpcdist.batch.site import Limits, Site
+from hpcdist.batch.sites import fit, search
+from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.cli.degrees import equation
 from hpcdist.cli.words import mpi_options, outside_python
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
@@ -46,7 +46,7 @@ class Planned:
     """
 
     job: BatchJob
-    site: Site
+    site: SiteProfile
     told: tuple[str, ...]
     hidden: tuple[str, ...]
     recipe: "Recipe | None" = None
@@ -64,7 +64,7 @@ def training(
 
     Raises ConfigurationError and UsageError for what the recipe, the site or the degrees of parallelism refuse.
     """
-    site = sites.chosen(options["site"])
+    site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], identity.run_id(resolved.recipe))
     _refuse_another_run(run_dir, resolved.recipe)
@@ -91,7 +91,7 @@ def training(
         data=data,
         local=local,
     )
-    fitting.check(job, site)
+    fit.check(job, site)
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {equation(recipe, job.ranks)}"
     unseen = tuple(hidden(job, site, [recipe.data.path]))
@@ -107,7 +107,7 @@ def script(
     The same words in the same directory are the same run. Raises ConfigurationError and UsageError for what the site
     refuses.
     """
-    site = sites.chosen(options["site"])
+    site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
     shared, told = fields(options, site)
@@ -121,12 +121,12 @@ def script(
         environment=options["environment"] and options["environment"].absolute(),
         local=_local(options, site, run_dir),
     )
-    fitting.check(job, site)
+    fit.check(job, site)
     shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
     return Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [])))
 
 
-def fields(options: Mapping[str, Any], site: Site) -> tuple[dict[str, Any], list[str]]:
+def fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of a job that depend on no recipe, and what is to be told of them. Raises UsageError."""
     mpi_options(options["mpi_args"])  # raises here what it would on the node
     begin, told = _begin(options)
@@ -163,21 +163,26 @@ def check_packages(planned: Planned) -> None:
 
 def _sees_all() -> bool:
     """Whether this machine is the whole cluster; also where no Slurm is, which the next question tells better."""
-    from hpcdist.batch import slurm
+    from hpcdist.batch.schedulers.slurm import submit
 
-    return shutil.which("sbatch") is None or slurm.is_this_machine()
+    return shutil.which("sbatch") is None or submit.is_this_machine()
 
 
-def _resolved(path: Path | None, overrides: tuple[str, ...], site: Site, named: str | None) -> "Resolved":
+def _resolved(path: Path | None, overrides: tuple[str, ...], site: SiteProfile, named: str | None) -> "Resolved":
     """Return the recipe, with the defaults of the site that was named."""
     environment = dict(os.environ)
     if named:
-        environment[sites.VARIABLE] = str(sites.path_of(named).absolute())
+        environment[search.VARIABLE] = str(search.path_of(named).absolute())
     return recipes.load(path, overrides, environment)
 
 
 def _striped(
-    resolved: "Resolved", path: Path | None, overrides: tuple[str, ...], site: Site, named: str | None, run_dir: Path
+    resolved: "Resolved",
+    path: Path | None,
+    overrides: tuple[str, ...],
+    site: SiteProfile,
+    named: str | None,
+    run_dir: Path,
 ) -> "Resolved":
     """Return the recipe with the striping of the file system that ``run_dir`` is on, where nobody else has said one."""
     root = site.root_of(run_dir)
@@ -186,7 +191,7 @@ def _striped(
     return _resolved(path, (*overrides, f"{_STRIPE}={root.stripe}"), site, named)
 
 
-def _protected(resolved: "Resolved", options: Mapping[str, Any], site: Site) -> tuple["Recipe", list[str]]:
+def _protected(resolved: "Resolved", options: Mapping[str, Any], site: SiteProfile) -> tuple["Recipe", list[str]]:
     """Return the recipe with periodic checkpoints where nobody has said when to save, and what is told of that.
 
     A job may lose a node at any time. Failures come as often as the file of the cluster says, or else are taken to come
@@ -208,7 +213,7 @@ def _protected(resolved: "Resolved", options: Mapping[str, Any], site: Site) -> 
     return dataclasses.replace(recipe, checkpoint=checkpoint), [told]
 
 
-def _mtbf_s(options: Mapping[str, Any], site: Site) -> tuple[float, str]:
+def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
     """Return the mean seconds between failures of the job, and where they are from."""
     named = options["cluster"] or site.cluster
     if named:
@@ -220,8 +225,8 @@ def _mtbf_s(options: Mapping[str, Any], site: Site) -> tuple[float, str]:
         except HpcdistError:  # the estimate says why that file cannot be used
             pass
     partition = options["partition"] or site.scheduler.partition
-    of_qos = site.qos.get(options["qos"] or site.scheduler.qos, Limits())
-    limits = of_qos.over(site.partitions.get(partition, Limits()).over(site.limits))
+    of_qos = site.qos.get(options["qos"] or site.scheduler.qos, SiteLimits())
+    limits = of_qos.over(site.partitions.get(partition, SiteLimits()).over(site.limits))
     walltime = options["walltime"] or limits.max_walltime
     if walltime:
         return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
@@ -262,7 +267,7 @@ def _begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str]]:
 
     limit = None if options["walltime"] is None else walltime_s(options["walltime"])
     text = options["deadline"] or options["within"]
-    return carbon.planned(options["carbon"], text, limit, datetime.now(UTC), options["power_w"])
+    return carbon.plan_begin(options["carbon"], text, limit, datetime.now(UTC), options["power_w"])
 
 
 def _data(wanted: bool, recipe: "Recipe") -> Path | None:
@@ -273,7 +278,7 @@ def _data(wanted: bool, recipe: "Recipe") -> Path | None:
     return Path(recipe.data.path)
 
 
-def _local(options: Mapping[str, Any], site: Site, run_dir: Path) -> Path | None:
+def _local(options: Mapping[str, Any], site: SiteProfile, run_dir: Path) -> Path | None:
     """Return the folder of the run on each node's own file system, None where nothing goes there.
 
     Named by the run directory: two runs of one recipe may share a node, and one would remove the files of the other.
@@ -287,12 +292,12 @@ def _local(options: Mapping[str, Any], site: Site, run_dir: Path) -> Path | None
     return Path(folder) / f"hpcdist-{os.getuid()}-{place}"
 
 
-def _python_of_ranks(container: str | None, site: Site) -> tuple[str, ...]:
+def _python_of_ranks(container: str | None, site: SiteProfile) -> tuple[str, ...]:
     image = container or site.container.image
     return (*site.container.runtime, image, site.container.python) if image else ()
 
 
-def hidden(job: BatchJob, site: Site, data: Iterable[str]) -> list[str]:
+def hidden(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
     """Return what the nodes would not see of what the job needs, ``data`` among it (local)."""
     if site.scheduler.kind == "none":
         return []
@@ -303,4 +308,4 @@ def hidden(job: BatchJob, site: Site, data: Iterable[str]) -> list[str]:
     if job.environment is not None:
         needed["--stage-environment"] = job.environment
     each = [needed, *({"data.path =": Path(path)} for path in data if path)]
-    return [line for places in each for line in fitting.hidden(places, site)]
+    return [line for places in each for line in fit.hidden_paths(places, site)]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hpcdist.batch import sites
+from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.training.config import written
@@ -59,10 +59,10 @@ class Settings:
 
 def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
     """Return the recipe keys of the site's profile, which HPCDIST_SITE names; it must then exist."""
-    named = environment.get(sites.VARIABLE)
+    named = environment.get(search.VARIABLE)
     if not named:
         return None
-    keys, path = sites.recipe_of(named, environment)
+    keys, path = search.recipe_of(named, environment)
     return table(keys, f"site profile {path}", known, path.parent)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.batch import installation, modulefile, resources
+from hpcdist.batch import resources
+from hpcdist.batch.packaging import modulefile
 
 NAME = f"hpcdist/{hpcdist.__version__}"
 CLONE = Path(hpcdist.__file__).parents[1]
@@ -223,7 +224,7 @@ def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
             folder.mkdir(exist_ok=True)
             (folder / name).write_text('#!/bin/sh\necho "not to be started: $0"\nexit 3\n')
             (folder / name).chmod(0o755)
-    chosen = modulefile.Modulefile(installation=installation.find(tmp_path / "env"), environment=whole)
+    chosen = modulefile.Modulefile(installation=modulefile.find_installation(tmp_path / "env"), environment=whole)
     texts = {kind: modulefile.render(kind, chosen) for kind in modulefile.KINDS}
     modulefile.write(tmp_path / "modules", "1.0", texts, force=False)
     said = shell.does(ALONE_ON_PATH, tmp_path / "modules", "slurm-openmpi", PATH=f"{theirs}:/usr/bin:/bin")
@@ -246,7 +247,7 @@ def site(shell, tmp_path) -> Path:
         prefix = tmp_path / ("plain" if version == "1.0" else SECOND)
         package(prefix / "lib" / "python3.12" / "site-packages", version)
         command(prefix / "bin" / "hpcdist")
-        found = installation.find(prefix)
+        found = modulefile.find_installation(prefix)
         chosen = modulefile.Modulefile(
             installation=found,
             mpi="mympi/5.0",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.batch import wheelhouse
+from hpcdist.batch.packaging import wheelhouse
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
 ENTRY = "[console_scripts]\nhpcdist = hpcdist:main\n"
@@ -43,7 +43,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     make_wheel(tmp_path, "mpi4py", "4.1.9")
     own = make_wheel(tmp_path, "hpcdist", "0.1.0", MODULE, ENTRY, "Requires-Dist: mpi4py >= 4.1\n")
-    return wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house", wheel=own)).folder
+    return wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own)).folder
 
 
 def install(house: Path, venv: Path, **added: str) -> "subprocess.CompletedProcess[str]":
@@ -109,7 +109,7 @@ def test_the_own_wheel_is_built_from_the_clone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wheelhouse, "_pip", without_network)
     before = {path.name for path in CLONE.iterdir()}
-    found = wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house"))
+    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house"))
     assert {path.name for path in CLONE.iterdir()} == before, "nothing is left in the clone"
     (own,) = found.folder.glob(f"hpcdist-{hpcdist.__version__}-*.whl")
     names = set(zipfile.ZipFile(own).namelist())

@@ -18,9 +18,10 @@ import pytest
 from slurm_cluster import STEPS, Cluster, Jobs
 
 import hpcdist
-from hpcdist.batch import script, sites
+from hpcdist.batch import script
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
+from hpcdist.batch.sites import search
 from hpcdist.comm import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
@@ -134,7 +135,7 @@ def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: P
     """The Python in the archive is this one, and says that it was the one in the archive."""
     jobs = Jobs(cluster, tmp_path / "home")
     (tmp_path / "node").mkdir()
-    base = sites.chosen(None, cluster.environment).name
+    base = search.load_selected(None, cluster.environment).name
     (jobs.folder / "site.toml").write_text(
         f"based_on = '{base}'\n[storage]\nnode_local = '{tmp_path / 'node'}'\nsbcast = {sbcast}\n"
     )
@@ -161,7 +162,7 @@ def machines(cluster: Cluster) -> Iterator[None]:
 
     Not their QOS, which are entries of an accounting database: without one, Slurm takes any.
     """
-    schedulers = [sites.load(name, {}).scheduler for name in sites.names({})]
+    schedulers = [search.load(name, {}).scheduler for name in search.names({})]
     partitions = sorted({each.partition for each in schedulers if each.partition and each.kind == "slurm"})
     features = ",".join(sorted({each.constraint for each in schedulers if each.constraint}))
 
@@ -178,11 +179,11 @@ def machines(cluster: Cluster) -> Iterator[None]:
     update("update", "NodeName=n[1-3]", "ActiveFeatures=", "AvailableFeatures=")
 
 
-@pytest.mark.parametrize("name", [name for name in sites.names({}) if sites.load(name, {}).scheduler.kind == "slurm"])
+@pytest.mark.parametrize("name", [name for name in search.names({}) if search.load(name, {}).scheduler.kind == "slurm"])
 def test_slurm_would_take_the_script_of_each_profile(
     cluster: Cluster, machines: None, tmp_path: Path, name: str
 ) -> None:
-    site = sites.load(name, {})
+    site = search.load(name, {})
     gpus = 0 if site.gpu.unsupported else 4
     job = BatchJob(
         nodes=2,

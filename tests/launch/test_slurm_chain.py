@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from slurm_cluster import STEPS, Cluster, Jobs
 
-from hpcdist.batch import ledger, sites
+from hpcdist.batch import ledger
+from hpcdist.batch.sites import search
 from hpcdist.telemetry import report
 
 ENDLESS = 10**6
@@ -93,7 +94,7 @@ def test_three_starts_in_vain_are_enough(jobs: Jobs) -> None:
 
 def test_saved_without_progress_is_the_end(jobs: Jobs) -> None:
     """A block of the site says that the training was stopped, and nothing is saved: the job is requeued once."""
-    generic = sites.chosen(None, jobs.cluster.environment).name
+    generic = search.load_selected(None, jobs.cluster.environment).name
     Path(jobs.folder / "liar.toml").write_text(f"based_on = '{generic}'\n[blocks]\nlaunch = 'code=75'\n")
     number = jobs.begin("--site=liar.toml", "--out=liar", "--no-check", nodes=1, ranks=1)
     jobs.release(number)

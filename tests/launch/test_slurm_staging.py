@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, Jobs
 
-from hpcdist.batch import sites
+from hpcdist.batch.sites import search
 
 LOCAL = "dev/shm/copies"  # each node has its own
 NODES = ("n1", "n2")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def jobs(fragile: Cluster, tmp_path: Path) -> Jobs:
-    base = sites.chosen(None, fragile.environment).name
+    base = search.load_selected(None, fragile.environment).name
     found = Jobs(fragile, tmp_path)
     (tmp_path / "site.toml").write_text(f"based_on = '{base}'\n[storage]\nnode_local = '/{LOCAL}'\n")
     return found

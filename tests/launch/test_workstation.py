@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch import ledger, local
-from hpcdist.batch.states import State
+from hpcdist.batch import ledger
+from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers.base import SchedulerState
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +43,7 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypat
     try:
         log = Path(local.state(job).log)
         until(lambda: "\nstep 1/" in log.read_text(), log)
-        assert local.state(job).state == State.RUNNING
+        assert local.state(job).state == SchedulerState.RUNNING
         Path("run", "stop").touch()
         until(lambda: "resumed from" in log.read_text(), log)
         cancelled = hpcdist("jobs", "cancel", "run")
@@ -52,7 +53,7 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypat
         if local.cancel(job):
             until(lambda: local.state(job).is_over, log)
     found = local.state(job)
-    assert (found.state, found.exit_code) == (State.COMPLETED, 0), log.read_text()
+    assert (found.state, found.exit_code) == (SchedulerState.COMPLETED, 0), log.read_text()
     entries = ledger.read(Path("run"))
     assert [entry.number("restart") for entry in entries if entry.event == ledger.BEGAN] == [0, 1]
     assert [entry.text("word") for entry in entries if entry.event == ledger.ENDED] == ["again", "stop"]
@@ -63,6 +64,6 @@ def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypat
 def runs_for(pid: int, job: str) -> bool:
     """Whether the process belongs to the session of the job, and has not ended."""
     try:
-        return os.getsid(pid) == local._numbers(job)[0] and local._stat(pid)[0] not in "ZX"
+        return os.getsid(pid) == local._pid_and_start(job)[0] and local._stat(pid)[0] not in "ZX"
     except ProcessLookupError:
         return False

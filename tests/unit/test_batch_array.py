@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import script, sites, submission
+from hpcdist.batch import script, submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
+from hpcdist.batch.sites import search
 from hpcdist.cli import main
 from hpcdist.comm import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
@@ -24,7 +25,7 @@ TEXT = '[sweep]\nrepeats = 1\n\n[[trial]]\nname = "it\'s $one"\nranks = [2, 8]\n
 SHARED = {item.name: getattr(PLAIN, item.name) for item in dataclasses.fields(PLAIN) if item.name != "recipe"}
 ARRAY = SweepJob(**SHARED, sweep=TEXT, trial_ranks=(2, 8))
 SERVERS = ServersJob(**SHARED, recipe=PLAIN.recipe, server_nodes=1, server_ranks_per_node=2)
-MPICH = sites.load("slurm-mpich")
+MPICH = search.load("slurm-mpich")
 SLURMS = ("slurm-openmpi", "slurm-mpich", "cray", "parastation", "ibrun")
 # Name -> profile, job: each template at each kind of site, and what only some jobs have.
 JOBS = {
@@ -80,7 +81,7 @@ JOBS = {
 
 def text_of(name):
     profile, job = JOBS[name]
-    return script.render(job, sites.load(profile), job.template)
+    return script.render(job, search.load(profile), job.template)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -121,7 +122,7 @@ def stage(tmp_path):
     def start(job, **environment):
         run_dir = tmp_path / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=run_dir)
-        (tmp_path / "job.sh").write_text(submission.printed(job, script.render(job, MPICH, job.template)))
+        (tmp_path / "job.sh").write_text(submission.script_with_input(job, script.render(job, MPICH, job.template)))
         slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
         slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
@@ -335,7 +336,7 @@ def test_benchmarks_that_cannot_be(changes):
 def test_an_array_is_followed_by_its_merge_and_says_where_logs_are():
     array, merge = (job for job, _ in submission.chain(ARRAY, MPICH))
     assert array == ARRAY and merge == MergeJob.of(ARRAY)
-    assert [submission.kept(job, MPICH).name for job in (array, merge)] == ["job.sbatch", "job-2.sbatch"]
+    assert [submission.script_path(job, MPICH).name for job in (array, merge)] == ["job.sbatch", "job-2.sbatch"]
     assert array.log(Path("/x"), "7") == ARRAY.run_dir / "7_%a.out"
     assert merge.log(Path("/x"), "8") == ARRAY.run_dir / "merge-8.out"
 

@@ -18,7 +18,7 @@ HOUR = timedelta(hours=1)
 
 def hourly(*values, begin=NOON):
     times = tuple(begin + index * HOUR for index in range(len(values)))
-    return carbon.Forecast(Path("forecast.csv"), times, tuple(float(value) for value in values))
+    return carbon.CarbonForecast(Path("forecast.csv"), times, tuple(float(value) for value in values))
 
 
 def written(folder, text):
@@ -43,7 +43,7 @@ def zone(monkeypatch):
 def test_a_file_is_read(tmp_path, header):
     zone = "DE," if header.startswith("zone") else ""
     rows = f"{zone}2026-11-22T12:00:00Z,300\n\n{zone}2026-11-22T14:00:00+01:00, 2.5e2\n{zone}2026-11-22T13:30Z,.5\n"
-    forecast = carbon.read(written(tmp_path, f"\ufeff{header}\n{rows}"))
+    forecast = carbon.read_forecast(written(tmp_path, f"\ufeff{header}\n{rows}"))
     assert forecast.times == (NOON, NOON + HOUR, NOON + 1.5 * HOUR) and forecast.g_per_kwh == (300, 250, 0.5)
     assert (forecast.begin, forecast.end) == (NOON, NOON + 2 * HOUR), "the last row is as long as the one before"
     assert forecast.mean(NOON, 2 * HOUR) == pytest.approx((300 + 250 * 0.5 + 0.5 * 0.5) / 2)
@@ -75,19 +75,19 @@ ROW = "2026-11-22T12:00:00Z,300\n"
 )
 def test_what_is_wrong_is_named_by_its_line(tmp_path, text, words):
     with pytest.raises(ConfigurationError, match=words):
-        carbon.read(written(tmp_path, text))
+        carbon.read_forecast(written(tmp_path, text))
 
 
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(StorageError, match=r"missing\.csv"):
-        carbon.read(tmp_path / "missing.csv")
+        carbon.read_forecast(tmp_path / "missing.csv")
     (tmp_path / "bytes.csv").write_bytes(b"time,gCO2/kWh\n\xff\xfe")
     with pytest.raises(ConfigurationError, match=r"bytes\.csv"):
-        carbon.read(tmp_path / "bytes.csv")
+        carbon.read_forecast(tmp_path / "bytes.csv")
 
 
 def test_a_valley_is_found_and_its_saving_is_in_closed_form():
-    window = carbon.best(hourly(400, 300, 100, 100, 300, 400), NOON, 2 * 3600, NOON + 6 * HOUR)
+    window = carbon.best_window(hourly(400, 300, 100, 100, 300, 400), NOON, 2 * 3600, NOON + 6 * HOUR)
     assert (window.begin, window.end) == (NOON + 2 * HOUR, NOON + 4 * HOUR)
     assert (window.mean_g_per_kwh, window.now_g_per_kwh) == (100, 350)
     assert window.saving_percent == pytest.approx(100 * 250 / 350)
@@ -96,32 +96,32 @@ def test_a_valley_is_found_and_its_saving_is_in_closed_form():
 
 def test_a_window_wider_than_the_valley_takes_the_lower_side_of_it():
     """1.5 hours over 400 100 200: all of the 100, and the rest from the 200."""
-    window = carbon.best(hourly(400, 100, 200), NOON, 5400, NOON + 3 * HOUR)
+    window = carbon.best_window(hourly(400, 100, 200), NOON, 5400, NOON + 3 * HOUR)
     assert window.begin == NOON + HOUR and window.mean_g_per_kwh == pytest.approx((100 + 0.5 * 200) / 1.5)
-    window = carbon.best(hourly(200, 100, 400), NOON, 5400, NOON + 3 * HOUR)
+    window = carbon.best_window(hourly(200, 100, 400), NOON, 5400, NOON + 3 * HOUR)
     assert window.end == NOON + 2 * HOUR, "here the end is where a row begins"
 
 
 def test_of_equal_windows_the_earliest_wins():
     forecast = hourly(0.3, 0.1, 0.7, 0.1, 0.7)
-    assert carbon.best(forecast, NOON, 3600, NOON + 5 * HOUR).begin == NOON + HOUR
-    flat = carbon.best(hourly(5, 5, 5, 5), NOON + timedelta(seconds=7), 3600, NOON + 4 * HOUR)
+    assert carbon.best_window(forecast, NOON, 3600, NOON + 5 * HOUR).begin == NOON + HOUR
+    flat = carbon.best_window(hourly(5, 5, 5, 5), NOON + timedelta(seconds=7), 3600, NOON + 4 * HOUR)
     assert flat.begin == NOON + timedelta(seconds=7) and flat.saving_percent == 0
 
 
 def test_deadline_and_now_bound_the_window():
     forecast = hourly(9, 8, 7, 6, 5)
-    assert carbon.best(forecast, NOON, 3600, NOON + 2.25 * HOUR).begin == NOON + 1.25 * HOUR
-    assert carbon.best(hourly(1, 2, 3, 4), NOON + 0.25 * HOUR, 3600, NOON + 4 * HOUR).begin == NOON + 0.25 * HOUR
-    assert carbon.best(forecast, NOON, 3600, NOON + 99 * HOUR).end == forecast.end, "nothing is known after it"
+    assert carbon.best_window(forecast, NOON, 3600, NOON + 2.25 * HOUR).begin == NOON + 1.25 * HOUR
+    assert carbon.best_window(hourly(1, 2, 3, 4), NOON + 0.25 * HOUR, 3600, NOON + 4 * HOUR).begin == NOON + 0.25 * HOUR
+    assert carbon.best_window(forecast, NOON, 3600, NOON + 99 * HOUR).end == forecast.end, "nothing is known after it"
 
 
 def test_now_is_compared_only_where_it_is_forecast():
-    window = carbon.best(hourly(300, 200), NOON - HOUR, 3600, NOON + 2 * HOUR)
+    window = carbon.best_window(hourly(300, 200), NOON - HOUR, 3600, NOON + 2 * HOUR)
     assert window.begin == NOON + HOUR
     assert window.now_g_per_kwh is None and window.saving_percent is None and window.saving_g(100.0) is None
     assert "forecast covers" in window.why_not_now
-    assert carbon.best(hourly(0, 0), NOON, 3600, NOON + 2 * HOUR).saving_percent == 0
+    assert carbon.best_window(hourly(0, 0), NOON, 3600, NOON + 2 * HOUR).saving_percent == 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_now_is_compared_only_where_it_is_forecast():
 )
 def test_what_cannot_be_planned(now, hours, deadline, error, words):
     with pytest.raises(error, match=words):
-        carbon.best(hourly(1, 2), now, hours * 3600, deadline)
+        carbon.best_window(hourly(1, 2), now, hours * 3600, deadline)
 
 
 @st.composite
@@ -145,7 +145,7 @@ def plans(draw):
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     starts = list(itertools.accumulate(lengths, initial=0))
     values = draw(st.lists(st.integers(0, 3), min_size=len(starts), max_size=len(starts)))
-    forecast = carbon.Forecast(
+    forecast = carbon.CarbonForecast(
         Path("f"), tuple(NOON + timedelta(minutes=start) for start in starts), tuple(value / 10 for value in values)
     )
     total = starts[-1] + lengths[-1]
@@ -159,7 +159,7 @@ def plans(draw):
 def test_no_begin_of_a_fine_grid_is_better(plan):
     forecast, now, duration, deadline = plan
     minute = timedelta(minutes=1)
-    window = carbon.best(forecast, NOON + now * minute, duration * 60, NOON + deadline * minute)
+    window = carbon.best_window(forecast, NOON + now * minute, duration * 60, NOON + deadline * minute)
 
     def of_minute(at):  # of the minute that begins then
         return round(
@@ -198,11 +198,14 @@ def test_a_day_of_23_hours_has_23(zone, tmp_path):
     """Local times with their zones, over the change to summer time: the row before it is one hour, not two."""
     zone("Europe/Berlin")
     rows = ["2026-03-29T00:00:00+01:00,9", "2026-03-29T01:00:00+01:00,5", "2026-03-29T03:00:00+02:00,9"]
-    forecast = carbon.read(written(tmp_path, "time,gCO2/kWh\n" + "\n".join(rows)))
+    forecast = carbon.read_forecast(written(tmp_path, "time,gCO2/kWh\n" + "\n".join(rows)))
     assert forecast.end - forecast.begin == 3 * HOUR
-    window = carbon.best(forecast, forecast.begin, 7200, forecast.end)
+    window = carbon.best_window(forecast, forecast.begin, 7200, forecast.end)
     assert window.mean_g_per_kwh == 7
-    assert carbon.begin_text(carbon.best(forecast, forecast.begin, 3600, forecast.end).begin) == "2026-03-29T01:00:00"
+    assert (
+        carbon.begin_text(carbon.best_window(forecast, forecast.begin, 3600, forecast.end).begin)
+        == "2026-03-29T01:00:00"
+    )
     assert carbon.begin_text(forecast.times[2]) == "2026-03-29T03:00:00"
 
 
@@ -230,20 +233,20 @@ def test_the_options_become_a_begin_and_two_lines(tmp_path, zone):
     zone("UTC")
     rows = "".join(f"2026-11-22T{12 + hour}:00Z,{value}\n" for hour, value in enumerate((400, 300, 100, 300)))
     path = written(tmp_path, "time,gCO2/kWh\n" + rows)
-    begin, lines = carbon.planned(path, "4h", 3600, NOON, 1500.0)
+    begin, lines = carbon.plan_begin(path, "4h", 3600, NOON, 1500.0)
     assert begin == NOON + 2 * HOUR
     assert lines == [
         "not before 2026-11-22 14:00+00:00, to end by 2026-11-22 15:00+00:00: 100.0 gCO2/kWh on average",
         "75.0 % less than 400.0 gCO2/kWh of a job that begins now: 450 g of CO2 less, at 1500 W all the time",
     ]
-    assert "g of CO2" not in carbon.planned(path, "4h", 3600, NOON)[1][1]
-    early = carbon.planned(path, "2026-11-22T16:00", 3600, NOON - HOUR, 1500.0)
+    assert "g of CO2" not in carbon.plan_begin(path, "4h", 3600, NOON)[1][1]
+    early = carbon.plan_begin(path, "2026-11-22T16:00", 3600, NOON - HOUR, 1500.0)
     assert early[0] == begin and "saving is not known" in early[1][1] and "12:00+00:00 to" in early[1][1]
     with pytest.raises(UsageError, match="--carbon needs --time"):
-        carbon.planned(path, "4h", None, NOON)
+        carbon.plan_begin(path, "4h", None, NOON)
     with pytest.raises(UsageError, match="--within"):
-        carbon.planned(path, None, 3600, NOON)
+        carbon.plan_begin(path, None, 3600, NOON)
     for power in (0.0, -1.0, float("nan"), float("inf")):
         for now in (NOON, NOON - HOUR):
             with pytest.raises(UsageError, match="--power"):
-                carbon.planned(path, "5h", 3600, now, power)
+                carbon.plan_begin(path, "5h", 3600, now, power)

@@ -9,7 +9,8 @@ import slurm_double
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.batch import queue, slurm_energy
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.slurm import energy
 from hpcdist.cli import main
 from hpcdist.errors import OK
 
@@ -27,7 +28,7 @@ def accounted(tmp_path, monkeypatch):
 
     def look(rows):
         (tmp_path / "accounts").write_text(rows)
-        found, why = queue.accounts([JOB])
+        found, why = dispatch.accounts([JOB])
         assert not why
         return found
 
@@ -82,7 +83,7 @@ def test_what_is_in_several_steps_counts_once(accounted, case, joules, lacking):
 def test_the_report_inside_a_job_says_when_and_how_its_joules_are_seen(report, kind):
     figures, text = report(SACCT[f"{kind}: mpirun running"])
     assert figures["energy_j"] is None
-    assert f"energy     not known ({slurm_energy.NOT_YET}: see `hpcdist jobs report {JOB}` then)" in text
+    assert f"energy     not known ({energy.NOT_YET}: see `hpcdist jobs report {JOB}` then)" in text
 
 
 def test_all_starts_of_a_requeued_job_count(report):
@@ -96,7 +97,7 @@ def test_a_start_that_runs_is_said_beside_those_that_are_over(report):
     now = SACCT["contain: mpirun running"].splitlines()
     figures, text = report("\n".join([*first, *now, ""]))
     assert figures["energy_j"] == 2466
-    assert f"2,466 J (job {JOB}, start 2: without all of it: {slurm_energy.NOT_YET}" in text and "then)" in text
+    assert f"2,466 J (job {JOB}, start 2: without all of it: {energy.NOT_YET}" in text and "then)" in text
 
 
 def without(rows, step, joules=""):
@@ -142,7 +143,7 @@ def test_nothing_is_measured_where_no_step_has_a_value(accounted):
     for step in (".batch", ".extern", ".0"):
         rows = without(rows, step)
     (row,) = accounted(rows)
-    assert (row.energy_j, row.energy_reason) == (None, slurm_energy.NOT_MEASURED)
+    assert (row.energy_j, row.energy_reason) == (None, energy.NOT_MEASURED)
 
 
 def test_a_crashed_node_takes_its_joules_along(accounted):
@@ -151,12 +152,12 @@ def test_a_crashed_node_takes_its_joules_along(accounted):
 
 
 def test_a_probe_beside_a_step_is_in_it_already():
-    job = slurm_energy.Booked("", "COMPLETED", 0, 100, ("n1", "n2"), None)
-    long = slurm_energy.Booked("0", "COMPLETED", 0, 100, ("n1", "n2"), 1000.0)
-    probe = slurm_energy.Booked("1", "COMPLETED", 50, 60, ("n1", "n2"), 100.0)
-    later = slurm_energy.Booked("2", "COMPLETED", 90, 120, ("n2",), 60.0)
-    assert slurm_energy.of_start(job, [probe, long]) == slurm_energy.Joules(1000.0)
-    assert slurm_energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
+    job = energy.AccountedStep("", "COMPLETED", 0, 100, ("n1", "n2"), None)
+    long = energy.AccountedStep("0", "COMPLETED", 0, 100, ("n1", "n2"), 1000.0)
+    probe = energy.AccountedStep("1", "COMPLETED", 50, 60, ("n1", "n2"), 100.0)
+    later = energy.AccountedStep("2", "COMPLETED", 90, 120, ("n2",), 60.0)
+    assert energy.of_start(job, [probe, long]) == energy.AccountedEnergy(1000.0)
+    assert energy.of_start(job, [long, later]).known == pytest.approx(1000 + 60 * 20 / 30)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +172,12 @@ def test_a_probe_beside_a_step_is_in_it_already():
     ],
 )
 def test_names_of_nodes(text, names):
-    assert slurm_energy.names(text) == names
+    assert energy.expand_hostlist(text) == names
 
 
 _TIMES = st.integers(0, 60)
 _STEPS = st.builds(
-    lambda name, begin, length, nodes, joules: slurm_energy.Booked(
+    lambda name, begin, length, nodes, joules: energy.AccountedStep(
         name, "COMPLETED", 1000 + begin, 1000 + begin + length, tuple(f"n{node}" for node in nodes), joules
     ),
     name=st.sampled_from(["batch", "extern", "0", "1"]),
@@ -189,10 +190,10 @@ _STEPS = st.builds(
 
 @given(steps=st.lists(_STEPS, min_size=1, max_size=6))
 def test_no_more_is_counted_than_was_booked_and_no_less_than_the_most(steps):
-    job = slurm_energy.Booked("", "COMPLETED", 1000, 1120, ("n1", "n2", "n3", "n4"), None)
-    found = slurm_energy.of_start(job, steps)
+    job = energy.AccountedStep("", "COMPLETED", 1000, 1120, ("n1", "n2", "n3", "n4"), None)
+    found = energy.of_start(job, steps)
     booked = [step.joules for step in steps if step.joules is not None]
     if not booked:
-        assert found == slurm_energy.Joules(None, slurm_energy.NOT_MEASURED)
+        assert found == energy.AccountedEnergy(None, energy.NOT_MEASURED)
     else:
         assert found.known is not None and 0 < found.known <= math.fsum(booked) * (1 + 1e-9)

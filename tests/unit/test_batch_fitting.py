@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from job_scripts import PLAIN
 
-from hpcdist.batch import fitting, sites
+from hpcdist.batch.sites import fit, search
 from hpcdist.errors import ConfigurationError
 
 ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
@@ -24,9 +24,9 @@ ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
 )
 def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account="me") if site == "pbs" else ALONE
-    fitting.check(plain, sites.load(site))
+    fit.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        fitting.check(dataclasses.replace(plain, **change), sites.load(site))
+        fit.check(dataclasses.replace(plain, **change), search.load(site))
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
 )
 def test_what_a_machine_would_not_run_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)
-    fitting.check(plain, sites.load(site))
+    fit.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        fitting.check(dataclasses.replace(plain, **change), sites.load(site))
+        fit.check(dataclasses.replace(plain, **change), search.load(site))
 
 
 def test_a_qos_goes_over_the_limits_of_its_partition():
     job = dataclasses.replace(ALONE, account="me", walltime="4-00:00:00", qos="boost_qos_lprod")
-    fitting.check(job, sites.load("leonardo"))
+    fit.check(job, search.load("leonardo"))
     with pytest.raises(ConfigurationError, match="partition boost_usr_prod of leonardo, 1-00:00:00"):
-        fitting.check(dataclasses.replace(job, qos=None), sites.load("leonardo"))
+        fit.check(dataclasses.replace(job, qos=None), search.load("leonardo"))
 
 
 def test_what_a_job_says_wins_over_the_site():
-    site = sites.load("perlmutter")
+    site = search.load("perlmutter")
     job = site.complete(ALONE)
     assert (job.account, job.qos, job.constraint, job.mem) == (None, "regular", "gpu", None)
     job = site.complete(dataclasses.replace(ALONE, account="m1_g", qos="debug", constraint="gpu&hbm80g", mem="100G"))
@@ -83,4 +83,4 @@ def test_what_a_job_says_wins_over_the_site():
 
 def test_slurm_hears_of_all():
     job = dataclasses.replace(PLAIN, sbatch_args=("--qos=debug",), partition="gpu", links=3)
-    fitting.check(job, sites.load("slurm-openmpi"))
+    fit.check(job, search.load("slurm-openmpi"))

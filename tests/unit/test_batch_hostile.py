@@ -12,10 +12,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from job_scripts import PLAIN
 
-from hpcdist.batch import script, sites, submission
+from hpcdist.batch import script, submission
+from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 
-GENERIC = sites.load("slurm-mpich")
+GENERIC = search.load("slurm-mpich")
 
 # What parsers trip over, and any text but what no argument can hold: a zero byte, and half a character.
 HOSTILE = (
@@ -61,7 +62,7 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
         python_path=draw["path"],
     )
     text = script.render(job, dataclasses.replace(GENERIC, environment=environment))
-    (folder / "job").write_bytes(os.fsencode(submission.printed(job, text)))
+    (folder / "job").write_bytes(os.fsencode(submission.script_with_input(job, text)))
     done = subprocess.run(
         ["bash", "job"],
         cwd=folder,

@@ -111,7 +111,7 @@ def test_who_waits(tmp_path):
         ("ended", "5", {"code": 78}),  # by an older version
     ):
         ledger.record(tmp_path, event, job=job, **values)
-    assert [job.id for job in ledger.waiting(tmp_path)] == ["1", "2", "4"]
+    assert [job.id for job in ledger.unfinished_jobs(tmp_path)] == ["1", "2", "4"]
     found = ledger.jobs(ledger.read(tmp_path))
     assert [job.id for job in found.values() if job.is_cancelled] == ["3"]
 
@@ -126,7 +126,7 @@ def test_the_later_links_of_a_chain(tmp_path, own, whole):
         known = links if whole else links[: number + 1]
         ledger.record(tmp_path, "submitted", job=job, chain=[link for link in known if own or whole or link != job])
     found = ledger.jobs(ledger.read(tmp_path))
-    assert [ledger.later(found, job) for job in ("0", *links, "9")] == [[], ["2", "3"], ["3"], [], []]
+    assert [ledger.later_links(found, job) for job in ("0", *links, "9")] == [[], ["2", "3"], ["3"], [], []]
 
 
 def test_the_registry_names_each_run_once(tmp_path, monkeypatch):
@@ -136,23 +136,23 @@ def test_the_registry_names_each_run_once(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     for name in (*names, *names, str(tmp_path / "one")):
-        ledger.remember(ledger.Path(name))
+        ledger.register_run(ledger.Path(name))
     (tmp_path / "gone").rmdir()
     with ledger.registry().open("ab") as file:
         file.write(b'torn{\n{"run_dir": 3}\n{"run_dir": "a\\u0000b"}\n')
-    assert ledger.remembered() == [tmp_path / "one", tmp_path / "two"]
+    assert ledger.registered_runs() == [tmp_path / "one", tmp_path / "two"]
     assert len(ledger.registry().read_text().splitlines()) == 3 + 3
 
 
 def test_the_registry_is_in_the_home_directory(tmp_path):
     assert ledger.registry({"HOME": "/h"}) == ledger.Path("/h/.local/state/hpcdist/runs.jsonl")
     assert ledger.registry({"HOME": "/h", "XDG_STATE_HOME": "/s"}) == ledger.Path("/s/hpcdist/runs.jsonl")
-    assert ledger.remembered({"XDG_STATE_HOME": str(tmp_path)}) == []
+    assert ledger.registered_runs({"XDG_STATE_HOME": str(tmp_path)}) == []
 
 
 def test_a_registry_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / "state").touch()
-    ledger.remember(tmp_path, {"XDG_STATE_HOME": str(tmp_path / "state")})
+    ledger.register_run(tmp_path, {"XDG_STATE_HOME": str(tmp_path / "state")})
     said = capsys.readouterr()
     assert said.out == "" and "warning" in said.err and "XDG_STATE_HOME" in said.err
-    assert ledger.remembered({"XDG_STATE_HOME": str(tmp_path / "state")}) == []
+    assert ledger.registered_runs({"XDG_STATE_HOME": str(tmp_path / "state")}) == []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch import local
-from hpcdist.batch.states import State
+from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 SLEEP = "touch ready\nfor ((i = 0; i < 600; i++)); do sleep 0.05; done\n"
@@ -27,7 +27,7 @@ def home(tmp_path, monkeypatch):
     yield tmp_path / "state" / "hpcdist" / "local"
     for folder in (tmp_path / "state" / "hpcdist" / "local").glob("local-*"):
         if local._alive(folder.name):
-            os.killpg(local._numbers(folder.name)[0], signal.SIGKILL)
+            os.killpg(local._pid_and_start(folder.name)[0], signal.SIGKILL)
 
 
 def until(true):
@@ -46,7 +46,7 @@ def test_a_job_runs_apart_and_says_its_code():
     Path("log").write_text("of a start before\n")
     job = local.submit('cat; echo "$HPCDIST_JOB_ID" $$; echo error >&2; ps -o sid=,tty= -p $$\n', Path("log"))
     found = over(job)
-    assert (found.state, found.exit_code, found.log) == (State.COMPLETED, 0, str(Path("log").absolute()))
+    assert (found.state, found.exit_code, found.log) == (SchedulerState.COMPLETED, 0, str(Path("log").absolute()))
     assert found.begun_utc and found.ended_utc and found.elapsed_s >= 0 and found.energy_j is None
     first, named, error, session = Path("log").read_text().splitlines()
     assert (first, error) == ("of a start before", "error"), "it is appended to, and nothing is on its stdin"
@@ -56,7 +56,7 @@ def test_a_job_runs_apart_and_says_its_code():
 
 def test_a_failure_has_its_code():
     found = over(local.submit("exit 78\n", Path("log")))
-    assert (found.state, found.exit_code) == (State.FAILED, 78)
+    assert (found.state, found.exit_code) == (SchedulerState.FAILED, 78)
 
 
 def test_it_outlives_who_submits_it(tmp_path):
@@ -64,9 +64,9 @@ def test_it_outlives_who_submits_it(tmp_path):
     done = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     job = done.stdout.strip()
     until((tmp_path / "ready").exists)
-    assert local.state(job).state == State.RUNNING and not local.state(job).is_over
+    assert local.state(job).state == SchedulerState.RUNNING and not local.state(job).is_over
     assert local.cancel(job)
-    assert over(job).state == State.CANCELLED
+    assert over(job).state == SchedulerState.CANCELLED
 
 
 def test_all_processes_are_told_to_end_and_may_save(tmp_path):
@@ -77,7 +77,7 @@ def test_all_processes_are_told_to_end_and_may_save(tmp_path):
     until((tmp_path / "ready").exists)
     assert local.cancel(job)
     found = over(job)
-    assert (found.state, found.exit_code, Path("saved").exists()) == (State.CANCELLED, 75, True)
+    assert (found.state, found.exit_code, Path("saved").exists()) == (SchedulerState.CANCELLED, 75, True)
     assert not local.cancel(job), "there is nobody left to be told"
 
 
@@ -85,32 +85,37 @@ def test_a_job_waits_for_its_begin(tmp_path):
     soon = datetime.now(UTC) + timedelta(seconds=1)
     job = local.submit("date +%s.%N > ran\n", Path("log"), soon)
     found = local.state(job)
-    assert found.state == State.PENDING and found.is_waiting and "begins at" in found.reason and found.elapsed_s is None
-    assert over(job).state == State.COMPLETED
+    assert (
+        found.state == SchedulerState.PENDING
+        and found.is_waiting
+        and "begins at" in found.reason
+        and found.elapsed_s is None
+    )
+    assert over(job).state == SchedulerState.COMPLETED
     assert float(Path("ran").read_text()) >= soon.timestamp()
 
 
 def test_a_job_that_waits_can_be_cancelled():
     job = local.submit("touch ran\n", Path("log"), datetime.now(UTC) + timedelta(hours=1))
-    assert local.state(job).state == State.PENDING
+    assert local.state(job).state == SchedulerState.PENDING
     assert local.cancel(job)
     found = over(job)
-    assert (found.state, found.exit_code, Path("ran").exists()) == (State.CANCELLED, 143, False)
+    assert (found.state, found.exit_code, Path("ran").exists()) == (SchedulerState.CANCELLED, 143, False)
 
 
 def test_other_signals_do_not_end_the_keeper(tmp_path):
     job = local.submit("trap 'touch told; exit 3' USR1\n" + SLEEP, Path("log"))
     until((tmp_path / "ready").exists)
-    os.killpg(local._numbers(job)[0], signal.SIGUSR1)
+    os.killpg(local._pid_and_start(job)[0], signal.SIGUSR1)
     assert over(job).exit_code == 3 and Path("told").exists()
 
 
 def test_a_job_that_was_killed_has_failed_without_a_code(tmp_path):
     job = local.submit(SLEEP, Path("log"))
     until((tmp_path / "ready").exists)
-    os.killpg(local._numbers(job)[0], signal.SIGKILL)
+    os.killpg(local._pid_and_start(job)[0], signal.SIGKILL)
     found = over(job)
-    assert (found.state, found.exit_code) == (State.FAILED, None) and "killed" in found.reason
+    assert (found.state, found.exit_code) == (SchedulerState.FAILED, None) and "killed" in found.reason
 
 
 def test_another_process_with_the_same_number_is_left_alone(home):
@@ -119,7 +124,7 @@ def test_another_process_with_the_same_number_is_left_alone(home):
     (home / job).mkdir(parents=True)
     place = {"host": os.uname().nodename, "boot": local._boot(), "log": "log", "begin_s": 0}
     (home / job / "job.json").write_text(json.dumps(place))
-    assert local.state(job).state == State.FAILED
+    assert local.state(job).state == SchedulerState.FAILED
     assert not local.cancel(job) and not (home / job / "cancelled").exists()
 
 
@@ -127,25 +132,25 @@ def test_a_job_that_is_to_begin_at_once_names_no_time(home):
     job = local.submit(SLEEP, Path("log"))
     until(Path("ready").exists)
     (home / job / "began").unlink()  # as it is for a moment
-    assert (local.state(job).state, local.state(job).reason) == (State.PENDING, "")
+    assert (local.state(job).state, local.state(job).reason) == (SchedulerState.PENDING, "")
 
 
 def test_after_a_reboot_and_on_another_machine(home, monkeypatch):
     job = over(local.submit("exit 0\n", Path("log"))).id
     kept = json.loads((home / job / "job.json").read_text())
     (home / job / "job.json").write_text(json.dumps(kept | {"boot": "before"}))
-    assert local.state(job).state == State.COMPLETED, "what it said counts"
+    assert local.state(job).state == SchedulerState.COMPLETED, "what it said counts"
     (home / job / "code").unlink()
-    assert local.state(job).state == State.NODE_FAIL and not local.cancel(job)
+    assert local.state(job).state == SchedulerState.NODE_FAIL and not local.cancel(job)
     (home / job / "job.json").write_text(json.dumps(kept | {"boot": "other", "host": "elsewhere"}))
-    assert local.state(job).state == State.UNKNOWN and "elsewhere" in local.state(job).reason
+    assert local.state(job).state == SchedulerState.UNKNOWN and "elsewhere" in local.state(job).reason
     with pytest.raises(MissingCapabilityError, match="elsewhere"):
         local.cancel(job)
 
 
 @pytest.mark.parametrize("job", ["local-1-1", "local-../..", "4711", ""])
 def test_what_is_no_job(job):
-    assert local.state(job).state == State.UNKNOWN and "no such job" in local.state(job).reason
+    assert local.state(job).state == SchedulerState.UNKNOWN and "no such job" in local.state(job).reason
     with pytest.raises(UsageError, match="jobs status"):
         local.cancel(job)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch import nodes
+from hpcdist.batch.schedulers.slurm import allocation as slurm_allocation
 from hpcdist.cli import run
 from hpcdist.comm import launchers
 from hpcdist.comm.mpirun import OPEN_MPI, Launcher
@@ -70,67 +70,67 @@ def job(tmp_path, monkeypatch):
 
 def test_a_node_that_slurm_has_taken_is_lost_and_not_asked(job):
     job.say(held="n[1,3]", answers="n1 n3")
-    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment) == (["n2"], ["n1", "n3"])
     assert "--nodes=2 --ntasks=2" in job.asked and "--nodelist=n1,n3 " in job.asked and "--overlap" in job.asked
     assert "NTASKS=\n" in job.asked  # what the job wants for its steps is not for this one
 
 
 def test_a_node_that_does_not_answer_is_lost_whatever_slurm_says(job):
     job.say(answers="n1\nn3", states="n1 mixed\nn2 mixed\nn3 mixed")
-    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment) == (["n2"], ["n1", "n3"])
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "mixed*", "allocated*"])
 def test_a_node_that_is_down_or_does_not_respond_is_lost_and_not_asked(job, state):
     job.say(answers="n1\nn3", states=f"n1 mixed\nn2 {state}\nn3 draining")
-    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment) == (["n2"], ["n1", "n3"])
     assert "--nodelist=n1,n3 " in job.asked
 
 
 def test_where_no_node_can_be_asked_slurm_is_believed(job):
     job.say(answers="", states="n1 mixed\nn2 down*\nn3 mixed")
-    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment) == (["n2"], ["n1", "n3"])
     (job.folder / "srun").unlink()
     job.environment["PATH"] = str(job.folder)
-    assert nodes.lost(job.environment)[0] in ([], ["n2"])  # `cat` is not there either
+    assert slurm_allocation.lost_nodes(job.environment)[0] in ([], ["n2"])  # `cat` is not there either
     job.say()
 
 
 def test_a_srun_that_hangs_has_heard_of_those_that_answered(job, monkeypatch):
-    monkeypatch.setattr(nodes, "PROBE_S", 1.0)
-    monkeypatch.setattr(nodes, "_MESSAGE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(slurm_allocation, "PROBE_S", 1.0)
+    monkeypatch.setattr(slurm_allocation, "_MESSAGE_TIMEOUT_S", 0.1)
     (job.folder / "srun").write_text("#!/bin/sh\necho n1; echo n3; exec sleep 60\n")
-    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment) == (["n2"], ["n1", "n3"])
 
 
 @pytest.mark.parametrize("own", [{"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, {"SLURM_JOB_ID": "9"}])
 def test_a_task_and_a_component_have_their_own_nodes(job, own):
     """The number of an array is that of one of its tasks, too; squeue tells of all, and of all components."""
     job.say(held="n[1,3]", answers="n1\nn3")
-    assert nodes.lost(job.environment | own) == (["n2"], ["n1", "n3"])
+    assert slurm_allocation.lost_nodes(job.environment | own) == (["n2"], ["n1", "n3"])
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_NODELIST": ""}])
 def test_where_slurm_does_not_say_nothing_is_lost(job, changes):
-    assert nodes.lost(job.environment | changes) == ([], [])
+    assert slurm_allocation.lost_nodes(job.environment | changes) == ([], [])
 
 
 @pytest.mark.parametrize("held", ["", "n9"])
 def test_nothing_is_lost_where_the_nodes_of_the_job_are_not_known(job, held):
     job.say(held=held)
-    assert nodes.lost(job.environment) == ([], [])
+    assert slurm_allocation.lost_nodes(job.environment) == ([], [])
 
 
 def test_outside_of_a_job_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(nodes.subprocess, "run", lambda *_, **__: pytest.fail("it was asked"))
-    assert nodes.lost({}) == ([], [])
-    allocation = nodes.Allocation(3, environment={})
+    monkeypatch.setattr(slurm_allocation.subprocess, "run", lambda *_, **__: pytest.fail("it was asked"))
+    assert slurm_allocation.lost_nodes({}) == ([], [])
+    allocation = slurm_allocation.SlurmAllocation(3, environment={})
     assert allocation.died() == [] and allocation.shortage() == ""
     assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None
 
 
 def test_a_node_dies_once_and_may_come_back(job):
-    allocation = nodes.Allocation(3, environment=job.environment)
+    allocation = slurm_allocation.SlurmAllocation(3, environment=job.environment)
     assert allocation.died() == []
     job.say(answers="n1\nn3")
     assert (allocation.died(), allocation.died(), allocation.lost) == (["n2"], [], ["n2"])
@@ -142,7 +142,7 @@ def test_a_node_dies_once_and_may_come_back(job):
 @pytest.mark.parametrize(("whole", "short"), [(False, False), (True, True)])
 def test_a_launcher_that_takes_all_nodes_cannot_go_on_without_one(job, whole, short):
     environment = job.environment | {"SLURM_JOB_NUM_NODES": "3"}
-    allocation = nodes.Allocation(2, whole=whole, environment=environment)
+    allocation = slurm_allocation.SlurmAllocation(2, whole=whole, environment=environment)
     job.say(answers="n1\nn3")
     allocation.died()
     assert bool(allocation.shortage()) is short
@@ -150,7 +150,7 @@ def test_a_launcher_that_takes_all_nodes_cannot_go_on_without_one(job, whole, sh
 
 def test_it_waits_for_nodes_until_slurm_has_taken_them(job):
     said, pauses = [], []
-    allocation = nodes.Allocation(3, environment=job.environment)
+    allocation = slurm_allocation.SlurmAllocation(3, environment=job.environment)
     job.say(answers="n1\nn3")
     allocation.died()
 
@@ -169,8 +169,8 @@ def test_it_waits_for_nodes_until_slurm_has_taken_them(job):
 
 
 def test_it_waits_no_longer_than_slurm_may(job, monkeypatch):
-    monkeypatch.setattr(nodes, "MARGIN_S", -40.0)
-    allocation = nodes.Allocation(3, environment=job.environment)
+    monkeypatch.setattr(slurm_allocation, "MARGIN_S", -40.0)
+    allocation = slurm_allocation.SlurmAllocation(3, environment=job.environment)
     job.say(answers="n1\nn3")
     allocation.died()
     assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None and allocation.shortage()
@@ -185,7 +185,7 @@ def test_the_next_start_is_without_them(job, monkeypatch, capsys):
         run._Job(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set(), last=True)
         return tried.pop()[2]
 
-    allocation = nodes.Allocation(2, environment=job.environment)
+    allocation = slurm_allocation.SlurmAllocation(2, environment=job.environment)
     allocation.died()
     starter = launchers.Mpirun(found, launchers.Layout(4, 2))
     assert start_again(starter) == []

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hpcdist.batch import pbs
-from hpcdist.batch.states import State
+from hpcdist.batch.schedulers import pbs
+from hpcdist.batch.schedulers.base import SchedulerState
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 # Keeps how it was called and what it read; says what the test wants.
@@ -106,7 +106,7 @@ def test_a_running_job_is_read(played, monkeypatch):
         time.tzset()
     assert list(found) == ["1.s"], "the other one is not known"
     job = found["1.s"]
-    assert (job.id, job.state, job.name, job.nodes, job.restarts) == ("1.s", State.RUNNING, "GPT", 2, 1)
+    assert (job.id, job.state, job.name, job.nodes, job.restarts) == ("1.s", SchedulerState.RUNNING, "GPT", 2, 1)
     assert (job.elapsed_s, job.time_left_s) == (3605, 82795)
     assert (job.begun_utc, job.ended_utc, job.exit_code) == ("2026-11-22T12:00:00+00:00", "", None)
     assert job.energy_j is None and job.energy_reason
@@ -115,7 +115,13 @@ def test_a_running_job_is_read(played, monkeypatch):
 
 @pytest.mark.parametrize(
     ("letter", "state"),
-    [("Q", State.PENDING), ("H", State.PENDING), ("W", State.PENDING), ("S", State.SUSPENDED), ("E", State.COMPLETING)],
+    [
+        ("Q", SchedulerState.PENDING),
+        ("H", SchedulerState.PENDING),
+        ("W", SchedulerState.PENDING),
+        ("S", SchedulerState.SUSPENDED),
+        ("E", SchedulerState.COMPLETING),
+    ],
 )
 def test_states_of_the_queue(played, monkeypatch, letter, state):
     answer(monkeypatch, j1={"job_state": letter})
@@ -126,14 +132,14 @@ def test_states_of_the_queue(played, monkeypatch, letter, state):
 @pytest.mark.parametrize(
     ("values", "state", "code", "reason"),
     [
-        ({"Exit_status": 0}, State.COMPLETED, 0, ""),
-        ({"Exit_status": 75}, State.FAILED, 75, ""),
-        ({"Exit_status": 265}, State.FAILED, 137, ""),
-        ({"Exit_status": 271, "substate": 91}, State.CANCELLED, 143, ""),
-        ({"substate": 91}, State.CANCELLED, None, ""),
-        ({"Exit_status": -29, "substate": 93}, State.TIMEOUT, None, "walltime"),
-        ({"Exit_status": -27}, State.OUT_OF_MEMORY, None, "memory"),
-        ({"Exit_status": -3}, State.FAILED, None, "PBS says -3"),
+        ({"Exit_status": 0}, SchedulerState.COMPLETED, 0, ""),
+        ({"Exit_status": 75}, SchedulerState.FAILED, 75, ""),
+        ({"Exit_status": 265}, SchedulerState.FAILED, 137, ""),
+        ({"Exit_status": 271, "substate": 91}, SchedulerState.CANCELLED, 143, ""),
+        ({"substate": 91}, SchedulerState.CANCELLED, None, ""),
+        ({"Exit_status": -29, "substate": 93}, SchedulerState.TIMEOUT, None, "walltime"),
+        ({"Exit_status": -27}, SchedulerState.OUT_OF_MEMORY, None, "memory"),
+        ({"Exit_status": -3}, SchedulerState.FAILED, None, "PBS says -3"),
     ],
 )
 def test_how_a_job_ended(played, monkeypatch, values, state, code, reason):
@@ -161,7 +167,7 @@ def test_a_server_without_history_is_asked_again(played, monkeypatch):
     answer(monkeypatch, j1=RUNNING)
     monkeypatch.setenv("COMPLAINS", "qstat: PBS is not configured to maintain job history")
     monkeypatch.setenv("ONLY_WITH", "-x")
-    assert pbs.states(["1.s"])["1.s"].state == State.RUNNING
+    assert pbs.states(["1.s"])["1.s"].state == SchedulerState.RUNNING
     assert calls(played) == ["qstat -x -f -F json 1.s", "qstat -f -F json 1.s"]
 
 

@@ -5,8 +5,9 @@ import slurm_double
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.batch import local, pbs, queue, slurm_energy, slurm_queue
-from hpcdist.batch.states import OVER, WAITING, JobState, State
+from hpcdist.batch.schedulers import dispatch, local, pbs
+from hpcdist.batch.schedulers.base import FINAL_STATES, WAITING_STATES, JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import energy, queue
 from hpcdist.errors import MissingCapabilityError
 
 
@@ -22,7 +23,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def of(job):
-    (found,) = queue.parts([job])[job]
+    (found,) = dispatch.states_of_parts([job])[job]
     return found
 
 
@@ -30,12 +31,12 @@ def test_a_job_that_runs(slurm):
     assert of("30") == JobState(
         id="30",
         name="e|v;il\x1b[31m",
-        state=State.RUNNING,
+        state=SchedulerState.RUNNING,
         restarts=0,
         elapsed_s=70.0,
         time_left_s=((2 * 24 + 1) * 60 + 0) * 60 + 50.0,
         nodes=2,
-        energy_reason=slurm_energy.NOT_YET,
+        energy_reason=energy.NOT_YET,
         begun_utc="2026-11-22T04:24:59+00:00",
     )
     assert of("31").time_left_s is None
@@ -76,7 +77,7 @@ def test_jobs_that_only_the_accounts_have(slurm, job, state, code):
 
 def test_the_starts_of_a_job_in_the_accounts(slurm):
     assert (of("116").state, of("116").restarts, of("116").elapsed_s) == ("CANCELLED", 1, 2)
-    rows, why = queue.accounts(["116"])
+    rows, why = dispatch.accounts(["116"])
     assert [(row.state, row.elapsed_s) for row in rows] == [("REQUEUED", 4), ("CANCELLED", 2)]
     assert why == ""
 
@@ -85,19 +86,19 @@ def test_the_starts_of_a_job_in_the_accounts(slurm):
     ("job", "joules", "reason"),
     [
         ("1", 5400.0, ""),
-        ("2", None, slurm_energy.NOT_MEASURED),  # nothing
-        ("14", None, slurm_energy.NOT_MEASURED),  # 0
-        ("6_0", None, slurm_energy.NOT_MEASURED),  # no value, as a number
-        ("30", None, slurm_energy.NOT_YET),
+        ("2", None, energy.NOT_MEASURED),  # nothing
+        ("14", None, energy.NOT_MEASURED),  # 0
+        ("6_0", None, energy.NOT_MEASURED),  # no value, as a number
+        ("30", None, energy.NOT_YET),
     ],
 )
 def test_joules_that_were_not_measured_are_none(slurm, job, joules, reason):
-    rows, _ = queue.accounts([job])
+    rows, _ = dispatch.accounts([job])
     assert (rows[-1].energy_j, rows[-1].energy_reason) == (joules, reason)
 
 
 def test_tasks_of_arrays_and_components(slurm):
-    found = queue.parts(["35", "35_0", "35_3", "35_12", "39", "39+1", "32"])
+    found = dispatch.states_of_parts(["35", "35_0", "35_3", "35_12", "39", "39+1", "32"])
     assert {job: [state.id for state in states] for job, states in found.items()} == {
         "35": ["35_[1-9%1]", "35_0"],
         "35_0": ["35_0"],
@@ -107,8 +108,8 @@ def test_tasks_of_arrays_and_components(slurm):
         "39+1": ["39+1"],
         "32": ["32_1", "32_0"],
     }
-    assert found["35_12"][0].state == State.GONE
-    whole = queue.states(["35", "32", "39", "27"])
+    assert found["35_12"][0].state == SchedulerState.GONE
+    whole = dispatch.states(["35", "32", "39", "27"])
     assert {job: (state.id, state.state, state.nodes) for job, state in whole.items()} == {
         "35": ("35", "RUNNING", 1),
         "32": ("32", "FAILED", 1),
@@ -118,27 +119,27 @@ def test_tasks_of_arrays_and_components(slurm):
 
 
 def test_one_number_is_not_the_beginning_of_another(slurm):
-    found = queue.states(["3", "4", "2"])
+    found = dispatch.states(["3", "4", "2"])
     assert [found[job].elapsed_s for job in ("3", "4", "2")] == [0, 21, 0]
 
 
 def test_without_accounts(slurm):
     (slurm / "accounts").unlink()
     found = of("1")
-    assert found.state == State.GONE and found.is_over and "accounting storage is disabled" in found.reason
-    assert queue.accounts(["1"]) == ([], f"sacct has no accounts: {slurm_double.OFF}")
+    assert found.state == SchedulerState.GONE and found.is_over and "accounting storage is disabled" in found.reason
+    assert dispatch.accounts(["1"]) == ([], f"sacct has no accounts: {slurm_double.OFF}")
     assert of("30").state == "RUNNING"
 
 
 def test_a_slurm_that_does_not_answer_or_is_not_there(slurm, monkeypatch):
     (slurm / "down").touch()
     found = of("30")
-    assert (found.state, found.is_over) == (State.UNKNOWN, False) and "Unable to contact" in found.reason
-    assert slurm_queue.names() == {} and slurm_queue.log("30") == ""
+    assert (found.state, found.is_over) == (SchedulerState.UNKNOWN, False) and "Unable to contact" in found.reason
+    assert queue.job_names() == {} and queue.log_of("30") == ""
     monkeypatch.setenv("PATH", str(slurm))
-    assert of("30").state == State.UNKNOWN and "no squeue on PATH" in of("30").reason
-    assert slurm_queue.names() == {} and slurm_queue.log("30") == ""
-    assert "no scontrol" in slurm_queue.requeue_no_more("30")
+    assert of("30").state == SchedulerState.UNKNOWN and "no squeue on PATH" in of("30").reason
+    assert queue.job_names() == {} and queue.log_of("30") == ""
+    assert "no scontrol" in queue.forbid_requeue("30")
 
 
 def test_words_that_are_not_known_stay(slurm):
@@ -147,7 +148,7 @@ def test_words_that_are_not_known_stay(slurm):
         "2|RECONFIG_FAIL|5|1|1:0|1795320456|1795320461||n1|||||Some_Reason\n"
         "3|LAUNCHING|5|1|0:0|1795320456|Unknown||n1|||||None\n"
     )
-    found = queue.states(["1", "2", "3"])
+    found = dispatch.states(["1", "2", "3"])
     assert [(state.state, state.is_over) for state in found.values()] == [
         ("EXPEDITING", False),
         ("RECONFIG_FAIL", True),
@@ -156,16 +157,16 @@ def test_words_that_are_not_known_stay(slurm):
 
 
 def test_the_vocabulary_is_consistent():
-    assert not OVER & WAITING
-    assert {*OVER, *WAITING} < set(State)
-    assert State.UNKNOWN not in OVER
+    assert not FINAL_STATES & WAITING_STATES
+    assert {*FINAL_STATES, *WAITING_STATES} < set(SchedulerState)
+    assert SchedulerState.UNKNOWN not in FINAL_STATES
 
 
 @given(text=st.text(alphabet=st.characters(blacklist_categories=["Cs"]), max_size=40))
 def test_no_answer_is_too_strange(text):
     """Whatever a line has, it is a state or left out."""
     row = text.split("|", 13)
-    for read, width in ((slurm_queue._queued, 10), (lambda row: slurm_queue._accounted(row, 0, [row]), 14)):
+    for read, width in ((queue._queued, 10), (lambda row: queue._accounted(row, 0, [row]), 14)):
         assert isinstance(read([*row, *["1:0"] * width][:width]), JobState)
 
 
@@ -182,21 +183,21 @@ def test_no_answer_is_too_strange(text):
     ],
 )
 def test_clocks(text, seconds):
-    assert slurm_queue._seconds(text) == seconds
+    assert queue._seconds(text) == seconds
 
 
 def test_cancelling(slurm, monkeypatch):
-    queue.cancel(["30", "35_3"])
-    assert slurm_queue.requeue_no_more("30") == ""
+    dispatch.cancel(["30", "35_3"])
+    assert queue.forbid_requeue("30") == ""
     assert (slurm / "calls").read_text() == "scancel 30 35_3\nscontrol update JobId=30 Requeue=0\n"
     monkeypatch.setenv("REFUSE", "scancel: error: Kill job error on job id 30: Access/permission denied")
     with pytest.raises(MissingCapabilityError, match="permission denied"):
-        queue.cancel(["30"])
-    assert "permission denied" in slurm_queue.requeue_no_more("30")
+        dispatch.cancel(["30"])
+    assert "permission denied" in queue.forbid_requeue("30")
     monkeypatch.setenv(
         "REFUSE", "scancel: error: Kill job error on job id 30: Job/step already completing or completed"
     )
-    queue.cancel(["30"])
+    dispatch.cancel(["30"])
 
 
 @pytest.mark.parametrize(
@@ -211,12 +212,12 @@ def test_cancelling(slurm, monkeypatch):
     ],
 )
 def test_whose_number(job, scheduler):
-    assert queue.is_id(job) and queue.scheduler_of(job) == scheduler
+    assert dispatch.is_id(job) and dispatch.scheduler_of(job) == scheduler
 
 
 @pytest.mark.parametrize("text", ["", "run", "-1", "12;x", "1,2", "12_", "./12", "local-1", "\uff112", "12\n"])
 def test_what_is_no_number(text):
-    assert not queue.is_id(text)
+    assert not dispatch.is_id(text)
 
 
 def test_each_scheduler_is_asked_for_its_own(slurm, monkeypatch):
@@ -225,14 +226,14 @@ def test_each_scheduler_is_asked_for_its_own(slurm, monkeypatch):
     monkeypatch.setattr(local, "state", lambda job: JobState(id=job, state="PENDING"))
     for module in (pbs, local):
         monkeypatch.setattr(module, "cancel", asked.append)
-    found = queue.states(["30", "7.srv", "8.srv", "local-1-2"])
+    found = dispatch.states(["30", "7.srv", "8.srv", "local-1-2"])
     assert [state.state for state in found.values()] == ["RUNNING", "RUNNING", "GONE", "PENDING"]
-    queue.cancel(["7.srv", "local-1-2"])
+    dispatch.cancel(["7.srv", "local-1-2"])
     assert asked == ["7.srv", "local-1-2"] and "scancel" not in (slurm / "calls").read_text()
-    assert queue.accounts(["7.srv"])[0] == [] and "7.srv was not its job" in queue.accounts(["7.srv"])[1]
+    assert dispatch.accounts(["7.srv"])[0] == [] and "7.srv was not its job" in dispatch.accounts(["7.srv"])[1]
 
     def fails(jobs):
         raise MissingCapabilityError("there is no qstat")
 
     monkeypatch.setattr(pbs, "states", fails)
-    assert queue.states(["7.srv"])["7.srv"] == JobState(id="7.srv", state="UNKNOWN", reason="there is no qstat")
+    assert dispatch.states(["7.srv"])["7.srv"] == JobState(id="7.srv", state="UNKNOWN", reason="there is no qstat")

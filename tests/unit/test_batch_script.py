@@ -16,11 +16,12 @@ import jinja2
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import resources, script, sites, submission
+from hpcdist.batch import resources, script, submission
 from hpcdist.batch.array import ScriptArrayJob
+from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 
-GENERIC = sites.load("slurm-openmpi")
+GENERIC = search.load("slurm-openmpi")
 GPUS = dataclasses.replace(PLAIN, gpus_per_node=4)
 # Name -> profile, job: each profile of a Slurm, and what only some jobs have.
 JOBS = {
@@ -83,7 +84,7 @@ JOBS = {
 
 def text_of(name: str) -> str:
     profile, job = JOBS[name]
-    return script.render(job, sites.load(profile))
+    return script.render(job, search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -185,7 +186,7 @@ def stage(tmp_path):
         own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
         text = script.render(job, site, job.template or script.TEMPLATE)
-        (tmp_path / "job.sh").write_text(submission.printed(job, text))
+        (tmp_path / "job.sh").write_text(submission.script_with_input(job, text))
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
@@ -396,7 +397,7 @@ def test_after_a_signal_nothing_is_started(stage, tmp_path):
 
 def test_ranks_take_gpus_in_the_order_of_the_site():
     """By a program on the node: Slurm sets CUDA_VISIBLE_DEVICES of each rank anew, over what the script exports."""
-    cray = sites.load("cray")
+    cray = search.load("cray")
     said = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
     assert f"{said}{PLAIN.python}'" in script.render(GPUS, cray)
     image = dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "i.sif", "python3"))

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import script, sites, submission
+from hpcdist.batch import script, submission
+from hpcdist.batch.sites import search
 from hpcdist.errors import UsageError
 
-POLARIS = sites.load("polaris")
-PBS, ALONE = sites.load("pbs"), sites.load("workstation")
+POLARIS = search.load("polaris")
+PBS, ALONE = search.load("pbs"), search.load("workstation")
 TEMPLATES = {"pbs": "train.pbs.j2", "none": "train.sh.j2"}
 STAGED = dataclasses.replace(
     PLAIN,
@@ -141,7 +142,7 @@ def stage(tmp_path):
         own = job.run_dir if job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
         site = dataclasses.replace(site, environment=dataclasses.replace(site.environment, modules=()))
-        (tmp_path / "job.sh").write_text(submission.printed(job, render(site, job)))
+        (tmp_path / "job.sh").write_text(submission.script_with_input(job, render(site, job)))
         pbs = {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodefile")}
         played = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (pbs if site is not ALONE else {})
         return subprocess.Popen(

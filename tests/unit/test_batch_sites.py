@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from job_scripts import PLAIN
 
-from hpcdist.batch import fitting, resources, script, sites, submission
-from hpcdist.batch.site import LAUNCHERS_OF, Site
+from hpcdist.batch import resources, script, submission
+from hpcdist.batch.sites import fit, search
+from hpcdist.batch.sites.profile import LAUNCHERS_OF, SiteProfile
 from hpcdist.comm.launchers import KINDS
 from hpcdist.errors import ConfigurationError, StorageError
 
@@ -38,10 +39,10 @@ def own(tmp_path):
 
 
 def test_what_is_shipped_loads_and_says_what_of_it_was_run():
-    assert sorted(sites.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
+    assert sorted(search.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
     readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
     for name in SHIPPED:
-        site = sites.load(name)
+        site = search.load(name)
         assert site.name == name and site.description and site.proven
         assert f"\n## {name}" in readme, "a page for each"
     assert {kind for kinds in LAUNCHERS_OF.values() for kind in kinds} == set(KINDS), "every launcher starts something"
@@ -49,8 +50,8 @@ def test_what_is_shipped_loads_and_says_what_of_it_was_run():
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_profile_of_a_machine_is_dated_and_says_where_it_is_from(name):
-    site = sites.load(name)
-    text = sites.path_of(name).read_text()
+    site = search.load(name)
+    text = search.path_of(name).read_text()
     assert re.search(r", 20\d\d-\d\d-\d\d: .*never run there$", site.proven)
     assert re.search(r"20\d\d-\d\d-\d\d", text.partition("\n\n")[0]), "its first comment has the date"
     assert "https://" in text and site.scheduler.account_required and site.storage.roots
@@ -63,15 +64,15 @@ def test_a_profile_of_a_machine_is_dated_and_says_where_it_is_from(name):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_profile_says_what_slurm_excludes(name):
     """srun takes --hint neither with --cpu-bind nor with --threads-per-core; sbatch hands its options on to it."""
-    site = sites.load(name)
+    site = search.load(name)
     words = {word.partition("=")[0] for word in (*site.scheduler.options, *site.launcher.options)}
     assert "--hint" not in words or not words & {"--cpu-bind", "--threads-per-core", "--ntasks-per-core"}
 
 
 def test_every_field_is_described():
     readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
-    for item in dataclasses.fields(Site):
-        if item.name not in sites.OURS:
+    for item in dataclasses.fields(SiteProfile):
+        if item.name not in search.INTERNAL_FIELDS:
             assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
         inner = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
         if dataclasses.is_dataclass(inner):
@@ -85,35 +86,35 @@ def test_a_profile_goes_over_the_one_it_is_based_on(own):
         "[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n[limits]\nmax_nodes = 3\n",
     )
     own("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
-    site = sites.load("mine", own.environment)
+    site = search.load("mine", own.environment)
     assert (site.name, site.launcher.options, site.limits.max_nodes) == ("mine", ("-b",), 3)
     assert site.environment.variables == {"A": "1", "B": "3"}
 
 
 def test_profiles_are_looked_for_in_the_folders_of_the_user_the_site_and_the_machine(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(sites, "SYSTEM", tmp_path / "etc")
+    monkeypatch.setattr(search, "SYSTEM", tmp_path / "etc")
     places = {"user": tmp_path / "hpcdist" / "sites"} | {name: tmp_path / name for name in ("one", "two", "etc")}
     environment = own.environment | {"HPCDIST_SITE_PATH": f"{tmp_path / 'one'}::{tmp_path / 'two'}"}
     for number, name in enumerate(reversed(places)):
         places[name].mkdir(parents=True, exist_ok=True)
         (places[name] / "cray.toml").write_text(f"based_on = 'cray'\n[limits]\nmax_nodes = {number + 1}\n")
         (places[name] / f"only-{name}.toml").write_text(f"description = '{name}'\n")
-        site = sites.load("cray", environment)
+        site = search.load("cray", environment)
         assert (site.limits.max_nodes, site.launcher.mpi) == (number + 1, "cray-mpich"), "each is based on the next"
-        assert site.origin == str(places[name] / "cray.toml") == str(sites.names(environment)["cray"])
-    assert [sites.load(f"only-{name}", environment).description for name in places] == list(places)
+        assert site.origin == str(places[name] / "cray.toml") == str(search.names(environment)["cray"])
+    assert [search.load(f"only-{name}", environment).description for name in places] == list(places)
     with pytest.raises(
         ConfigurationError, match=rf"looked in {places['user']}, .*one, .*two, .*etc, .*your own go into"
     ):
-        sites.load("nowhere", environment)
-    assert "cray" in sites.names(own.environment) and "only-one" not in sites.names(own.environment)
+        search.load("nowhere", environment)
+    assert "cray" in search.names(own.environment) and "only-one" not in search.names(own.environment)
 
 
 def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
     path = own("cray", "based_on = 'cray'\n[gpu]\nper_node = 8\norder = []\n")
-    site = sites.load("cray", own.environment)
+    site = search.load("cray", own.environment)
     assert (site.gpu.per_node, site.launcher.mpi) == (8, "cray-mpich")
-    assert sites.names(own.environment)["cray"] == path
+    assert search.names(own.environment)["cray"] == path
 
 
 @pytest.mark.parametrize(
@@ -157,16 +158,16 @@ def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
 def test_what_no_profile_can_say(own, text, words):
     own("mine", text)
     with pytest.raises(ConfigurationError, match=words):
-        sites.load("mine", own.environment)
+        search.load("mine", own.environment)
 
 
 def test_where_a_profile_is_named(own, tmp_path):
     path = own("mine", "description = 'ours'")
     for environment in ({"HPCDIST_SITE": "mine"}, {"HPCDIST_SITE": str(path)}):
-        assert sites.chosen(None, own.environment | environment).description == "ours"
-    assert sites.chosen("cray", own.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
+        assert search.load_selected(None, own.environment | environment).description == "ours"
+    assert search.load_selected("cray", own.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
     with pytest.raises(StorageError, match="no such file"):
-        sites.chosen(str(tmp_path / "none.toml"), own.environment)
+        search.load_selected(str(tmp_path / "none.toml"), own.environment)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +182,8 @@ def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch
     (tmp_path / "bin").mkdir()
     for program in programs:
         (tmp_path / "bin" / program).touch(mode=0o755)
-    monkeypatch.setattr(sites.mpirun, "candidates", lambda environment: [])
-    assert sites.chosen(None, own.environment | {"PATH": str(tmp_path / "bin")}).name == name
+    monkeypatch.setattr(search.mpirun, "candidates", lambda environment: [])
+    assert search.load_selected(None, own.environment | {"PATH": str(tmp_path / "bin")}).name == name
 
 
 @pytest.mark.parametrize(
@@ -196,36 +197,36 @@ def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch
 def test_the_generic_profile_is_that_of_the_mpi(own, tmp_path, monkeypatch, said, name):
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{said}'\n")
     (tmp_path / "mpirun").chmod(0o755)
-    monkeypatch.setattr(sites.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
-    assert sites.chosen(None, own.environment).name == name
+    monkeypatch.setattr(search.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
+    assert search.load_selected(None, own.environment).name == name
 
 
 def test_an_account_of_the_shell_gets_the_suffix_of_the_site(monkeypatch):
     job = dataclasses.replace(PLAIN, account=None)
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    assert sites.load("perlmutter").complete(job).account is None
+    assert search.load("perlmutter").complete(job).account is None
     monkeypatch.setenv("SBATCH_ACCOUNT", "m1234")
-    assert sites.load("perlmutter").complete(job).account == "m1234_g"
-    assert sites.load("slurm-mpich").complete(job).account is None  # sbatch reads it
+    assert search.load("perlmutter").complete(job).account == "m1234_g"
+    assert search.load("slurm-mpich").complete(job).account is None  # sbatch reads it
 
 
 def test_what_nodes_see():
-    site = sites.load("slurm-openmpi")
-    assert fitting.hidden({"it": Path("/scratch/x")}, site) == []
-    assert fitting.hidden({"it": Path("/tmp/x")}, site) == ["it /tmp/x is under /tmp, of which each node has its own"]
-    assert fitting.hidden({"it": Path("/tmpx")}, site) == []
-    cray = sites.load("cray")
-    assert fitting.hidden({"it": Path("/scratch/x")}, cray) == []
-    (said,) = fitting.hidden({"it": Path("/nowhere/x")}, cray)
+    site = search.load("slurm-openmpi")
+    assert fit.hidden_paths({"it": Path("/scratch/x")}, site) == []
+    assert fit.hidden_paths({"it": Path("/tmp/x")}, site) == ["it /tmp/x is under /tmp, of which each node has its own"]
+    assert fit.hidden_paths({"it": Path("/tmpx")}, site) == []
+    cray = search.load("cray")
+    assert fit.hidden_paths({"it": Path("/scratch/x")}, cray) == []
+    (said,) = fit.hidden_paths({"it": Path("/nowhere/x")}, cray)
     assert "under none of /scratch, /project, /home" in said
     for python in ("/usr/bin/python3", "/opt/cray/pe/python/3.11.7/bin/python3"):
-        assert fitting.hidden({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
+        assert fit.hidden_paths({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
 
 
 @pytest.mark.parametrize("name", ["cray", "pbs", "parastation"])
 def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
     """Cray MPICH ends ranks that ask, where the Python that runs was not linked with its GPU library."""
-    profile = sites.load(name)
+    profile = search.load(name)
     gpus = dataclasses.replace(PLAIN, gpus_per_node=4)
     for job, asks in ((PLAIN, False), (gpus, True)):
         text = script.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpcdist.batch import ledger, resources, slurm
+from hpcdist.batch import ledger, resources
+from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner import cluster_file
@@ -325,7 +326,9 @@ def test_variables_do_not_go_over_what_the_script_says(sbatch):
     text = submit("--nodes=1", "--time=60", "--dry-run", folder=sbatch).stdout
     given = {"SBATCH_TIMELIMIT": "5", "SBATCH_SIGNAL": "TERM", "SBATCH_NO_REQUEUE": "1", "SBATCH_OPEN_MODE": "truncate"}
     kept = {"SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "debug", "PATH": "/bin"}
-    assert slurm.undisturbed(text, given | kept) == kept, "the account that nobody has named on the command line"
+    assert slurm_submit.clean_environment(text, given | kept) == kept, (
+        "the account that nobody has named on the command line"
+    )
     (sbatch / "bin" / "sbatch").write_text(SBATCH.replace("cat >", 'env > "$FOLDER/variables"\ncat >'))
     assert submit("--nodes=1", "--time=60", folder=sbatch, SBATCH_TIMELIMIT="5", SBATCH_QOS="q").returncode == 0
     variables = (sbatch / "variables").read_text()
@@ -337,10 +340,12 @@ def test_variables_of_an_allocation_stay_in_it():
     own |= {"PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "^tcp", "SLURM_MPI_TYPE": "pmix"}
     given = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "10", "SLURMD_NODENAME": "n1", "SRUN_DEBUG": "3"}
     step = {"SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}
-    assert slurm.undisturbed("", own | given) == own
-    assert slurm.undisturbed("", own | given | step) == {name: own[name] for name in own if name != "SLURM_MPI_TYPE"}
+    assert slurm_submit.clean_environment("", own | given) == own
+    assert slurm_submit.clean_environment("", own | given | step) == {
+        name: own[name] for name in own if name != "SLURM_MPI_TYPE"
+    }
     outside = own | {"SLURM_CPU_BIND": "cores", "SLURM_HINT": "nomultithread"}
-    assert slurm.undisturbed("", outside) == outside, "what the site's modules say to srun"
+    assert slurm_submit.clean_environment("", outside) == outside, "what the site's modules say to srun"
 
 
 def test_qos_constraint_and_memory_are_options_of_their_own(sbatch):
@@ -353,7 +358,7 @@ def test_qos_constraint_and_memory_are_options_of_their_own(sbatch):
         "#SBATCH --mem=4G",
     ], done.stderr
     given = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_QOS": "a", "SBATCH_CONSTRAINT": "b"}
-    assert slurm.undisturbed(done.stdout, given | {"PATH": "/bin"}) == {"PATH": "/bin"}
+    assert slurm_submit.clean_environment(done.stdout, given | {"PATH": "/bin"}) == {"PATH": "/bin"}
     assert submit("--nodes=1", "--mem=4GB", "--dry-run", folder=sbatch).returncode == 2
     told = submit("--nodes=1", "--site=pbs", "--account=a", "--qos=debug", "--dry-run", folder=sbatch)
     assert told.returncode == 78 and "has PBS, which knows no such" in told.stderr
@@ -395,7 +400,9 @@ def test_of_a_chain_that_slurm_takes_in_part_the_numbers_are_printed(sbatch):
     assert (done.returncode, done.stdout) == (78, "4711\n"), done.stderr
     assert "QOSMaxSubmitJobPerUserLimit" in done.stderr
     assert [entry.job for entry in ledger.read(sbatch / "run")] == ["4711"]
-    assert ledger.remembered({"XDG_STATE_HOME": str(sbatch / "state")}) == [sbatch / "run"], "`hpcdist jobs` finds it"
+    assert ledger.registered_runs({"XDG_STATE_HOME": str(sbatch / "state")}) == [sbatch / "run"], (
+        "`hpcdist jobs` finds it"
+    )
 
 
 def test_a_job_that_cannot_be_entered_is_told_by_its_number(sbatch):
@@ -451,23 +458,23 @@ def test_a_machine_without_slurm(tmp_path):
 def test_a_slurm_that_does_not_answer_is_missing_and_not_misconfigured(sbatch, monkeypatch):
     monkeypatch.setenv("REFUSE", "sbatch: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(MissingCapabilityError, match="does not answer"):
-        slurm.submit("#!/bin/bash\n")
+        slurm_submit.submit("#!/bin/bash\n")
     monkeypatch.setenv("REFUSE", "sbatch: error: Batch job submission failed: Requested time limit is invalid")
     with pytest.raises(ConfigurationError, match="time limit"):
-        slurm.submit("#!/bin/bash\n")
+        slurm_submit.submit("#!/bin/bash\n")
 
 
 def test_the_cluster_is_no_part_of_the_number(sbatch, monkeypatch):
     monkeypatch.setenv("NUMBER", "12;alps")
-    assert slurm.submit("#!/bin/bash\n") == "12"
+    assert slurm_submit.submit("#!/bin/bash\n") == "12"
 
 
 def test_a_greeting_of_the_site_is_no_number(sbatch, monkeypatch):
     monkeypatch.setenv("NUMBER", "-----\nWelcome to 2 machines\n--> Verifying access: OK\n99")
-    assert slurm.submit("#!/bin/bash\n") == "99"
+    assert slurm_submit.submit("#!/bin/bash\n") == "99"
     monkeypatch.setenv("NUMBER", "Welcome")
     with pytest.raises(ConfigurationError, match="no number of a job, but 'Welcome'"):
-        slurm.submit("#!/bin/bash\n")
+        slurm_submit.submit("#!/bin/bash\n")
 
 
 def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.batch import wheel, wheelhouse
+from hpcdist.batch.packaging import wheelhouse
 from hpcdist.cli.site_wheelhouse import command
 from hpcdist.errors import MissingCapabilityError, UsageError
 
@@ -101,7 +101,7 @@ def install(folder: Path, target: Path) -> "subprocess.CompletedProcess[str]":
 def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path):
     fixed = tmp_path / "fixed.txt"
     fixed.write_text("gamma == 2.0\n")
-    order = wheelhouse.Order(output=tmp_path / "house", wheel=own, extras=("cuda12x",), requirements=(fixed,))
+    order = wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own, extras=("cuda12x",), requirements=(fixed,))
     found = wheelhouse.collect(order)
     wheels = {path.name.split("-")[0]: path for path in found.folder.glob("*.whl")}
     assert set(wheels) == {"hpcdist", "mpi4py", "Alpha_Beta", "gamma", "delta"}
@@ -121,7 +121,7 @@ def test_pip_installs_what_was_collected_and_refuses_another_byte(own, tmp_path)
 
 
 def test_the_source_of_mpi4py_comes_with_what_builds_it(own, tmp_path):
-    found = wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house", wheel=own, mpi4py_source=True))
+    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own, mpi4py_source=True))
     wheel, source = (next(found.folder.glob(f"mpi4py-*{end}")) for end in (".whl", ".tar.gz"))
     assert pinned(found.folder)["mpi4py==4.1.9"] == [sha256(wheel), sha256(source)]
     names = {path.name for path in found.folder.iterdir()}
@@ -137,7 +137,7 @@ def test_wheels_for_another_machine(own, tmp_path):
     index = tmp_path / "index"
     make_wheel(index, "gamma", "2.5", tag="cp312-cp312-manylinux_2_17_aarch64")
     make_wheel(index, "gamma", "2.9", tag="cp312-cp312-manylinux_2_39_aarch64")
-    there = wheelhouse.Order(
+    there = wheelhouse.WheelhouseOrder(
         output=tmp_path / "house", wheel=own, platform="manylinux_2_28_aarch64", python_version="3.12"
     )
     found = wheelhouse.collect(there)
@@ -155,7 +155,7 @@ def test_the_command_prints_the_folder_alone_and_warns_of_mpi4py(own, tmp_path):
 def test_what_cannot_be_had_leaves_nothing(own, tmp_path):
     (tmp_path / "index" / "gamma-2.0-py3-none-any.whl").unlink()
     with pytest.raises(MissingCapabilityError, match=r"pip download failed.*gamma.*PIP_INDEX_URL"):
-        wheelhouse.collect(wheelhouse.Order(output=tmp_path / "out" / "house", wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "out" / "house", wheel=own))
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -173,25 +173,27 @@ def test_what_cannot_be_had_leaves_nothing(own, tmp_path):
 )
 def test_refusals(own, tmp_path, wrong, message):
     with pytest.raises(UsageError, match=message):
-        wheelhouse.collect(wheelhouse.Order(**{"output": tmp_path / "house", "wheel": own, **wrong}))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(**{"output": tmp_path / "house", "wheel": own, **wrong}))
     assert not (tmp_path / "house").exists()
 
 
 def test_a_folder_with_files_and_another_project_are_refused(own, tmp_path):
     with pytest.raises(UsageError, match="not an empty folder"):
-        wheelhouse.collect(wheelhouse.Order(output=tmp_path, wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path, wheel=own))
     with pytest.raises(UsageError, match="a wheel of gamma"):
-        wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house", wheel=make_wheel(tmp_path, "gamma", "2.0")))
+        wheelhouse.collect(
+            wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=make_wheel(tmp_path, "gamma", "2.0"))
+        )
     own.write_bytes(b"no zip")
     with pytest.raises(UsageError, match="damaged"):
-        wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house", wheel=own))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house", wheel=own))
 
 
 def test_without_a_clone_the_own_wheel_must_be_given(own, tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="--wheel FILE"):
-        wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house"))
+        wheelhouse.collect(wheelhouse.WheelhouseOrder(output=tmp_path / "house"))
 
 
 def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
@@ -211,9 +213,9 @@ def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
 
 @given(minor=st.integers(17, 60), machine=st.sampled_from(["x86_64", "aarch64", "ppc64le"]))
 def test_a_platform_takes_what_older_ones_take(minor, machine):
-    tags = wheel.expanded(f"manylinux_2_{minor}_{machine}")
+    tags = wheelhouse.compatible_tags(f"manylinux_2_{minor}_{machine}")
     assert tags[0] == f"manylinux_2_{minor}_{machine}" and f"manylinux2014_{machine}" in tags
     assert len(set(tags)) == len(tags) and all(tag.endswith(machine) for tag in tags)
     versions = [int(match[1]) for tag in tags if (match := re.match(r"manylinux_2_(\d+)_", tag))]
     assert versions == sorted(versions, reverse=True) and versions[0] == minor
-    assert set(wheel.expanded(f"manylinux_2_{minor + 1}_{machine}")) > set(tags)
+    assert set(wheelhouse.compatible_tags(f"manylinux_2_{minor + 1}_{machine}")) > set(tags)

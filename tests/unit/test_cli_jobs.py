@@ -91,8 +91,8 @@ def test_a_run_of_three_starts(run, jobs):
         "step-20",
     ]
     # the first of them asked to come again, and the scheduler says that it has not
-    assert [job.id for job in ledger.waiting(run)] == ["7"]
-    assert ledger.remembered() == [run]
+    assert [job.id for job in ledger.unfinished_jobs(run)] == ["7"]
+    assert ledger.registered_runs() == [run]
 
 
 def test_a_start_in_an_empty_directory(run, jobs):
@@ -240,7 +240,7 @@ def test_a_cancelled_job_does_not_come_again(run, jobs):
     + [(code, ["n2"], "stop") for code in (0, 2, 69, 130)],
 )
 def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lost, word):
-    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (lost, ["n3"] if lost else []))
+    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
     jobs("begin", run, "--job=1")
     save(run, 4)
     _, out, err = jobs("end", run, "--job=1", f"--code={code}")
@@ -251,7 +251,7 @@ def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lo
 def test_a_start_after_a_crash_is_made_again_once(run, jobs, monkeypatch):
     """Slurm may have ended its steps together with those of the start before."""
     for restart, (lost, word) in enumerate(((["n2"], "again"), ([], "again"), ([], "stop"))):
-        monkeypatch.setattr(jobs_begin.allocation, "lost", lambda lost=lost: (lost, ["n1"] if lost else []))
+        monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
         jobs("begin", run, "--job=1", f"--restart={restart}")
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
@@ -275,7 +275,7 @@ def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
 
 
 def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch):
-    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     for restart in range(3):
         assert told(jobs, "begin", run, "--job=1", f"--restart={restart}") == "go"
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", f"--code={(1, 75, 75)[restart]}") == "again"
@@ -283,7 +283,7 @@ def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch
 
 
 def test_a_cancelled_job_that_lost_a_node_does_not_come_again(run, jobs, monkeypatch):
-    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     jobs("begin", run, "--job=1")
     ledger.record(run, "cancelled", job="1", how="save")
     assert told(jobs, "end", run, "--job=1", "--code=1") == "stop"

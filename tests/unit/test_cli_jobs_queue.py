@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import slurm_double
 
-from hpcdist.batch import ledger, local
-from hpcdist.batch.states import JobState
+from hpcdist.batch import ledger
+from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers.base import JobState
 from hpcdist.cli import jobs_find, jobs_log, main
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
 
@@ -51,7 +52,7 @@ def run(tmp_path, slurm):
     write(run, ("began", "30", NOW - 100, {"from": "step-40", "nodes": 2}))
     (run / "recipe.toml").write_text("[run]\nsteps = 100\n")
     save(run, 60, NOW - 30)
-    ledger.remember(run)
+    ledger.register_run(run)
     return run
 
 
@@ -181,7 +182,7 @@ def test_runs_below_this_directory_are_named_from_here(run, jobs, monkeypatch):
 
 def test_a_ledger_that_cannot_be_read_hides_no_other(run, jobs, tmp_path):
     (tmp_path / "bad" / "jobs.jsonl").mkdir(parents=True)
-    ledger.remember(tmp_path / "bad")
+    ledger.register_run(tmp_path / "bad")
     code, out, err = jobs("status")
     assert code == OK and "\n30 " in out and "warning" in err and "bad" in err
 
@@ -243,7 +244,7 @@ def test_a_log_that_is_not_there(run, jobs, slurm, tmp_path):
 def test_each_task_of_an_array_has_a_log(jobs, tmp_path):
     folder = tmp_path / "the %a of it"
     ledger.record(folder, "submitted", job="35", log=str(folder / "35_%a.out"))
-    ledger.remember(folder)
+    ledger.register_run(folder)
     (folder / "35_3.out").write_text("of task 3\n")
     assert jobs("log", "35_3")[:2] == (OK, "of task 3\n")
     code, _, err = jobs("log", "35")
@@ -333,7 +334,7 @@ def test_a_refusal_of_slurm_passes_through(run, jobs, monkeypatch):
 
 def test_slurm_may_refuse_to_forget_a_requeue(tmp_path, run, jobs, monkeypatch):
     ledger.record(tmp_path / "other", "submitted", job="31")
-    ledger.remember(tmp_path / "other")
+    ledger.register_run(tmp_path / "other")
     monkeypatch.setenv("REFUSE", "no")
     code, _, err = jobs("cancel", "31")
     assert code == OK and "warning" in err and (tmp_path / "other" / "stop").exists()
@@ -454,7 +455,7 @@ def test_nothing_is_known(jobs):
 def test_the_newest_job_of_a_number_is_meant(run, jobs, tmp_path):
     """Clusters that share a home directory give the same numbers."""
     write(tmp_path / "old", ("submitted", "30", 1000, {"log": "/old"}))
-    ledger.remember(tmp_path / "old")
+    ledger.register_run(tmp_path / "old")
     assert jobs_find.one("30").run_dir == run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.batch import ledger, submission
 from hpcdist.batch.job import BatchJob
-from hpcdist.batch.site import Scheduler, Site
+from hpcdist.batch.sites.profile import SiteProfile, SiteScheduler
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
@@ -45,10 +45,10 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> 
     (tmp_path / "stop").touch()
     job = BatchJob(nodes=1, python="python", recipe="", run_dir=tmp_path)
     for each in (job, replace(job, links=12, link=12)):
-        submission.kept(each, Site(scheduler=Scheduler(kind=kind))).touch()
+        submission.script_path(each, SiteProfile(scheduler=SiteScheduler(kind=kind))).touch()
     job.input_file.touch()
     job.input_file.with_name(f"{job.input_file.name}.7_1").touch()
-    for path in (job.input_file, submission.kept(job, Site(scheduler=Scheduler(kind=kind)))):
+    for path in (job.input_file, submission.script_path(job, SiteProfile(scheduler=SiteScheduler(kind=kind)))):
         atomic.unfinished(path).touch()
     assert prepare(tmp_path).resume_from is None
 

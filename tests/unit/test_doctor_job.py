@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.batch import slurm_queue
-from hpcdist.batch.states import JobState
+from hpcdist.batch.schedulers.base import JobState
+from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
 from hpcdist.cli import doctor, doctor_job
 from hpcdist.comm import diagnosis_binding, diagnosis_facts, diagnosis_job, diagnosis_nodes, diagnosis_table
@@ -627,7 +627,7 @@ def test_walltime(monkeypatch, environment, scheduler, status, words):
             raise MissingCapabilityError("squeue does not answer")
         return [JobState(id="7", state="RUNNING", time_left_s=3541.0)]
 
-    monkeypatch.setattr(slurm_queue, "queued", queued)
+    monkeypatch.setattr(queue, "queued", queued)
     check = doctor_job._walltime(scheduler, environment, now=1000.0)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 

@@ -7,8 +7,8 @@ import click.testing
 import numpy as np
 import pytest
 
-from hpcdist.batch import queue
-from hpcdist.batch.states import JobState
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.base import JobState
 from hpcdist.cli import energy_report, energy_report_figures
 from hpcdist.energy.accounts import history
 from hpcdist.energy.monitor import tables
@@ -228,14 +228,14 @@ def test_slurms_own_figure_is_a_cross_check(tmp_path, monkeypatch):
         JobState(id="17", state="COMPLETED", energy_j=3000.0),
         JobState(id="17", state="COMPLETED", energy_j=2000.0),
     ]
-    monkeypatch.setattr(queue, "accounts", lambda jobs: (known, ""))
+    monkeypatch.setattr(dispatch, "accounts", lambda jobs: (known, ""))
     found = figures(path, "--slurm")["slurm"]
     assert (found["energy_j"], found["ratio"], found["jobs"]) == (5000, 1.25, ["17"])
     assert "Slurm       5,000.0 J of 17, 1.25 times what the run measured" in report(path, "--slurm")
     blind = [JobState(id="17", state="COMPLETED", energy_reason="Slurm measured none", elapsed_s=3.0)]
-    monkeypatch.setattr(queue, "accounts", lambda jobs: (blind, ""))
+    monkeypatch.setattr(dispatch, "accounts", lambda jobs: (blind, ""))
     assert figures(path, "--slurm")["slurm"]["reason"] == "Slurm measured none"
-    monkeypatch.setattr(queue, "accounts", lambda jobs: ([], "sacct has no accounts"))
+    monkeypatch.setattr(dispatch, "accounts", lambda jobs: ([], "sacct has no accounts"))
     assert "Slurm       no figure: sacct has no accounts" in report(path, "--slurm")
 
 

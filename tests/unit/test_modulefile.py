@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcdist
-from hpcdist.batch import installation, modulefile, resources
-from hpcdist.batch.modulefile import Modulefile
+from hpcdist.batch import resources
+from hpcdist.batch.packaging import modulefile
+from hpcdist.batch.packaging.modulefile import Modulefile
 from hpcdist.cli.site_modulefile import command
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 
@@ -247,64 +248,66 @@ class TestFind:
     def test_an_environment(self, tmp_path):
         prefix = install(tmp_path / "env")
         (prefix / "lib64").symlink_to("lib")
-        found = installation.find(prefix)
+        found = modulefile.find_installation(prefix)
         assert (found.home, found.bin) == (prefix / "lib/python3.12/site-packages", prefix / "bin")
         assert (found.version, found.python_path) == ("1.2", False)
 
     def test_a_target(self, tmp_path):
-        found = installation.find(install(tmp_path / "target", inside="."))
+        found = modulefile.find_installation(install(tmp_path / "target", inside="."))
         assert (found.home, found.bin, found.python_path) == (tmp_path / "target", tmp_path / "target/bin", True)
 
     def test_a_clone_with_its_environment(self, tmp_path):
         clone = install(tmp_path / "clone", inside=".")
         (clone / ".venv").mkdir()
         (clone / "bin").rename(clone / ".venv" / "bin")
-        found = installation.find(clone)
+        found = modulefile.find_installation(clone)
         assert (found.home, found.bin, found.python_path) == (clone, clone / ".venv/bin", False)
 
     def test_a_link_stays_a_link(self, tmp_path):
         install(tmp_path / "1.2")
         (tmp_path / "current").symlink_to("1.2")
-        assert installation.find(tmp_path / "current").bin == tmp_path / "current/bin"
+        assert modulefile.find_installation(tmp_path / "current").bin == tmp_path / "current/bin"
 
     def test_this_one_is_where_the_package_is(self):
         home = Path(hpcdist.__file__).absolute().parents[1]
-        assert installation.this() in (home, *home.parents)
+        assert modulefile.running_installation() in (home, *home.parents)
 
     def test_none(self, tmp_path):
         with pytest.raises(ConfigurationError, match="there is no hpcdist"):
-            installation.find(tmp_path)
+            modulefile.find_installation(tmp_path)
 
     def test_no_command(self, tmp_path):
         prefix = install(tmp_path / "env")
         (prefix / "bin" / "hpcdist").unlink()
         with pytest.raises(ConfigurationError, match="no command .*/env/bin/hpcdist"):
-            installation.find(prefix)
+            modulefile.find_installation(prefix)
 
     def test_two(self, tmp_path):
         install(tmp_path / "env")
         install(tmp_path / "env", inside="lib/python3.13/site-packages")
         with pytest.raises(ConfigurationError, match="more than once, in .*3.1.*, .*3.1"):
-            installation.find(tmp_path / "env")
+            modulefile.find_installation(tmp_path / "env")
 
     def test_no_version(self, tmp_path):
         prefix = install(tmp_path / "env")
         (prefix / "lib/python3.12/site-packages/hpcdist/__init__.py").write_text("")
         with pytest.raises(ConfigurationError, match="no line __version__"):
-            installation.find(prefix)
+            modulefile.find_installation(prefix)
 
     def test_what_cannot_be_read(self, tmp_path):
         prefix = install(tmp_path / "env")
         (prefix / "lib/python3.12/site-packages/hpcdist/__init__.py").write_bytes(b"\xff")
         with pytest.raises(ConfigurationError, match="__init__.py cannot be read"):
-            installation.find(prefix)
+            modulefile.find_installation(prefix)
         with pytest.raises(ConfigurationError, match="there is no hpcdist that can be read"):
-            installation.find(tmp_path / ("x" * 256))  # no more than a folder of somebody who lets nobody look
+            modulefile.find_installation(
+                tmp_path / ("x" * 256)
+            )  # no more than a folder of somebody who lets nobody look
 
     @pytest.mark.parametrize("name", ["a:b", 'a"b', "a\\b", "a\nb"])
     def test_a_path_that_path_cannot_hold(self, tmp_path, name):
         with pytest.raises(UsageError, match="cannot put a path with"):
-            installation.find(install(tmp_path / name))
+            modulefile.find_installation(install(tmp_path / name))
 
 
 def test_it_is_light():

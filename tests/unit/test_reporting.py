@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch import carbon, ledger, sites
+from hpcdist.batch import carbon, ledger
+from hpcdist.batch.sites import search
 from hpcdist.bench import sweep
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
@@ -131,10 +132,10 @@ def lock(path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe.toml": recipes.load_stored,
-    "site.toml": lambda path: sites.load(str(path)),
+    "site.toml": lambda path: search.load(str(path)),
     "cluster.toml": lambda path: cluster_file.read(str(path)),
     "sweep.toml": sweep.read,
-    "forecast.csv": carbon.read,
+    "forecast.csv": carbon.read_forecast,
     STARTS_FILE: starts.read,
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
@@ -211,7 +212,7 @@ def test_brackets_within_brackets_are_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="too deep in one another"):
         recipes.load_stored(deep)
     with pytest.raises(ConfigurationError, match="too deep in one another"):
-        sites.load(str(deep))
+        search.load(str(deep))
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="too deep in one another"):
         regular.json_value(tmp_path / "deep.json")

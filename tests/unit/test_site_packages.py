@@ -218,7 +218,7 @@ def test_the_definition_has_the_sections_that_apptainer_knows(definition):
 
 
 def test_the_definition_copies_what_the_wheel_is_built_from(definition, settings):
-    from hpcdist.batch.wheel import BUILT_FROM
+    from hpcdist.batch.packaging.wheelhouse import BUILT_FROM
 
     copied = dict(line.split() for line in definition["%files"].strip().splitlines())
     assert sorted(copied) == sorted(BUILT_FROM)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpcdist.batch import sites
+from hpcdist.batch.sites import search
 from hpcdist.cli import main, submit_estimate
 from hpcdist.planner import cluster_file
 
@@ -27,7 +27,7 @@ every_steps = 10
 def submit(tmp_path, monkeypatch, capsys):
     """Return a function that renders a job, and returns its script and what was told; profiles go into ``sites``."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv(sites.VARIABLE, raising=False)
+    monkeypatch.delenv(search.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
 

@@ -1,10 +1,11 @@
-"""The joules of one start of a job, of what Slurm has booked in its steps. Pure.
+"""Energy of one start of a job, added up from the steps in Slurm's accounts. Pure.
 
 Slurm measures whole nodes: a step has the joules of its nodes from its begin to its end. With PrologFlags=Contain the
-step `.extern` is on all nodes for as long as the job, and the job's own figure is that of this step. Else the job's own
-figure is the sum of the numbered steps. That leaves out `.batch`, the script on the first node: of a job whose `mpirun`
-starts daemons on the other nodes alone, all that the first node has used. And it counts steps twice that run on the
-same nodes at the same time. So the steps are added up here, and what several have on a node at a time counts once.
+step `.extern` is on all nodes for as long as the job, and the job's own figure is that of this step. Else the job's
+own figure is the sum of the numbered steps. That leaves out `.batch`, the script on the first node: of a job whose
+`mpirun` starts daemons on the other nodes alone, all that the first node has used. And it counts steps twice that run
+on the same nodes at the same time. So the steps are added up here, and what several have on a node at a time counts
+once.
 """
 
 import itertools
@@ -14,20 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from hpcdist.batch.states import JobState
+from hpcdist.batch.schedulers.base import JobState
 
 NOT_MEASURED: Final = "Slurm measured none; it does where a site has set AcctGatherEnergyType"
 NOT_YET: Final = "Slurm knows the energy of a job when it is over"
 
 _NO_VALUE: Final = 1 << 62  # Slurm's NO_VAL64, less a little, where it prints it
 _SLACK_S: Final = 1  # its times are whole seconds
-_MOST_NODES: Final = 1 << 17
+_MAX_NODES: Final = 1 << 17
 _SHOWN: Final = 4  # nodes that are named
 _PART: Final = re.compile(r"\[([\d,-]+)\]|([^\[\]]+)", re.ASCII)
 _WHOLE: Final = re.compile(r"(?:[^,\[\]]+|\[[\d,-]+\])+", re.ASCII)
 
 
-class Booked(NamedTuple):
+class AccountedStep(NamedTuple):
     """What Slurm has of a step, or of a job (``name`` ""): ``begin`` and ``end`` in seconds since 1970, 0: not yet.
 
     ``joules`` is None where they were not measured. ``of_nodes`` are those nodes whose own joules are known: sacct has
@@ -50,7 +51,7 @@ class Booked(NamedTuple):
         return known | {node: rest / len(others) for node in others}
 
 
-class Joules(NamedTuple):
+class AccountedEnergy(NamedTuple):
     """``known`` is None where Slurm has none, and ``lacking`` says why, or what is not in it; "" where nothing is."""
 
     known: float | None
@@ -66,10 +67,10 @@ def joules(text: str) -> float | None:
     return found if 0 < found < _NO_VALUE else None
 
 
-def of_start(job: Booked, steps: Sequence[Booked]) -> Joules:
+def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
     """Return the joules of a start of a job that is over; of one without steps those that the ``job`` itself has."""
     if not steps:
-        return Joules(job.joules, "" if job.joules else NOT_MEASURED)
+        return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
     covered: dict[str, list[tuple[int, int]]] = {}
     known = 0.0
     blind = []
@@ -79,7 +80,7 @@ def of_start(job: Booked, steps: Sequence[Booked]) -> Joules:
             blind.append(step)
             continue
         lasted = max(step.end - step.begin, 1)
-        left = {node: _left(step.begin, step.end, covered.get(node, ())) for node in step.nodes}
+        left = {node: _uncovered_seconds(step.begin, step.end, covered.get(node, ())) for node in step.nodes}
         parts = step.shares()
         whole = all(seconds == lasted for seconds in left.values())
         known += step.joules if whole else sum(parts[node] * left[node] / lasted for node in left)
@@ -87,18 +88,18 @@ def of_start(job: Booked, steps: Sequence[Booked]) -> Joules:
             covered.setdefault(node, []).append((step.begin, step.end))
     if not covered and not known:
         running = [step.name for step in steps if not step.end]
-        return Joules(None, f"step {', '.join(running)} has not ended" if running else NOT_MEASURED)
-    return Joules(known, "; ".join(_lacking(job, steps, blind, covered)))
+        return AccountedEnergy(None, f"step {', '.join(running)} has not ended" if running else NOT_MEASURED)
+    return AccountedEnergy(known, "; ".join(_missing_parts(job, steps, blind, covered)))
 
 
-def of_rows(rows: Sequence[JobState]) -> Joules:
+def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
     """Return the joules of all starts in ``rows`` together."""
     ran = [row for row in rows if row.elapsed_s or row.begun_utc or row.energy_j]
     if not ran:
-        return Joules(None, "no start of it has run" if rows else "no accounts of these jobs")
+        return AccountedEnergy(None, "no start of it has run" if rows else "no accounts of these jobs")
     known = [row.energy_j for row in ran if row.energy_j is not None]
     if not known and len({row.energy_reason for row in ran}) == 1:
-        return Joules(None, ran[0].energy_reason)
+        return AccountedEnergy(None, ran[0].energy_reason)
     twice = {row.id for row in ran if row.restarts}
     told = []
     for row in ran:
@@ -106,10 +107,10 @@ def of_rows(rows: Sequence[JobState]) -> Joules:
             start = f", start {(row.restarts or 0) + 1}" if row.id in twice else ""
             lead = "without all of it: " if row.energy_j is None and known else ""
             told.append(f"job {row.id}{start}: {lead}{row.energy_reason}")
-    return Joules(math.fsum(known) if known else None, "; ".join(told))
+    return AccountedEnergy(math.fsum(known) if known else None, "; ".join(told))
 
 
-def _left(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
+def _uncovered_seconds(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
     """Return of how many seconds from ``begin`` to ``end`` no other has the joules of a node."""
     if begin >= end:  # less than a second counts as one
         return int(not any(first <= begin <= last for first, last in others))
@@ -121,13 +122,16 @@ def _left(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
     return 0 if left <= _SLACK_S and left < end - begin else left
 
 
-def _lacking(
-    job: Booked, steps: Sequence[Booked], blind: Sequence[Booked], covered: dict[str, list[tuple[int, int]]]
+def _missing_parts(
+    job: AccountedStep,
+    steps: Sequence[AccountedStep],
+    blind: Sequence[AccountedStep],
+    covered: dict[str, list[tuple[int, int]]],
 ) -> Iterator[str]:
     """Yield what is in no step that has a value."""
     told: set[str] = set()
     for step in blind:
-        where = [node for node in step.nodes if _left(step.begin, step.end, covered.get(node, ()))]
+        where = [node for node in step.nodes if _uncovered_seconds(step.begin, step.end, covered.get(node, ()))]
         if not step.end:
             yield f"without step {step.name}, which has not ended"
             told.update(step.nodes)
@@ -140,7 +144,9 @@ def _lacking(
     left = [node for node in job.nodes if node not in told]
     if bare := [node for node in left if node not in covered]:
         yield f"without {_listed(bare)}, where no step has a value"
-    if partly := [node for node in left if node in covered and _left(job.begin, job.end, covered[node]) > _SLACK_S]:
+    if partly := [
+        node for node in left if node in covered and _uncovered_seconds(job.begin, job.end, covered[node]) > _SLACK_S
+    ]:
         yield f"of {_listed(partly)} only what steps used there"
     if job.state == "NODE_FAIL":
         yield "without what a node had used when it crashed"
@@ -151,14 +157,14 @@ def _listed(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:_SHOWN]) + more
 
 
-def names(short: str) -> tuple[str, ...]:
+def expand_hostlist(short: str) -> tuple[str, ...]:
     """Return the names of nodes that Slurm writes as n[1-2,04],m7; none for "None assigned"."""
     if short in ("", "None assigned", "Unknown"):
         return ()
     found: list[str] = []
     for word in _WHOLE.findall(short):
         parts = [[match[2]] if match[2] else _numbers(match[1]) for match in _PART.finditer(word)]
-        found += ("".join(name) for name in itertools.islice(itertools.product(*parts), _MOST_NODES))
+        found += ("".join(name) for name in itertools.islice(itertools.product(*parts), _MAX_NODES))
     return tuple(found)
 
 
@@ -169,6 +175,6 @@ def _numbers(text: str) -> list[str]:
         first, _, last = stretch.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             continue
-        until = min(int(last or first), int(first) + _MOST_NODES)
+        until = min(int(last or first), int(first) + _MAX_NODES)
         found += (str(number).zfill(len(first)) for number in range(int(first), until + 1))
     return found

@@ -1,8 +1,11 @@
-"""A wheelhouse: hpcdist and all it needs as files with their SHA-256, for machines without a network. No MPI here.
+"""Wheelhouse: hpcdist and its requirements as wheels with their SHA-256, for machines without a network. No MPI.
 
-pip downloads, and pip installs: what is ours is hpcdist's own wheel, the tags of the other machine, and the hashes.
+pip downloads, and pip installs: what is added here is hpcdist's own wheel, the tags of the other machine, and the
+hashes. Wheels and the machines they are for are named as pip names both (PEP 427, 503, 600).
 """
 
+import difflib
+import email.parser
 import hashlib
 import os
 import re
@@ -10,14 +13,100 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import hpcdist
 from hpcdist.batch import resources
-from hpcdist.batch.wheel import BUILT_FROM, Wheel, arguments, expanded
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+BUILT_FROM: Final = ("LICENSE", "README.md", "hpcdist", "modulefiles", "pyproject.toml", "setup.cfg", "slurm")
+
+_OWN: Final = "hpcdist"
+_PLATFORM: Final = re.compile(r"manylinux_2_(\d+)_(x86_64|aarch64|ppc64le)")
+_OLDEST: Final = {"x86_64": 5, "aarch64": 17, "ppc64le": 17}  # minor version of glibc in the oldest tag
+_ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel by its file name; ``read`` also knows what is in it."""
+
+    path: Path
+    name: str  # normalised: lower case, with hyphens
+    version: str
+    extras: tuple[str, ...] = field(default=())
+    python: str = ""  # Requires-Python
+
+    @classmethod
+    def named(cls, path: Path) -> "Wheel":
+        """Return what the file name says. Raises UsageError for a name that is none of a wheel."""
+        parts = path.name.removesuffix(".whl").split("-")
+        if path.suffix != ".whl" or len(parts) not in (5, 6):
+            raise UsageError(f"{path} is no wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
+        return cls(path, re.sub(r"[-_.]+", "-", parts[0]).lower(), parts[1])
+
+    @classmethod
+    def read(cls, path: Path) -> "Wheel":
+        """Return what its name and its metadata say. Raises UsageError for a file that is no wheel of hpcdist."""
+        named = cls.named(path)
+        if named.name != _OWN:
+            raise UsageError(f"{path} is a wheel of {named.name}; expected one of {_OWN}")
+        try:
+            with zipfile.ZipFile(path) as archive:
+                (inside,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+                message = email.parser.BytesParser().parsebytes(archive.read(inside))
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise UsageError(f"{path} is damaged, or no wheel: {error}; build it again with `pip wheel`") from error
+        extras = tuple(message.get_all("Provides-Extra") or ())
+        return cls(path, named.name, named.version, extras, str(message.get("Requires-Python", "")))
+
+    def check(self, *, extras: Sequence[str], python: str) -> None:
+        """Refuse extras that the wheel does not have, with the nearest one, and a Python that is too old for it."""
+        for extra in extras:
+            if extra not in self.extras:
+                near = difflib.get_close_matches(extra, self.extras, n=1)
+                guess = f"did you mean {near[0]}? " if near else ""
+                raise UsageError(f"hpcdist has no extra {extra!r}; {guess}it has {', '.join(sorted(self.extras))}")
+        least = re.search(r">=\s*(\d+)\.(\d+)", self.python)
+        if least and tuple(map(int, python.split("."))) < tuple(map(int, least.groups())):
+            raise UsageError(
+                f"hpcdist {self.version} needs Python {self.python}, and the wheels asked for are for {python}"
+            )
+
+
+def compatible_tags(platform: str) -> tuple[str, ...]:
+    """Return every tag that a machine of ``platform`` takes, the newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
+
+    pip takes a tag to the letter, and would miss the wheels that are built for older machines. Raises UsageError.
+    """
+    match = _PLATFORM.fullmatch(platform)
+    if match is None:
+        raise UsageError(
+            f"--platform {platform!r}: expected manylinux_2_N_ARCH, with N of the glibc of the compute nodes (`ldd "
+            f"--version` there says 2.N) and ARCH one of {', '.join(_OLDEST)}: for example manylinux_2_28_x86_64"
+        )
+    newest, machine = int(match[1]), match[2]
+    tags = []
+    for minor in range(newest, _OLDEST[machine] - 1, -1):
+        tags.append(f"manylinux_2_{minor}_{machine}")
+        if minor in _ALIASES:
+            tags.append(f"{_ALIASES[minor]}_{machine}")
+    if not tags:
+        raise UsageError(f"--platform {platform}: the oldest on {machine} is manylinux_2_{_OLDEST[machine]}_{machine}")
+    return tuple(tags)
+
+
+def pip_options(platform: str, python_version: str) -> list[str]:
+    """Return pip's options for wheels of another machine; none for this one."""
+    words = ["--implementation", "cp", "--python-version", python_version] if python_version else []
+    for tag in compatible_tags(platform) if platform else ():
+        words += ["--platform", tag]
+    return words
+
 
 REQUIREMENTS: Final = "requirements.txt"
 SUMS: Final = "SHA256SUMS"
@@ -30,7 +119,7 @@ _MPI4PY: Final = "mpi4py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class WheelhouseOrder:
     """What to collect, and for which machine: this one where ``platform`` and ``python_version`` are empty."""
 
     output: Path
@@ -48,7 +137,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedWheels:
     """What lies in a wheelhouse."""
 
     folder: Path
@@ -56,7 +145,7 @@ class Collected:
     nbytes: int
 
 
-def collect(order: Order) -> Collected:
+def collect(order: WheelhouseOrder) -> CollectedWheels:
     """Fill a new folder ``order.output``: it appears when it is complete. Needs pip and a network.
 
     Raises UsageError for a folder that is not empty, an unknown extra, or where hpcdist's own wheel cannot be built;
@@ -78,10 +167,10 @@ def collect(order: Order) -> Collected:
         raise StorageError(
             f"the wheelhouse {order.output} cannot be written: {error}; give a folder of yours"
         ) from error
-    return Collected(order.output, len(found), nbytes)
+    return CollectedWheels(order.output, len(found), nbytes)
 
 
-def _check(order: Order) -> None:
+def _check(order: WheelhouseOrder) -> None:
     """Refuse before anything is downloaded what cannot end well."""
     if order.output.exists() and (not order.output.is_dir() or any(order.output.iterdir())):
         raise UsageError(
@@ -91,17 +180,17 @@ def _check(order: Order) -> None:
     if order.python_version and not re.fullmatch(r"3\.\d{1,2}", order.python_version):
         raise UsageError(f"--python-version {order.python_version!r}: expected two numbers, as in 3.12")
     if order.platform:
-        expanded(order.platform)  # raises for what is none
+        compatible_tags(order.platform)  # raises for what is none
 
 
-def _fill(folder: Path, order: Order) -> None:
+def _fill(folder: Path, order: WheelhouseOrder) -> None:
     own = Wheel.read(_own_wheel(folder, order.wheel))
     own.check(extras=order.extras, python=order.python)
     extras = f"[{','.join(order.extras)}]" if order.extras else ""
     wanted = [f"hpcdist{extras} @ {own.path.as_uri()}"]
     for path in order.requirements:
         wanted += ["--requirement", str(path)]
-    target = arguments(order.platform, order.python_version)
+    target = pip_options(order.platform, order.python_version)
     _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *wanted)
     listed = sorted(folder.glob("*.whl"), key=lambda path: path.name.lower())
     if order.mpi4py_source:
@@ -116,7 +205,7 @@ def _fill(folder: Path, order: Order) -> None:
     (folder / SUMS).write_text("".join(f"{digest(path)}  {path.name}\n" for path in sums))
 
 
-def _requirements(listed: list[Path], order: Order) -> str:
+def _requirements(listed: list[Path], order: WheelhouseOrder) -> str:
     """Write what pip's --require-hashes reads: each project once, at its version, with the digests of its files.
 
     The tools that build mpi4py's source are not among them: pip takes those from the folder when it builds.

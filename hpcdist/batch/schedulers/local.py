@@ -1,13 +1,13 @@
-"""Jobs without a scheduler, for a workstation: a script that runs on by itself, and can be asked how it is.
+"""Jobs without a scheduler, for a workstation: a script that runs on by itself and can be queried and cancelled.
 
 A job is a folder in ``$XDG_STATE_HOME/hpcdist/local``, named by its id:
 
     job.json   where it runs and where its log is     script     what bash runs
-    began      is made when the script starts         code       its exit code and when it ended, under that name whole
-    cancelled  is made by whoever cancels it
+    began      is made when the script starts         code       its exit code and when it ended (atomic)
+    cancelled  is made by the process that cancels it
 
-The id, ``local-<pid>-<start>``, has the process id of its keeper and when that started, in ticks since the machine was
-booted: another process may get the same number one day, but not the same start.
+The id, ``local-<pid>-<start>``, has the process id of its supervising shell and when that started, in ticks since the
+machine was booted: another process may get the same number one day, but not the same start.
 """
 
 import json
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.batch import ledger
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -33,7 +33,7 @@ BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _ID: Final = re.compile(PREFIX + r"(\d+)-(\d+)", re.ASCII)
 # Leads the session of the job, waits for its time and for its end, and outlives the signals that are meant for it.
-_KEEPER: Final = r"""
+_SUPERVISOR_SCRIPT: Final = r"""
 IFS= read -r folder || exit 1 # nobody has said where the job is kept: it was not submitted
 exec </dev/null
 export HPCDIST_JOB_ID=${folder##*/}
@@ -81,7 +81,7 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
             new = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
             (new / "script").write_bytes(os.fsencode(script))
             (new / "job.json").write_text(json.dumps({**place, "begin_s": begin_s}))
-            return _start([bash, "-c", _KEEPER, "hpcdist", str(begin_s)], new, file.fileno())
+            return _start([bash, "-c", _SUPERVISOR_SCRIPT, "hpcdist", str(begin_s)], new, file.fileno())
     except OSError as error:
         raise StorageError(
             f"the job was not started: {error}; its log {log} and {folder}, where it is kept, must be writable, and "
@@ -123,12 +123,12 @@ def state(job: str) -> JobState:
     of another machine, or that nothing is known of; the reason says so.
     """
     alive = _alive(job)  # first: it may end right after this, and its code is there then
-    kept = _kept(job)
+    kept = _job_record(job)
     if kept is None:
-        return JobState(id=job, state=State.UNKNOWN, reason=f"{_home()} has no such job")
-    begun, (code, ended) = _made(_home() / job / "began"), _code(job)
+        return JobState(id=job, state=SchedulerState.UNKNOWN, reason=f"{_home()} has no such job")
+    begun, (code, ended) = _created_ns(_home() / job / "began"), _code(job)
     until = ended or (datetime.now(UTC) if alive else None)
-    word, reason = _word(job, kept, alive, begun is not None, code)
+    word, reason = _state_of(job, kept, alive, begun is not None, code)
     return JobState(
         id=job,
         state=word,
@@ -142,23 +142,25 @@ def state(job: str) -> JobState:
     )
 
 
-def _word(job: str, kept: Mapping[str, Any], alive: bool, begun: bool, code: int | None) -> tuple[State, str]:
+def _state_of(
+    job: str, kept: Mapping[str, Any], alive: bool, begun: bool, code: int | None
+) -> tuple[SchedulerState, str]:
     """Return the state, and the reason where it needs one."""
     host = str(kept.get("host", ""))
     if code == 0:
-        return State.COMPLETED, ""
+        return SchedulerState.COMPLETED, ""
     if code is not None:
-        return (State.CANCELLED if (_home() / job / "cancelled").exists() else State.FAILED), ""
+        return (SchedulerState.CANCELLED if (_home() / job / "cancelled").exists() else SchedulerState.FAILED), ""
     if kept.get("boot") != _boot():
         if host != socket.gethostname():
-            return State.UNKNOWN, f"it runs, or ran, on {host}: ask there"
-        return State.NODE_FAIL, "this machine was started again before the job had ended"
+            return SchedulerState.UNKNOWN, f"it runs, or ran, on {host}: ask there"
+        return SchedulerState.NODE_FAIL, "this machine was started again before the job had ended"
     if not alive:
-        return State.FAILED, "it was killed before it could say its exit code"
+        return SchedulerState.FAILED, "it was killed before it could say its exit code"
     if not begun:
         begin_s = kept.get("begin_s") or 0  # 0: at once, and its script has not come so far
-        return State.PENDING, f"begins at {_text(datetime.fromtimestamp(begin_s, UTC))}" if begin_s else ""
-    return State.RUNNING, ""
+        return SchedulerState.PENDING, f"begins at {_text(datetime.fromtimestamp(begin_s, UTC))}" if begin_s else ""
+    return SchedulerState.RUNNING, ""
 
 
 def cancel(job: str) -> bool:
@@ -166,7 +168,7 @@ def cancel(job: str) -> bool:
 
     Raises UsageError for what is no such job, and MissingCapabilityError for one of another machine.
     """
-    kept = _kept(job)
+    kept = _job_record(job)
     if kept is None:
         raise UsageError(f"{_home()} has no job {job!r}; see `hpcdist jobs status`")
     before = kept.get("boot") != _boot()  # of another machine, or of an earlier start of this one
@@ -176,7 +178,7 @@ def cancel(job: str) -> bool:
         return False
     (_home() / job / "cancelled").touch()
     try:
-        os.killpg(_numbers(job)[0], signal.SIGTERM)
+        os.killpg(_pid_and_start(job)[0], signal.SIGTERM)
     except ProcessLookupError:
         return False
     return True
@@ -194,7 +196,7 @@ def _boot() -> str:
         return ""
 
 
-def _numbers(job: str) -> tuple[int, int]:
+def _pid_and_start(job: str) -> tuple[int, int]:
     """Return the process id and the start of ``job``; it is no id of a job where they are 0."""
     found = _ID.fullmatch(job)
     return (int(found[1]), int(found[2])) if found else (0, 0)
@@ -211,12 +213,12 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def _alive(job: str) -> bool:
-    pid, start = _numbers(job)
+    pid, start = _pid_and_start(job)
     letter, started = _stat(pid)
     return started == start and letter not in "ZX"  # Z: it has ended, and its parent has not asked how
 
 
-def _kept(job: str) -> dict[str, Any] | None:
+def _job_record(job: str) -> dict[str, Any] | None:
     """Return what is kept of ``job``, None where nothing is."""
     if not _ID.fullmatch(job):
         return None
@@ -236,7 +238,7 @@ def _code(job: str) -> tuple[int | None, datetime | None]:
     return code, datetime.fromtimestamp(ended_s, UTC)
 
 
-def _made(path: Path) -> datetime | None:
+def _created_ns(path: Path) -> datetime | None:
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:

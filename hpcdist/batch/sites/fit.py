@@ -1,4 +1,4 @@
-"""Whether a site can run a job, asked of its profile before its scheduler is: what it has, and what its nodes see."""
+"""Fit of a job to a site: checked against the profile before the scheduler is asked, with the paths nodes see."""
 
 import difflib
 import os
@@ -7,21 +7,21 @@ from pathlib import Path, PurePosixPath
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
-from hpcdist.batch.site import Limits, Site
+from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.errors import ConfigurationError
 
 IMAGE = ("/usr", "/opt")  # of the operating system, whose image all nodes have
 LAUNCHERS_WITH_SPARES = ("mpirun", "srun")
 
 
-def check(job: BatchJob, site: Site) -> None:
+def check(job: BatchJob, site: SiteProfile) -> None:
     """Raise ConfigurationError where ``site`` cannot run ``job``, as far as its profile says what it has."""
     job = site.complete(job)
     by_variable = site.scheduler.kind == "slurm" and os.environ.get("SBATCH_ACCOUNT")
     if site.scheduler.account_required and job.account is None and not by_variable:
         raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
     _check_scheduler(job, site)
-    limits, place = _limits(job, site)
+    limits, place = _limits_of_job(job, site)
     _check_time(job, limits, place)
     _check_memory(job, limits, place)
     if job.gpus_per_node and site.gpu.unsupported:
@@ -57,7 +57,7 @@ def check(job: BatchJob, site: Site) -> None:
         )
 
 
-def _check_scheduler(job: BatchJob, site: Site) -> None:
+def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
     """Raise ConfigurationError for what the scheduler of ``site`` would never hear of."""
     kind = site.scheduler.kind
     if job.sbatch_args and kind != "slurm":
@@ -91,7 +91,7 @@ def _check_scheduler(job: BatchJob, site: Site) -> None:
             )
 
 
-def _limits(job: BatchJob, site: Site) -> tuple[Limits, str]:
+def _limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
     """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
@@ -102,7 +102,7 @@ def _limits(job: BatchJob, site: Site) -> tuple[Limits, str]:
     return limits, place
 
 
-def _of_partition(name: str, site: Site) -> Limits:
+def _of_partition(name: str, site: SiteProfile) -> SiteLimits:
     if name not in site.partitions:
         close = difflib.get_close_matches(name, site.partitions, 1)
         cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(site.partitions)}"
@@ -110,14 +110,14 @@ def _of_partition(name: str, site: Site) -> Limits:
     return site.partitions[name]
 
 
-def _check_memory(job: BatchJob, limits: Limits, place: str) -> None:
+def _check_memory(job: BatchJob, limits: SiteLimits, place: str) -> None:
     if not limits.mem_per_node or job.mem is None:
         return
     if memory_mib(job.mem) > memory_mib(limits.mem_per_node):
         raise ConfigurationError(f"--mem {job.mem} is more than a node of {place} has, {limits.mem_per_node}")
 
 
-def _check_time(job: BatchJob, limits: Limits, place: str) -> None:
+def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
     if not limits.max_walltime or job.walltime is None:
         return
     if walltime_s(job.walltime) > walltime_s(limits.max_walltime):
@@ -127,14 +127,14 @@ def _check_time(job: BatchJob, limits: Limits, place: str) -> None:
         )
 
 
-def hidden(paths: Mapping[str, Path], site: Site) -> list[str]:
+def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
     """Return what the nodes of ``site`` would not see of ``paths``, by what each is for, with the reason (local)."""
     return [
-        f"{what} {path} {reason}" for what, path in paths.items() if (reason := _why_hidden(path, site)) is not None
+        f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
 
 
-def _why_hidden(path: Path, site: Site) -> str | None:
+def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
     real = PurePosixPath(os.path.realpath(path))
     if site.storage.roots:
         image = any(real.is_relative_to(each) for each in IMAGE)

@@ -1,4 +1,4 @@
-"""Finding and reading profiles of sites: those of the user, of the machine, those that come with hpcdist, or any file.
+"""Search and read site profiles: those of the user, of the machine, those that come with hpcdist, or any file.
 
 A profile may be ``based_on`` another: its tables go over those of the other, key by key.
 """
@@ -13,8 +13,9 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from hpcdist.batch import resources, site
-from hpcdist.batch.site import Site
+from hpcdist.batch import resources
+from hpcdist.batch.sites import profile
+from hpcdist.batch.sites.profile import SiteProfile
 from hpcdist.comm import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.reporting import regular
@@ -23,8 +24,8 @@ VARIABLE: Final = "HPCDIST_SITE"
 SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
 SYSTEM: Final = Path("/etc/hpcdist/sites")
 BASED_ON: Final = "based_on"
-OURS: Final = ("name", "origin")  # fields of a Site that no profile has
-FREE: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
+INTERNAL_FIELDS: Final = ("name", "origin")  # fields of a Site that no profile has
+FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
 
 _GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # where nobody says what the site is
 
@@ -64,19 +65,19 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
     return known[named]
 
 
-def load(named: str, environment: Mapping[str, str] = os.environ) -> Site:
+def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile:
     """Return the profile ``named``: a name, or the path of a file. Raises ConfigurationError."""
     path = path_of(named, environment)
-    tree = _tree(path, environment, ())
+    tree = _load_tables(path, environment, ())
     place = f"site profile {path}"
-    _check_known(tree, Site, place, "")
+    _check_known(tree, SiteProfile, place, "")
     try:
-        return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, Site)
+        return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, SiteProfile)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{place}: {error}") from error
 
 
-def chosen(named: str | None, environment: Mapping[str, str] = os.environ) -> Site:
+def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
     """Return the profile that was asked for: ``named``, else that of $HPCDIST_SITE, else a generic one.
 
     Generic is Slurm, with the MPI whose mpirun is found here; PBS where there is a qsub and no sbatch.
@@ -100,7 +101,7 @@ def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[
     return load(named, environment).recipe, path
 
 
-def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
+def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = regular.toml(path)
     except FileNotFoundError:
@@ -120,7 +121,7 @@ def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -
     other = _base(base, path, environment)
     if other in (*above, path):
         raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: it is based on itself")
-    return _over(_tree(other, environment, (*above, path)), tree)
+    return _merge_tables(_load_tables(other, environment, (*above, path)), tree)
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
@@ -134,35 +135,39 @@ def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
     return path_of(named, environment)
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)
-        merged[name] = _over(merged[name], value) if both else value
+        merged[name] = _merge_tables(merged[name], value) if both else value
     return merged
 
 
 def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -> None:
     """Refuse keys that ``kind`` has not, at any depth."""
     hints = get_type_hints(kind)
-    known = [item.name for item in dataclasses.fields(kind) if not (kind is Site and item.name in OURS)]
+    known = [
+        item.name for item in dataclasses.fields(kind) if not (kind is SiteProfile and item.name in INTERNAL_FIELDS)
+    ]
     for name, value in tree.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             cure = f"the nearest known is {prefix + close[0]!r}" if close else f"known are: {', '.join(known)}"
             raise ConfigurationError(f"unknown field {prefix + name!r} in {place}; {cure}")
-        for inner, part, label in _parts(name, value, hints[name]):
+        for inner, part, label in _nested_tables(name, value, hints[name]):
             _check_known(part, inner, place, f"{prefix}{label}.")
 
 
-def _parts(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str, Any], str]]:
+def _nested_tables(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str, Any], str]]:
     """Yield the tables inside of a field: their type, themselves, and their names."""
-    if name in FREE:
+    if name in FREE_TABLES:
         return
     if isinstance(value, dict):
         if dataclasses.is_dataclass(hint):
             yield hint, value, name  # type: ignore[misc]
         elif name in ("partitions", "qos"):
-            yield from ((site.Limits, part, f"{name}.{key}") for key, part in value.items() if isinstance(part, dict))
+            yield from (
+                (profile.SiteLimits, part, f"{name}.{key}") for key, part in value.items() if isinstance(part, dict)
+            )
     elif isinstance(value, list) and name == "roots":
-        yield from ((site.Root, part, name) for part in value if isinstance(part, dict))
+        yield from ((profile.StorageRoot, part, name) for part in value if isinstance(part, dict))

@@ -1,8 +1,9 @@
-"""What Slurm says of jobs, and how they are cancelled: its own commands, in formats that are ours.
+"""Query and cancel jobs of Slurm by squeue, sacct and scancel, in explicit formats.
 
 squeue has what waits and runs, and what ended within MinJobAge (300 s by default). sacct has what ended before, and
-joules, where accounting is on. The name of a job may hold any character, newlines too, so it is asked for by itself: no
-name can pretend to be the state of another job. Written for Slurm 22.05, whose --json is not yet that of later ones.
+joules, where accounting is on. The name of a job may hold any character, newlines too, so it is queried by itself: no
+name can pretend to be the state of another job. Written for Slurm 22.05, whose --json is not yet that of later
+ones.
 """
 
 import os
@@ -11,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from hpcdist.batch import command, slurm_energy
-from hpcdist.batch.states import OVER, JobState, State
+from hpcdist.batch.schedulers import base
+from hpcdist.batch.schedulers.base import FINAL_STATES, JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S: Final = 60.0  # a busy controller answers late
@@ -57,7 +59,7 @@ def queued(jobs: Sequence[str]) -> list[JobState]:
     Raises MissingCapabilityError where there is no Slurm, or none that answers.
     """
     fields = ",".join(f"{name}:|" for name in _QUEUE)
-    code, said, why = _said("squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}")
+    code, said, why = _run("squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}")
     if code:
         if "invalid job id" in why.lower():
             return []
@@ -68,8 +70,8 @@ def queued(jobs: Sequence[str]) -> list[JobState]:
 
 def _queued(row: list[str]) -> JobState:
     job, state, restarts, used, left, nodes, code, start, end, reason = row
-    ended = state in OVER
-    waits = state == State.PENDING
+    ended = state in FINAL_STATES
+    waits = state == SchedulerState.PENDING
     return JobState(
         id=job,
         state=state,
@@ -92,7 +94,7 @@ def accounted(jobs: Sequence[str]) -> list[JobState]:
     Raises MissingCapabilityError where accounting is off.
     """
     options = ["--noheader", "--parsable2", "--duplicates"]
-    code, said, why = _said("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
+    code, said, why = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
         raise MissingCapabilityError(f"sacct has no accounts: {why or f'exit code {code}'}")
     starts: list[tuple[list[str], list[list[str]]]] = []  # the row of a start, and those of its steps, which follow it
@@ -115,9 +117,9 @@ def accounted(jobs: Sequence[str]) -> list[JobState]:
 def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -> JobState:
     job, words, elapsed, nodes, code, start, end, *_, reason = row
     state = words.partition(" ")[0]  # CANCELLED by 1000
-    joules = slurm_energy.Joules(None, slurm_energy.NOT_YET)
+    joules = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
     if _utc(end):
-        joules = slurm_energy.of_start(_booked(row), [_booked(each) for each in steps])
+        joules = slurm_energy.of_start(_accounted_step(row), [_accounted_step(each) for each in steps])
     return JobState(
         id=job,
         state=state,
@@ -133,7 +135,7 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
     )
 
 
-def _booked(row: list[str]) -> slurm_energy.Booked:
+def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
     """Return what a row of sacct has of a job or a step."""
     named, words, _, _, _, start, end, energy, where, least, least_node, most, most_node, _ = row
     of_nodes: dict[str, float] = {}
@@ -141,22 +143,22 @@ def _booked(row: list[str]) -> slurm_energy.Booked:
         value, node = _ENERGY.search(values), _ENERGY.search(places)
         if value and node and value[1].isdecimal():
             of_nodes[node[1]] = float(value[1])
-    return slurm_energy.Booked(
+    return slurm_energy.AccountedStep(
         name=named.partition(".")[2],
         state=words.partition(" ")[0],
         begin=_whole(start) or 0,
         end=_whole(end) or 0,
-        nodes=slurm_energy.names(where),
+        nodes=slurm_energy.expand_hostlist(where),
         joules=slurm_energy.joules(energy),
         of_nodes=of_nodes,
     )
 
 
-def names(jobs: Sequence[str] | None = None) -> dict[str, str]:
+def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
     """Return the names of ``jobs``, None: of all jobs of this user, as far as squeue has them; {} without Slurm."""
     of = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
-        code, said, _ = _said("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
+        code, said, _ = _run("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
     except MissingCapabilityError:
         return {}
     found: dict[str, str] = {}
@@ -167,10 +169,10 @@ def names(jobs: Sequence[str] | None = None) -> dict[str, str]:
     return found
 
 
-def log(job: str) -> str:
+def log_of(job: str) -> str:
     """Return where the output of ``job`` goes, "" where squeue does not know."""
     try:
-        code, said, _ = _said("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
+        code, said, _ = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
     except MissingCapabilityError:
         return ""
     return "" if code else said.removesuffix("\n").partition("|\n")[0].removesuffix("|")
@@ -181,41 +183,41 @@ def cancel(jobs: Iterable[str]) -> None:
 
     One that is over is no error.
     """
-    code, _, why = _said("scancel", *jobs)
+    code, _, why = _run("scancel", *jobs)
     if code and "already completing or completed" not in why.lower():
         raise MissingCapabilityError(f"scancel: {why or f'exit code {code}'}")
 
 
-def requeue_no_more(job: str) -> str:
+def forbid_requeue(job: str) -> str:
     """Let Slurm not start ``job`` again, whatever happens; return why it does not obey, "" where it does."""
     try:
-        code, _, why = _said("scontrol", "update", f"JobId={job}", "Requeue=0")
+        code, _, why = _run("scontrol", "update", f"JobId={job}", "Requeue=0")
     except MissingCapabilityError as error:
         return str(error)
     return (why or f"exit code {code}") if code else ""
 
 
-def _said(name: str, *arguments: str) -> tuple[int, str, str]:
+def _run(name: str, *arguments: str) -> tuple[int, str, str]:
     """Return the exit code of a command of Slurm, what it printed, and its errors. Raises MissingCapabilityError."""
     # A user's defaults for these commands would change what is read here. Times are in seconds since 1970, and the
     # tasks of an array that wait are listed in full.
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))}
     own = kept | {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
     absent = f"there is no {name} on PATH; ask on a login node of the cluster"
-    answer = command.ask([name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=own)
+    answer = base.run_command([name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=own)
     return answer.code, answer.said, " ".join(answer.complaint.split())
 
 
 def _exit_code(text: str, state: str) -> int | None:
     """Return the exit code as a shell has it, of code:signal or a raw wait status; None while there is none."""
-    if state not in OVER:
+    if state not in FINAL_STATES:
         return None
     parts = [_whole(part) for part in text.split(":")]
     if None in parts or len(parts) > 2:
         return None
     code, signal = (parts[0] or 0, parts[1] or 0) if len(parts) == 2 else divmod(parts[0] or 0, 256)
     found = 128 + (signal & 127) if signal & 127 else code
-    return found if found or state == State.COMPLETED else None  # cancelled, and such: no code is its own
+    return found if found or state == SchedulerState.COMPLETED else None  # cancelled, and such: no code is its own
 
 
 def _seconds(text: str) -> float | None:

@@ -1,8 +1,9 @@
-"""The nodes that a job of Slurm still has: those that run a process now, whatever Slurm has noticed.
+"""Allocation of a running Slurm job: its nodes that are alive, whether or not Slurm has noticed a crash.
 
-Slurm needs up to SlurmdTimeout (five minutes, if nobody has set it) to declare a crashed node down. Only then it takes
-the node from a job that was submitted with --no-kill, for good. Until then a step on it fails, or waits. So the nodes
-are asked to run a process each, beside whatever holds their cores: the rest of a step that the crash has ended, too.
+Slurm needs up to SlurmdTimeout (five minutes by default) to declare a crashed node down. Only then it takes the node
+from a job that was submitted with --no-kill, for good. Until then a step on it fails, or waits. So the nodes are
+asked to run a process each, beside the processes that hold their cores: also the rest of a step that the crash has
+ended.
 """
 
 import os
@@ -16,14 +17,14 @@ from typing import Final
 LIMIT_S: Final = 60.0  # a busy controller answers late
 PROBE_S: Final = 30.0  # more than it takes srun to give up nodes that do not answer, if nobody has set MessageTimeout
 MARGIN_S: Final = 30.0  # more than SlurmdTimeout, since Slurm looks at nodes now and then
-LOOK_S: Final = 5.0
+LOOK_INTERVAL_S: Final = 5.0
 _SLURMD_TIMEOUT_S: Final = 300.0  # of a Slurm that does not say
 _MESSAGE_TIMEOUT_S: Final = 10.0
-_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER")
+_PASSED_VARIABLES: Final = ("SLURM_CONF", "SLURM_CONF_SERVER")
 _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; the star means that the node does not respond
 
 
-def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
+def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
     """Return the nodes that this job has lost, and those that are left.
 
     Lost are those that Slurm has taken from the job, those that it says are down or do not respond, and those that do
@@ -33,7 +34,7 @@ def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[s
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
         return [], []
-    held = _held(environment)
+    held = _allocated_nodes(environment)
     if not held:
         return [], []
     states = _states(held, environment)
@@ -42,7 +43,7 @@ def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[s
     return ([name for name in _names(before, environment) if name not in left], left) if left else ([], [])
 
 
-class Allocation:
+class SlurmAllocation:
     """The nodes of the job in which this process runs, for starts that need ``needed`` of them (None: any).
 
     Where ``whole``, a start takes all nodes of the job, whatever it needs: its launcher cannot leave any out.
@@ -58,7 +59,7 @@ class Allocation:
     def died(self) -> list[str]:
         """Look at all nodes; return those that were there the last time, and are no more."""
         before = self.lost
-        self.lost, self.left = lost(self._environment)
+        self.lost, self.left = lost_nodes(self._environment)
         return [name for name in self.lost if name not in before]
 
     def shortage(self) -> str:
@@ -85,21 +86,21 @@ class Allocation:
                 say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
             if time.monotonic() - began >= limit_s:
                 return None
-            asked = pause(LOOK_S)
+            asked = pause(LOOK_INTERVAL_S)
             if asked is not None:
                 return asked
             self.died()
         return None
 
     def _may_come_back(self) -> bool:
-        return len(_held(self._environment)) >= (self._needed or 0)
+        return len(_allocated_nodes(self._environment)) >= (self._needed or 0)
 
 
-def _held(environment: Mapping[str, str]) -> list[str]:
+def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:
     """Return the nodes that Slurm has not taken from this job: a task of an array, or a component of others."""
     job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     number = f"{job}_{task}" if job and task else environment.get("SLURM_JOB_ID", "")
-    rows = [row.split() for row in _said(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
+    rows = [row.split() for row in _output_of(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
     return _names(
         next((row[1] for row in rows if len(row) == 2 and row[0] in (number, f"{number}+0")), ""), environment
     )
@@ -107,12 +108,12 @@ def _held(environment: Mapping[str, str]) -> list[str]:
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:
     """Return the names in ``short``, as Slurm writes them: n[1-2,4]."""
-    return _said(["scontrol", "show", "hostnames", short], environment).split() if short else []
+    return _output_of(["scontrol", "show", "hostnames", short], environment).split() if short else []
 
 
 def _states(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return what Slurm says of each node: "mixed", or "down*"."""
-    lines = _said(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"], environment).splitlines()
+    lines = _output_of(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"], environment).splitlines()
     return {name: state for name, _, state in (line.strip().partition(" ") for line in lines)}
 
 
@@ -125,20 +126,22 @@ def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -
     line += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     line += [f"--nodelist={','.join(names)}", "--kill-on-bad-exit=0", "--immediate=10", "--quiet"]
     # What the job has asked for its own steps is not meant for this one.
-    own = {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in _KEPT}
+    own = {
+        name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in _PASSED_VARIABLES
+    }
     # Slurm passes a start on from node to node, and tries those below one that is silent when it has waited for that.
     limit_s = max(PROBE_S, 3 * _setting_s("MessageTimeout", _MESSAGE_TIMEOUT_S, environment))
-    said = _said([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
+    said = _output_of([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
     return [name for name in names if name in said]
 
 
 def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> float:
     """Return the seconds of a setting of Slurm; ``otherwise`` where it does not say, or says 0."""
-    found = re.search(rf"^{name}\s*=\s*(\d+)", _said(["scontrol", "show", "config"], environment), re.MULTILINE)
+    found = re.search(rf"^{name}\s*=\s*(\d+)", _output_of(["scontrol", "show", "config"], environment), re.MULTILINE)
     return float(found[1]) if found and int(found[1]) else otherwise
 
 
-def _said(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
+def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
     """Return what a command of Slurm prints; where it fails or takes too long: "", or what it has, unless ``whole``."""
     try:
         done = subprocess.run(

@@ -1,12 +1,13 @@
-"""How jobs are, whichever scheduler has them. No function starts anything but the scheduler's own commands (local)."""
+"""Query and cancel jobs of any scheduler. Starts nothing but the scheduler's own commands (local)."""
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hpcdist.batch import local, slurm_queue
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch.schedulers import local
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
+from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.errors import MissingCapabilityError
 
 SLURM: Final = "slurm"
@@ -34,10 +35,10 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
     Of several tasks or components, one that runs speaks for all, then one that waits, then one that did not end well.
     """
-    return {job: _together(job, found) for job, found in parts(jobs).items()}
+    return {job: _combined_state(job, found) for job, found in states_of_parts(jobs).items()}
 
 
-def parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
+def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
     """Return the states of each of ``jobs``: one, or those of its tasks (123_4) or components (123+1).
 
     GONE is one that its scheduler does not know any more, UNKNOWN one whose scheduler does not answer; the reason says
@@ -58,7 +59,7 @@ def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
     if not own:
         return [], f"only Slurm keeps accounts that are read here, and {', '.join(jobs)} was not its job"
     try:
-        return slurm_queue.accounted(own), ""
+        return queue.accounted(own), ""
     except MissingCapabilityError as error:
         return [], str(error)
 
@@ -67,10 +68,10 @@ def cancel(jobs: Sequence[str]) -> None:
     """Cancel ``jobs`` at once. Raises MissingCapabilityError where their scheduler refuses, or is not there."""
     own = [job for job in jobs if scheduler_of(job) == SLURM]
     if own:
-        slurm_queue.cancel(own)
+        queue.cancel(own)
     for job in jobs:
         if scheduler_of(job) == PBS:
-            from hpcdist.batch import pbs
+            from hpcdist.batch.schedulers import pbs
 
             pbs.cancel(job)
         elif scheduler_of(job) == LOCAL:
@@ -79,25 +80,27 @@ def cancel(jobs: Sequence[str]) -> None:
 
 def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
     try:
-        queued = slurm_queue.queued(jobs)
+        queued = queue.queued(jobs)
     except MissingCapabilityError as error:
-        return {job: [JobState(id=job, state=State.UNKNOWN, reason=str(error))] for job in jobs}
-    found = {job: _of(job, queued) for job in jobs}
+        return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
+    found = {job: _states_of_job(job, queued) for job in jobs}
     missing = [job for job, own in found.items() if not own]
     if missing:
         accounted, why = accounts(missing)
         latest = list({state.id: state for state in accounted}.values())
         for job in missing:
-            found[job] = _of(job, latest) or [JobState(id=job, state=State.GONE, reason=_gone("squeue", why))]
-    named = slurm_queue.names(jobs)
+            found[job] = _states_of_job(job, latest) or [
+                JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("squeue", why))
+            ]
+    named = queue.job_names(jobs)
     return {job: [replace(state, name=named.get(state.id, "")) for state in own] for job, own in found.items()}
 
 
-def _gone(program: str, why: str) -> str:
+def _unavailable(program: str, why: str) -> str:
     return f"{program} does not know it any more{f', and {why}' if why else ', nor sacct'}"
 
 
-def _of(job: str, found: Iterable[JobState]) -> list[JobState]:
+def _states_of_job(job: str, found: Iterable[JobState]) -> list[JobState]:
     """Return those states that are of ``job``, or of a part of it."""
     parts = (job + "_", job + "+")
     own = [state for state in found if state.id == job or state.id.startswith(parts)]
@@ -120,14 +123,15 @@ def _waits_in(task: str, array: str) -> bool:
 
 
 def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
-    from hpcdist.batch import pbs
+    from hpcdist.batch.schedulers import pbs
 
     try:
         found = pbs.states(jobs)
     except MissingCapabilityError as error:
-        return {job: [JobState(id=job, state=State.UNKNOWN, reason=str(error))] for job in jobs}
+        return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     gone = {
-        job: JobState(id=job, state=State.GONE, reason=_gone("qstat", "its history is off or over")) for job in jobs
+        job: JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("qstat", "its history is off or over"))
+        for job in jobs
     }
     return {job: [found.get(job, gone[job])] for job in jobs}
 
@@ -136,12 +140,12 @@ def _local(jobs: list[str]) -> dict[str, list[JobState]]:
     return {job: [local.state(job)] for job in jobs}
 
 
-def _together(job: str, found: list[JobState]) -> JobState:
+def _combined_state(job: str, found: list[JobState]) -> JobState:
     """Return one state for all parts of a job."""
     if len(found) == 1:
         return replace(found[0], id=job)
     live = [state for state in found if not state.is_over]
     told = [state for state in live if not state.is_waiting] or live
-    told = told or [state for state in found if state.state != State.COMPLETED] or found
+    told = told or [state for state in found if state.state != SchedulerState.COMPLETED] or found
     nodes = [state.nodes for state in (told if live else found) if state.nodes is not None]
     return replace(told[0], id=job, nodes=sum(nodes) if nodes and "+" in told[0].id else told[0].nodes)

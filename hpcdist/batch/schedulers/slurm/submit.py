@@ -1,4 +1,7 @@
-"""The way to Slurm: its own commands, asked first whether it would take the job."""
+"""Submit jobs to Slurm by sbatch, which is first asked whether it would take the job.
+
+The environment of sbatch is cleaned of variables that would override the directives of the script.
+"""
 
 import os
 import re
@@ -8,17 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from hpcdist.batch import command
+from hpcdist.batch.schedulers import base
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 # Of options of sbatch; others have the option's name.
 _VARIABLES: Final = {"--time": "SBATCH_TIMELIMIT", "--array": "SBATCH_ARRAY_INX", "--mem": "SBATCH_MEM_PER_NODE"}
 # What an allocation sets for those inside of it, and ranks are told by their launcher: of another job than the new one.
-_OF_THE_ALLOCATION: Final = re.compile(
+_ALLOCATION_VARIABLES: Final = re.compile(
     r"(SLURM|SLURMD|SRUN|OMPI_COMM|PMI)_.*|PMIX_(?!MCA_).*|SBATCH_(CPU|MEM)_BIND.*", re.ASCII
 )
 # Settings of the commands and of the site, which no allocation makes.
-_OF_THE_USER: Final = frozenset(
+_USER_VARIABLES: Final = frozenset(
     {
         *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"),
         *("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_EXIT_ERROR", "SLURM_EXIT_IMMEDIATE"),
@@ -44,7 +47,7 @@ def submit(script: str, after: str | None = None) -> str:
     try:
         _sbatch(script, "--test-only")
     except ConfigurationError as error:
-        absent = _absent_nodes(script) if _NO_NODES.search(str(error)) else ""
+        absent = _unavailable_nodes(script) if _NO_NODES.search(str(error)) else ""
         if not absent:
             raise
         if after is None:
@@ -66,8 +69,8 @@ def _sbatch(script: str, *options: str) -> str:
         "there is no sbatch on PATH; submit from a login node of the cluster (its Slurm may be a module to load), "
         "print the script with --dry-run and submit it there, or run it on this machine: --site workstation"
     )
-    environment = undisturbed(script)
-    answer = command.ask(["sbatch", *options], absent, "is Slurm up? try sinfo", script, environment=environment)
+    environment = clean_environment(script)
+    answer = base.run_command(["sbatch", *options], absent, "is Slurm up? try sinfo", script, environment=environment)
     if answer.code != 0 and _unreachable(answer.complaint):
         raise MissingCapabilityError(
             f"Slurm does not answer: {answer.complaint}; try sinfo, and submit from a login node"
@@ -80,7 +83,7 @@ def _sbatch(script: str, *options: str) -> str:
     return answer.said
 
 
-def undisturbed(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return ``environment`` without what sbatch would take in place of the directives of ``script`` (pure).
 
     Nor does it have what the allocation around this process, where there is one, has set for its own steps: the new job
@@ -91,22 +94,24 @@ def undisturbed(script: str, environment: Mapping[str, str] = os.environ) -> dic
         options |= {"--requeue", "--no-requeue"}
     over = {_VARIABLES.get(option, "SBATCH_" + option[2:].upper().replace("-", "_")) for option in options}
     if "SLURM_JOB_ID" in environment:
-        kept = _OF_THE_USER if "SLURM_STEP_ID" in environment else _OF_THE_USER | {"SLURM_MPI_TYPE"}  # srun sets that
-        over |= {name for name in environment if _OF_THE_ALLOCATION.fullmatch(name) and name not in kept}
+        kept = (
+            _USER_VARIABLES if "SLURM_STEP_ID" in environment else _USER_VARIABLES | {"SLURM_MPI_TYPE"}
+        )  # srun sets that
+        over |= {name for name in environment if _ALLOCATION_VARIABLES.fullmatch(name) and name not in kept}
     return {name: value for name, value in environment.items() if name not in over}
 
 
-def _absent_nodes(script: str) -> str:
+def _unavailable_nodes(script: str) -> str:
     """Return which nodes are down or drained of those that ``script`` could run on; "" where that is not the reason.
 
     It is none where the partition has fewer nodes, or too few that have the cores: such a job would wait for ever.
     """
     absent = []
     for component in script.split("\n#SBATCH hetjob\n"):
-        asked = _asked_for(component)
+        asked = _requested_options(component)
         partition = asked.get("partition") or os.environ.get("SBATCH_PARTITION", "")
         where = [f"--partition={partition}"] if partition else ["--all"]
-        table = _asked(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
+        table = _output_of(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
         rows = [line.split(maxsplit=3) for line in table.splitlines()]
         states = {
             row[0]: row[2]
@@ -119,7 +124,7 @@ def _absent_nodes(script: str) -> str:
     return ", ".join(absent)
 
 
-def _asked_for(script: str) -> dict[str, str]:
+def _requested_options(script: str) -> dict[str, str]:
     """Return the options of the directives of ``script`` without their dashes: the last of each, as sbatch does."""
     return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', script, re.MULTILINE))
 
@@ -145,15 +150,15 @@ def check_folder(folder: Path) -> None:
 
 def is_this_machine() -> bool:
     """Whether all nodes of the cluster are this machine, so that they see its files; False where Slurm does not say."""
-    done = _asked(["scontrol", "--oneliner", "show", "node"])
+    done = _output_of(["scontrol", "--oneliner", "show", "node"])
     hosts = set(re.findall(r"\bNodeHostName=(\S+)", done))
     return hosts == {socket.gethostname().partition(".")[0]}
 
 
-def _asked(line: list[str]) -> str:
+def _output_of(line: list[str]) -> str:
     """Return what a command of Slurm prints, "" where it is not there or fails."""
     try:
-        answer = command.ask(line, "", "")
+        answer = base.run_command(line, "", "")
     except MissingCapabilityError:
         return ""
     return answer.said if answer.code == 0 else ""

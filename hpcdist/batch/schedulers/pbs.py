@@ -1,6 +1,6 @@
-"""The way to PBS Pro and OpenPBS: qsub, qdel and qstat.
+"""PBS Pro and OpenPBS: submit, cancel and query jobs by qsub, qdel and qstat.
 
-Written by the sources of OpenPBS and tried with commands that small scripts play: never under a PBS.
+Written from the sources of OpenPBS and tested with small scripts in place of the commands: never run under a PBS.
 """
 
 import json
@@ -10,21 +10,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.batch import command
-from hpcdist.batch.states import JobState, State
+from hpcdist.batch.schedulers import base
+from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 # job_state of qstat; F (finished) and X (a task of an array has) are told apart by how they ended.
 _STATES: Final = {
-    "Q": State.PENDING,
-    "W": State.PENDING,  # for its time
-    "T": State.PENDING,  # on its way to another server
-    "H": State.PENDING,  # held; the comment says by whom
-    "R": State.RUNNING,
-    "B": State.RUNNING,  # an array of which a task has begun
-    "S": State.SUSPENDED,
-    "U": State.SUSPENDED,  # the owner of a workstation is back
-    "E": State.COMPLETING,
+    "Q": SchedulerState.PENDING,
+    "W": SchedulerState.PENDING,  # for its time
+    "T": SchedulerState.PENDING,  # on its way to another server
+    "H": SchedulerState.PENDING,  # held; the comment says by whom
+    "R": SchedulerState.RUNNING,
+    "B": SchedulerState.RUNNING,  # an array of which a task has begun
+    "S": SchedulerState.SUSPENDED,
+    "U": SchedulerState.SUSPENDED,  # the owner of a workstation is back
+    "E": SchedulerState.COMPLETING,
 }
 # Exit_status of jobs that PBS ended itself, for a limit that they were over.
 _LIMITS: Final = {
@@ -35,15 +35,15 @@ _LIMITS: Final = {
     -28: "more processor time than it asked for",
     -29: "the walltime is over",
 }
-_ENDED_BY: Final = {-26: State.OUT_OF_MEMORY, -27: State.OUT_OF_MEMORY, -29: State.TIMEOUT}
+_ENDED_BY: Final = {-26: SchedulerState.OUT_OF_MEMORY, -27: SchedulerState.OUT_OF_MEMORY, -29: SchedulerState.TIMEOUT}
 _SIGNALLED: Final = 256  # and the number of the signal
 _DELETED: Final = 91  # substate
 _CLOCK: Final = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
-_ABSENT: Final = (
+_MISSING_COMMAND: Final = (
     "there is no {} on PATH; submit from a login node of the cluster (its PBS may be a module to load), or print the "
     "script with --dry-run and submit it there"
 )
-_CURE: Final = "is PBS up? try qstat -B"
+_HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
@@ -52,7 +52,7 @@ def submit(script: str, after: str | None = None) -> str:
     Raises ConfigurationError where PBS refuses it, MissingCapabilityError where there is no PBS, or none that answers.
     """
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
-    answer = _asked("qsub", *dependency, script=script)
+    answer = _output_of("qsub", *dependency, script=script)
     if answer.code != 0:
         raise ConfigurationError(
             f"PBS refuses the job (qsub, exit code {answer.code}): {answer.complaint}; change what it names, or see "
@@ -66,7 +66,7 @@ def cancel(job: str) -> None:
 
     One that has ended is left alone. Raises MissingCapabilityError where PBS refuses, or is not there.
     """
-    answer = _asked("qdel", job)
+    answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
         raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}")
 
@@ -77,13 +77,13 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
     Raises MissingCapabilityError where there is no PBS, or none that answers.
     """
     wanted = list(jobs)
-    answer = _asked("qstat", "-x", "-f", "-F", "json", *wanted)
+    answer = _output_of("qstat", "-x", "-f", "-F", "json", *wanted)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # it keeps none: what waits and runs is there
-        answer = _asked("qstat", "-f", "-F", "json", *wanted)
+        answer = _output_of("qstat", "-f", "-F", "json", *wanted)
     if not answer.said.strip():
         if answer.code == 0 or "unknown job id" in answer.complaint.lower():
             return {}
-        raise MissingCapabilityError(f"qstat failed, exit code {answer.code}: {answer.complaint}; {_CURE}")
+        raise MissingCapabilityError(f"qstat failed, exit code {answer.code}: {answer.complaint}; {_HINT}")
     try:
         found = json.loads(answer.said, strict=False).get("Jobs", {})
         return {job: _state(job, found[job]) for job in wanted if job in found}
@@ -93,11 +93,11 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
         ) from error
 
 
-def _asked(program: str, *options: str, script: str = "") -> command.Answer:
+def _output_of(program: str, *options: str, script: str = "") -> base.CommandResult:
     """Return what ``program`` says. Raises MissingCapabilityError where there is no PBS that answers."""
-    answer = command.ask([program, *options], _ABSENT.format(program), _CURE, script)
+    answer = base.run_command([program, *options], _MISSING_COMMAND.format(program), _HINT, script)
     if answer.code != 0 and _unreachable(answer.complaint):
-        raise MissingCapabilityError(f"PBS does not answer: {answer.complaint}; {_CURE}, and submit from a login node")
+        raise MissingCapabilityError(f"PBS does not answer: {answer.complaint}; {_HINT}, and submit from a login node")
     return answer
 
 
@@ -142,17 +142,17 @@ def _log(job: str, found: Mapping[str, Any]) -> str:
     return str(path) if folder and path.exists() else ""
 
 
-def _ended(status: int | None, found: Mapping[str, Any]) -> tuple[State, int | None, str]:
+def _ended(status: int | None, found: Mapping[str, Any]) -> tuple[SchedulerState, int | None, str]:
     """Return how a finished job ended: its state, the exit code as of a shell, and the reason where PBS has one."""
     code = status
     if status is not None and status >= _SIGNALLED:
         code = 128 + status - _SIGNALLED
     if status is not None and status < 0:
         reason = _LIMITS.get(status, "PBS could not begin it, or ended it")
-        return _ENDED_BY.get(status, State.FAILED), None, f"{reason} (PBS says {status})"
+        return _ENDED_BY.get(status, SchedulerState.FAILED), None, f"{reason} (PBS says {status})"
     if _whole(found.get("substate")) == _DELETED:
-        return State.CANCELLED, code, ""
-    return (State.COMPLETED if status == 0 else State.FAILED), code, ""
+        return SchedulerState.CANCELLED, code, ""
+    return (SchedulerState.COMPLETED if status == 0 else SchedulerState.FAILED), code, ""
 
 
 def _whole(value: object) -> int | None:

@@ -1,6 +1,7 @@
-"""What a site is: how its jobs are asked for and started, what its nodes have, and where its files are.
+"""Site profile: how jobs of a site are requested and started, what its nodes have, and where its files are.
 
-A profile is a TOML file with the tables below; slurm/README.md describes every field. Light: it is read on login nodes.
+A profile is a TOML file with the tables below; slurm/README.md describes every field. Light: it is read on login
+nodes.
 """
 
 import os
@@ -31,7 +32,7 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler:
+class SiteScheduler:
     """``[scheduler]``: whose directives a script has, further ``options`` of every job, and whether one must pay.
 
     ``kind`` "none" means that this machine runs the job itself. ``requeue``: a job may ask to be started again.
@@ -61,7 +62,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartedBy:
+class SiteLauncher:
     """``[launcher]``: what starts the ranks, of which MPI, and for srun through which process manager (``pmi``)."""
 
     kind: str = "mpirun"
@@ -83,7 +84,7 @@ class StartedBy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class SiteEnvironment:
     """``[environment]``: a file to source before, modules to load and variables to export, in this order.
 
     ``purge``: first the modules of the shell that submits are unloaded.
@@ -102,7 +103,7 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpus:
+class SiteGpus:
     """``[gpu]``: how many a node has (0: unknown), how a job asks for them, and the order in which ranks take them.
 
     ``bind`` is for --gpu-bind: "none" lets each rank see all GPUs of its node, which their direct copies need.
@@ -129,7 +130,7 @@ class Gpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
+class StorageRoot:
     """``[[storage.roots]]``: a directory that all nodes see, its file system, and how checkpoints are striped there."""
 
     path: str
@@ -142,13 +143,13 @@ class Root:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class SiteStorage:
     """``[storage]``: what all nodes see (``roots``; none listed: all but ``private``), and each node's own folder.
 
     ``sbcast``: Slurm passes the archive of an environment on to the nodes, which do not read it themselves.
     """
 
-    roots: tuple[Root, ...] = ()
+    roots: tuple[StorageRoot, ...] = ()
     private: tuple[str, ...] = ("/tmp", "/var/tmp", "/dev/shm", "/run")
     node_local: str = "/tmp"
     sbcast: bool = False
@@ -160,7 +161,7 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SiteLimits:
     """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: what a node has, and how many of them for how long.
 
     0 and "" mean not known. Those of a partition go over those of the site, and those of a QOS over both.
@@ -172,9 +173,9 @@ class Limits:
     gpus_per_node: int = -1
     mem_per_node: str = ""
 
-    def over(self, general: "Limits") -> "Limits":
+    def over(self, general: "SiteLimits") -> "SiteLimits":
         """Return these limits, with those of ``general`` where nothing is known."""
-        return Limits(
+        return SiteLimits(
             max_walltime=self.max_walltime or general.max_walltime,
             max_nodes=self.max_nodes or general.max_nodes,
             cores_per_node=self.cores_per_node or general.cores_per_node,
@@ -196,7 +197,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
+class SiteContainer:
     """``[container]``: the ``runtime`` that executes the Python of an ``image``; none where ``image`` is empty."""
 
     image: str = ""
@@ -205,7 +206,7 @@ class Container:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class SiteProfile:
     """A profile, read from the file ``origin``.
 
     ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
@@ -219,15 +220,15 @@ class Site:
     description: str = ""
     proven: str = ""
     cluster: str = ""
-    scheduler: Scheduler = field(default_factory=Scheduler)
-    launcher: StartedBy = field(default_factory=StartedBy)
-    environment: Environment = field(default_factory=Environment)
-    gpu: Gpus = field(default_factory=Gpus)
-    storage: Storage = field(default_factory=Storage)
-    limits: Limits = field(default_factory=Limits)
-    partitions: Mapping[str, Limits] = field(default_factory=dict)
-    qos: Mapping[str, Limits] = field(default_factory=dict)
-    container: Container = field(default_factory=Container)
+    scheduler: SiteScheduler = field(default_factory=SiteScheduler)
+    launcher: SiteLauncher = field(default_factory=SiteLauncher)
+    environment: SiteEnvironment = field(default_factory=SiteEnvironment)
+    gpu: SiteGpus = field(default_factory=SiteGpus)
+    storage: SiteStorage = field(default_factory=SiteStorage)
+    limits: SiteLimits = field(default_factory=SiteLimits)
+    partitions: Mapping[str, SiteLimits] = field(default_factory=dict)
+    qos: Mapping[str, SiteLimits] = field(default_factory=dict)
+    container: SiteContainer = field(default_factory=SiteContainer)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, str] = field(default_factory=dict)
 
@@ -258,7 +259,7 @@ class Site:
             changes["account"] = account + suffix
         return replace(job, **changes) if changes else job
 
-    def root_of(self, path: PurePath) -> Root | None:
+    def root_of(self, path: PurePath) -> StorageRoot | None:
         """Return the innermost root that holds ``path``, None where none does."""
         holding = [root for root in self.storage.roots if path.is_relative_to(root.path)]
         return max(holding, key=lambda root: len(PurePosixPath(root.path).parts), default=None)
