@@ -5,9 +5,9 @@
 
 Loads are square waves of 400 W and 70 W, of several periods and duties, and steps of a training, whose forward,
 backward, waiting and update jitter. In each round the sensor begins anywhere in its period. "still" is the load as it
-is, "shifted" the same load with `hpcdist.energy.accounts.part_time_sensor.SensorShift` before its steps. Of each load the table has the error
-of the sum of power x 100 ms, and of the estimate that knows what the job did when: median and worst of all rounds, and
-how many of the estimates were refused because the sensor never saw a part of the step.
+is, "shifted" the same load with `hpcdist.energy.accounts.part_time_sensor.SensorShift` before its steps. Of each load
+the table has the error of the sum of power x 100 ms, and of the estimate that knows what the job did when: median and
+worst of all rounds, and how many of the estimates were refused because the sensor never saw a part of the step.
 """
 
 import argparse

@@ -169,8 +169,6 @@ def _intensity(where: str, text: str) -> float:
     return value
 
 
-__all__ = ["CarbonForecast", "CarbonWindow", "begin_text", "best_window", "deadline_of", "plan_begin", "read_forecast"]
-
 _DURATION: Final = re.compile(r"(\d{1,6})([dhm])", re.ASCII)
 _UNIT_S: Final = {"d": 86400, "h": 3600, "m": 60}
 _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # of sbatch --begin, and of qsub -a
@@ -221,15 +219,15 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
     now, deadline = now.astimezone(UTC), deadline.astimezone(UTC)
     if now + duration > deadline:
         raise UsageError(
-            f"the deadline {_time_text(deadline)} is too soon: a job of {_duration_text(duration)} that begins now ends at "
-            f"{_time_text(now + duration)}; give a later deadline, or a shorter --time"
+            f"the deadline {_time_text(deadline)} is too soon: a job of {_duration_text(duration)} that begins now "
+            f"ends at {_time_text(now + duration)}; give a later deadline, or a shorter --time"
         )
     first, last = max(now, forecast.begin), min(deadline, forecast.end) - duration
     if first > last:
         raise ConfigurationError(
-            f"{forecast.path} covers {_time_text(forecast.begin)} to {_time_text(forecast.end)}: no {_duration_text(duration)} of it lie "
-            f"between now, {_time_text(now)}, and the deadline, {_time_text(deadline)}; get a newer or longer forecast, or "
-            "submit without --carbon"
+            f"{forecast.path} covers {_time_text(forecast.begin)} to {_time_text(forecast.end)}: no "
+            f"{_duration_text(duration)} of it lie between now, {_time_text(now)}, and the deadline, "
+            f"{_time_text(deadline)}; get a newer or longer forecast, or submit without --carbon"
         )
     ends = (moment for row in forecast.times for moment in (row, row - duration))
     begins = {first, last, *(moment for moment in ends if first <= moment <= last)}

@@ -28,8 +28,9 @@ class EnergyConfig:
     is the time between two looks at how busy processors, GPUs, memory and network are (0: none).
 
     ``sensor_window_s``: a GPU's sensor looks only so long before each update of its counter. 0: as is known of the
-    model, see `hpcdist.energy.accounts.part_time_sensor`. With ``shift``, steps begin a little later now and then, less than an update
-    of the counter in 64 steps, so that such a sensor sees all parts of them: ranks have to step together.
+    model, see `hpcdist.energy.accounts.part_time_sensor`. With ``shift``, steps begin a little later now and then,
+    less than an update of the counter in 64 steps, so that such a sensor sees all parts of them: ranks have to step
+    together.
 
     What the site uses for cooling and losses is ``pue`` - 1 of what its nodes use. Emissions are known where
     ``carbon_g_per_kwh`` is given, the grams of CO2 equivalents of a kWh; ``carbon_source`` and ``carbon_date`` say

@@ -16,10 +16,10 @@ A fused attention (arXiv:2205.14135) keeps no scores and computes them again: th
 What a context axis cuts are the tokens of a sample. Between the halves of a split backward 32 s h are kept, the inputs
 of linears and the gradients of their outputs (arXiv:2401.10241, table 1).
 
-**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says. Attention keeps
-no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of scratch, but not the
-tiles of attention; keys and values of one other rank are there at a time, and back the gradients that go with them
-(ring attention, arXiv:2310.01889).
+**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says.
+Attention keeps no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of
+scratch, but not the tiles of attention; keys and values of one other rank are there at a time, and back the gradients
+that go with them (ring attention, arXiv:2310.01889).
 """
 
 from dataclasses import replace

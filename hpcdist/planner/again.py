@@ -4,8 +4,9 @@ Without a pipeline "full" repeats every unit but the first, which keeps what it 
 follows at once: ours (`hpcdist.models.recompute`), and the blocks of Megatron-LM (arXiv:2205.05198, section 5), in its
 pipelines too. Ours repeat whole chunks in a pipeline, the ends of the model as well, and nothing where the backward of
 a chunk always follows its forward at once: in the last chunk of 1f1b and of interleaved
-(`hpcdist.strategies.schedule.generate.passes.expand`). "selective" repeats attention, where its scores were in memory: ours
-never are. Memory counts the same of ours by their own arrays (`hpcdist.models.counts.kept_again`) and passes.
+(`hpcdist.strategies.schedule.generate.passes.expand`). "selective" repeats attention, where its scores were in
+memory: ours never are. Memory counts the same of ours by their own arrays (`hpcdist.models.counts.kept_again`) and
+passes.
 """
 
 from functools import lru_cache

@@ -6,9 +6,9 @@ With n values, p ranks, c bytes of payload a value (`hpcdist.planner.payloads`),
     gathered    (p-1) c n        payloads of all to everybody
     summed      2 (p-1)/p c n    an allreduce of payloads
 
-as in `hpcdist.strategies.compressed.reduction`. Where a node has l > 1 of the ranks, the first two may also go between nodes
-only (`hpcdist.strategies.compressed.reduction`): float32 sums in the node, 8 n (l-1)/l bytes of its fast links, and
-n / l values for p / l ranks outside. The faster of both is taken, as a recipe would.
+as in `hpcdist.strategies.compressed.reduction`. Where a node has l > 1 of the ranks, the first two may also go
+between nodes only (`hpcdist.strategies.compressed.reduction`): float32 sums in the node, 8 n (l-1)/l bytes of its
+fast links, and n / l values for p / l ranks outside. The faster of both is taken, as a recipe would.
 """
 
 from typing import Final, NamedTuple

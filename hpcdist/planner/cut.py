@@ -3,8 +3,9 @@
 Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and the head with
 the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1; arXiv:2407.21783,
 section 3.3.2). This toolkit makes the time of the slowest rank as small as can be, by operations
-(`hpcdist.strategies.pipeline.partition`), which takes blocks from the rank that has the head. That programme is quadratic in the
-units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by halving an interval.
+(`hpcdist.strategies.pipeline.partition`), which takes blocks from the rank that has the head. That programme is
+quadratic in the units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by halving an
+interval.
 """
 
 from bisect import bisect_left

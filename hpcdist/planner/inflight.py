@@ -1,8 +1,8 @@
 """How many micro-batches of each chunk a rank of a pipeline has in memory at once.
 
-From the closed forms of `hpcdist.strategies.schedule.generate.registry`: for 1F1B p on the first rank (arXiv:2104.04473), for
-the interleaved schedule with v chunks p v + p - 1 chunks of 1/v of its layers each, which is the (1 + (p - 1) / (p v))
-of arXiv:2205.05198, section 4.2.3. For short pipelines from the operations that are executed
+From the closed forms of `hpcdist.strategies.schedule.generate.registry`: for 1F1B p on the first rank
+(arXiv:2104.04473), for the interleaved schedule with v chunks p v + p - 1 chunks of 1/v of its layers each, which is
+the (1 + (p - 1) / (p v)) of arXiv:2205.05198, section 4.2.3. For short pipelines from the operations that are executed
 (`hpcdist.strategies.pipeline.memory.moments`), exactly, which knows chunks that are not alike.
 """
 

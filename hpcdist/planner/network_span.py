@@ -1,8 +1,8 @@
 """Which links a group of devices crosses: the levels of a cluster as an axis of a layout uses them.
 
-A group of an axis is ``size`` devices, ``stride`` apart (`hpcdist.strategies.core.grid`: tensor fastest, then context, data,
-pipeline). Its *tiers* are the levels of links that it crosses: each box of a tier joins ``fan`` boxes of the tier
-below, and the fans multiply to ``size``.
+A group of an axis is ``size`` devices, ``stride`` apart (`hpcdist.strategies.core.grid`: tensor fastest, then
+context, data, pipeline). Its *tiers* are the levels of links that it crosses: each box of a tier joins ``fan`` boxes
+of the tier below, and the fans multiply to ``size``.
 
 A level's ``bytes_per_s`` is that of a device while all of its box sends. A flat ring has one sender for each group in a
 box, so it is slowed only by other groups (``single``); where all devices send at once it is ``crowded``. With

@@ -14,9 +14,9 @@ the last one is m T and
 That of zb-h1 agrees with arXiv:2401.10241, table 1, where m >= p and W <= I, F. The table tells those of zb-h2 and zb-v
 by the span of one rank, for m >= 2p - 1: their ranks begin up to (p-1) F / v after each other, and end so. Where no
 step waits for all ranks, as with the "post-validation" of that paper, the next one begins meanwhile, and that much is
-no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate.timeline`) for any m and times; zb-v for
-F = I = W, else within 5 %. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the means of
-the others: an approximation.
+no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate.timeline`) for any m and times; zb-v
+for F = I = W, else within 5 %. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the
+means of the others: an approximation.
 
 Where chunks are computed again, in A, before they wait for their gradients, as ours are, less is idle: with B = I + W,
 T = A + F + B, and m > 1 (interleaved m > p)

@@ -155,8 +155,9 @@ def _matrices(description: Description, layout: Layout) -> tuple[tuple[int, int,
 def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost:
     """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local).
 
-    In hpcdist the first one owns it: the gradient comes, the new value goes back (`hpcdist.strategies.pipeline.tied`). A
-    folded schedule puts both ends of the model on the first rank, which needs no message.
+    In hpcdist the first one owns it: the gradient comes, the new value goes back
+    (`hpcdist.strategies.pipeline.tied`). A folded schedule puts both ends of the model on the first rank, which needs
+    no message.
     """
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NOTHING

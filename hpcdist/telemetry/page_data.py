@@ -70,7 +70,8 @@ class Beside:
     checkpoints: Sequence[Checkpoint] = ()
     checkpoints_reason: str = NO_CHECKPOINT
     sample: Sample = field(default_factory=Sample)
-    # From joules (NaN: not known) and seconds to what they cost, under the names of `hpcdist.energy.accounts.energy_metrics.figures`.
+    # From joules (NaN: not known) and seconds to what they cost, under the names of
+    # `hpcdist.energy.accounts.energy_metrics.figures`.
     costs: Callable[[float, float], Mapping[str, Any]] = field(default=lambda joules, seconds: {})
 
 

@@ -3,8 +3,9 @@
 Where every rank has the whole state, and the update that follows the agreement of a step sends nothing, nothing has to
 be copied: a survivor either made the update, whole, or did not begin it, and those that made it give it to the others.
 Everywhere else each rank keeps a copy of its own part of the state as it was after a step, and its partner another one
-(`hpcdist.checkpoint.partner.redundancy`): a death in the middle of an update tears nothing, since all go back to the copies of the
-newest step that are complete. That repeats ``every_steps`` steps at the most, and bit for bit on the same layout.
+(`hpcdist.checkpoint.partner.redundancy`): a death in the middle of an update tears nothing, since all go back to the
+copies of the newest step that are complete. That repeats ``every_steps`` steps at the most, and bit for bit on the
+same layout.
 """
 
 import socket

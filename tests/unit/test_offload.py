@@ -401,7 +401,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
 def test_checkpoints_go_from_files_to_memory_and_back(
     text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("manifest", "blocks", "filling", "slots", "sources"):
+    for module in ("format.manifest", "format.block_reader", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
     files = settings | away(tmp_path, ALL_AWAY)

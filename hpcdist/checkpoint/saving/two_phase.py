@@ -177,8 +177,8 @@ def save(
     ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring may be
     written twice. They are only read, and may change when the call returns. ``scalars`` and ``about`` (JSON values)
     are taken from rank 0, and so is ``keep``, which checkpoints stay (a number: the newest so many). ``writers``: see
-    `hpcdist.checkpoint.saving.two_phase`. Raises StorageError on all ranks when one of them cannot write; the checkpoints that
-    were there are then untouched.
+    `hpcdist.checkpoint.saving.two_phase`. Raises StorageError on all ranks when one of them cannot write; the
+    checkpoints that were there are then untouched.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 

@@ -46,8 +46,8 @@ class EnergyWatch:
     """Measures from construction to `finish`. Raises MissingCapabilityError where there is nothing to read.
 
     GPUs are those that CUDA_VISIBLE_DEVICES names, and all of them where it names none. ``output`` is a file that gets
-    the samples, in the tables of `hpcdist.energy.monitor.tables`; what is there already is kept, and this is one session more.
-    Raises StorageError where it cannot be written; should that come later, ``lost_output`` says so.
+    the samples, in the tables of `hpcdist.energy.monitor.tables`; what is there already is kept, and this is one
+    session more. Raises StorageError where it cannot be written; should that come later, ``lost_output`` says so.
     """
 
     def __init__(

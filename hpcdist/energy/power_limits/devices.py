@@ -205,7 +205,8 @@ def _refused(name: str, what: str, error: Exception) -> NoReturn:
     binding = nvml.load_pynvml()
     if isinstance(error, binding.NVMLError_NoPermission):
         raise MissingCapabilityError(
-            f"{name}: its {what} may be changed by root only (the driver says: {error}); {ROOT_HINT}, or {UNPRIVILEGED_HINT}"
+            f"{name}: its {what} may be changed by root only (the driver says: {error}); "
+            f"{ROOT_HINT}, or {UNPRIVILEGED_HINT}"
         ) from None
     if isinstance(error, binding.NVMLError_NotSupported | binding.NVMLError_FunctionNotFound):
         raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {UNPRIVILEGED_HINT}") from None
@@ -229,7 +230,8 @@ def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list
     for uuid in uuids:
         if uuid in partitioned:
             raise MissingCapabilityError(
-                f"{uuid}: in MIG mode its limits hold for all of its instances, also those of others; {UNPRIVILEGED_HINT}"
+                f"{uuid}: in MIG mode its limits hold for all of its instances, also those of others; "
+                f"{UNPRIVILEGED_HINT}"
             )
     return [GPU_LIMIT_KINDS[kind](uuid) for uuid in dict.fromkeys(uuids)]
 
@@ -270,7 +272,8 @@ class CpuPowerLimit:
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
-                f"{self.name}: its limits are switched off; write 1 to {self._zone / 'enabled'} as root, or {UNPRIVILEGED_HINT}"
+                f"{self.name}: its limits are switched off; write 1 to {self._zone / 'enabled'} as root, or "
+                f"{UNPRIVILEGED_HINT}"
             )
         most = self._text(f"constraint_{self._number()}_max_power_uw")
         return LimitRange(most=int(most) / self.per_unit if most.isdecimal() and int(most) else None)
@@ -281,7 +284,8 @@ class CpuPowerLimit:
             return int(self._limit.read_text())
         except FileNotFoundError:
             raise MissingCapabilityError(
-                f"{self.name}: {self._limit} does not exist: this processor shows energy, and no limit; {UNPRIVILEGED_HINT}"
+                f"{self.name}: {self._limit} does not exist: this processor shows energy, and no limit; "
+                f"{UNPRIVILEGED_HINT}"
             ) from None
         except (OSError, ValueError) as error:
             raise MissingCapabilityError(f"{self._limit} cannot be read: {error}") from None

@@ -67,8 +67,6 @@ def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str
     return gpus[int(entry)].uuid
 
 
-__all__ = ["ORDER", "VISIBLE", "NvmlDriver", "NvmlGpu", "GpuCounter", "load_pynvml", "gpus_in_use"]
-
 MIG_NOTE: Final = "MIG: of all its instances together, also those of others"
 # What to ask for the power, best first: the name of the field, its scope, and how we call both.
 POWER_FIELDS: Final = (

@@ -129,8 +129,8 @@ class ShardedUpdate:
 class ShardedUpdateExchange:
     """What exchanges in lock-step share: one store of parameters and gradients each, and an `Owner` of parts of them.
 
-    See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds how
-    gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
+    See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds
+    how gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
     """
 
     lock_step = True

@@ -322,6 +322,3 @@ class ZeroExchange(ShardedUpdateExchange):
         """Return this rank's share, by bytes, of the own cuts: what several ranks own is written once."""
         own = counted(self.seat.layout, self.levels.of_replicas(self.owner.parts), self.seat.tensor)
         return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)
-
-
-__all__ = ["ZeroExchange"]
