@@ -16,17 +16,17 @@ import tempfile
 CHILD = """
 import gc, sys, time
 begin = time.perf_counter()
-from hpcdist.strategies.schedule import simulate, simulate_passes
+from hpcdist.strategies.schedule.simulate import passes, timeline
 from hpcdist.strategies.schedule.generate.schedule_file import generated
-from hpcdist.strategies.schedule.simulate.costs import Costs
+from hpcdist.strategies.schedule.simulate.costs import StepCosts
 name, stages, microbatches, chunks = sys.argv[1], *map(int, sys.argv[2:])
 imported = time.perf_counter()
 gc.disable()  # as the command does: a million tuples would be looked through again and again
 written = generated(name, stages, microbatches, chunks)
 placement = written.place([range(unit, unit + 1) for unit in range(stages * written.chunks)])
-rows = [simulate_passes.compact(row) for row in written.passes]
+rows = [passes.compact(row) for row in written.passes]
 made = time.perf_counter()
-found = simulate.passes(rows, placement, Costs.equal(len(placement.chunks), 1.0, 1.0, 1.0))
+found = timeline.simulate_passes(rows, placement, StepCosts.equal(len(placement.chunks), 1.0, 1.0, 1.0))
 bubble = found.bubble
 done = time.perf_counter()
 count = sum(map(len, written.passes))

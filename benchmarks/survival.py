@@ -24,8 +24,8 @@ import numpy as np
 
 from hpcdist.hdf5 import files, tables
 from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import METRICS_FILE
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training.metrics import METRICS_FILE
 
 RANKS: Final = 4
 EVERY: Final = 6  # steps between two deaths

@@ -60,7 +60,8 @@ def test_a_failure_has_its_code():
 
 
 def test_it_outlives_who_submits_it(tmp_path):
-    code = f"from pathlib import Path\nfrom hpcdist.batch import local\nprint(local.submit({SLEEP!r}, Path('log')))"
+    imports = "from pathlib import Path\nfrom hpcdist.batch.schedulers import local\n"
+    code = f"{imports}print(local.submit({SLEEP!r}, Path('log')))"
     done = subprocess.run([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     job = done.stdout.strip()
     until((tmp_path / "ready").exists)

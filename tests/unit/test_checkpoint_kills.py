@@ -37,9 +37,9 @@ import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint.saving.background import Background
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import newest, restore
-from hpcdist.checkpoint.saving.two_phase import Plan, make
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 
@@ -76,11 +76,11 @@ def body(comm):
     if found is not None:
         step = restore(found, [piece])["step"]
         assert (state == step).all(), (step, state)
-    beside, begun = Background(comm), 0
+    beside, begun = BackgroundCheckpoints(comm), 0
     while True:
         step += 1
         state[...] = step
-        plan = Plan(run / "checkpoints", step, comm.size, {"step": step}, {}, 2)
+        plan = SavePlan(run / "checkpoints", step, comm.size, {"step": step}, {}, 2)
         try:
             if way == "beside":
                 complete, begun = begun, 0
@@ -88,7 +88,7 @@ def body(comm):
                 begun = step
             else:
                 complete = 0
-                make(plan, [piece], comm, "rank" if way == "alone" else "1")
+                save_planned(plan, [piece], comm, "rank" if way == "alone" else "1")
                 complete = step
         except StorageError:
             complete = -1

@@ -26,8 +26,8 @@ from hpcdist.training import recipe as recipes
 HOLD = """
 import sys, time
 from pathlib import Path
-from hpcdist.checkpoint.lock import Lock
-Lock().take(Path(sys.argv[1]))
+from hpcdist.checkpoint.lock import RunLock
+RunLock().take(Path(sys.argv[1]))
 print("taken", flush=True)
 time.sleep(600)
 """

@@ -26,18 +26,19 @@ LIMIT_S = 120
 PRELUDE = """
 import atexit, json, os, signal, sys, threading, time
 from pathlib import Path
-from hpcdist.energy import limits, limits_gpu, limits_record, nvml
+from hpcdist.energy.power_limits import apply, devices, journal
+from hpcdist.energy.sources import nvml
 from hpcdist.energy.power_limits.devices import GPU_CLOCK, GPU_POWER
-from hpcdist.energy.power_limits.devices import check
+from hpcdist.energy.power_limits.devices import check_value
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError
 
 FOLDER = Path(os.environ["FOLDER"])
 
 def power(driver, *numbers):
-    return limits_gpu.gpus(driver, [f"GPU-{number:02d}" for number in numbers], GPU_POWER)
+    return devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_POWER)
 
 def clocks(driver, *numbers):
-    return limits_gpu.gpus(driver, [f"GPU-{number:02d}" for number in numbers], GPU_CLOCK)
+    return devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_CLOCK)
 
 def refused(call):
     try:
@@ -46,7 +47,7 @@ def refused(call):
         return f"{type(error).__name__}: {error}"
 
 def enter(wanted):
-    with limits.limited(wanted, FOLDER):
+    with apply.limited(wanted, FOLDER):
         return "changed"
 
 def tell(value):
@@ -104,14 +105,14 @@ def test_limits_of_chosen_gpus_hold_inside_and_only_there(program, place, rng):
     chosen = sorted(rng.choice(12, 3, replace=False).tolist(), key=lambda number: -number)
     watts = int(rng.integers(100, 350))
     source = f"""
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     knobs = power(driver, *{chosen}, {chosen[0]})
     before = [knob.now() for knob in power(driver, *range(12))]
-    with limits.limited([(knob, {watts}.0) for knob in knobs], FOLDER) as in_force:
+    with apply.limited([(knob, {watts}.0) for knob in knobs], FOLDER) as in_force:
         inside = [knob.now() for knob in power(driver, *range(12))]
-        records = len(limits_record.records(FOLDER)[0])
+        records = len(journal.records(FOLDER)[0])
     after = [knob.now() for knob in power(driver, *range(12))]
-tell([list(in_force), before, inside, after, records, len(limits_record.records(FOLDER)[0])])
+tell([list(in_force), before, inside, after, records, len(journal.records(FOLDER)[0])])
 """
     in_force, before, inside, after, records, records_after = program([gpu(number) for number in range(12)], source)
     assert in_force == [watts] * 3, "a GPU that is named twice is limited once"
@@ -123,9 +124,9 @@ tell([list(in_force), before, inside, after, records, len(limits_record.records(
 def test_what_was_there_before_is_no_default(program, place):
     (place[0] / "gpus.set").write_text("GPU-00 222000 0 0 0 0\n")
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     (knob,) = power(driver, 0)
-    with limits.limited([(knob, 150.0)], FOLDER):
+    with apply.limited([(knob, 150.0)], FOLDER):
         inside = knob.now()
     tell([inside, knob.now()])
 """
@@ -134,10 +135,10 @@ with nvml.Driver() as driver:
 
 def test_clocks_are_locked_and_free_again(program, place):
     source = """
-with nvml.Driver() as driver:
-    with limits.limited([(clocks(driver, 0)[0], 1200.0)], FOLDER) as in_force:
+with nvml.NvmlDriver() as driver:
+    with apply.limited([(clocks(driver, 0)[0], 1200.0)], FOLDER) as in_force:
         inside = [line.split()[4:] for line in open(os.environ["NVML_STUB"] + ".set")]
-    tell([inside, list(in_force), refused(lambda: check(clocks(driver, 0)[0], 2000.0))])
+    tell([inside, list(in_force), refused(lambda: check_value(clocks(driver, 0)[0], 2000.0))])
 """
     inside, in_force, why = program([gpu(0)], source)
     assert inside == [["1200", "1200"]] and in_force == [None], "nobody can tell which clock is locked"
@@ -148,7 +149,7 @@ with nvml.Driver() as driver:
 @pytest.mark.parametrize("watts", [99.0, 351.0, 0.0, -5.0, float("nan"), float("inf")])
 def test_out_of_range_is_refused_before_anything_changes(program, place, watts):
     source = f"""
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     tell(refused(lambda: enter([(power(driver, 0)[0], 200.0), (power(driver, 1)[0], float("{watts}"))])))
 """
     said = program([gpu(0), gpu(1)], source)
@@ -159,13 +160,13 @@ with nvml.Driver() as driver:
 def test_no_permission_is_refused_with_the_cure_and_the_others_are_put_back(program, place):
     denied = gpu(1, "limits=100000:300000:350000", "clocks=210:1980", "denied")
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     both = power(driver, 0, 1)
     tell([
         refused(lambda: enter([(knob, 200.0) for knob in both])),
-        refused(lambda: limits.permitted(both, FOLDER)),
-        refused(lambda: limits.permitted(clocks(driver, 1), FOLDER)),
-        limits.permitted(power(driver, 0), FOLDER),
+        refused(lambda: apply.check_permitted(both, FOLDER)),
+        refused(lambda: apply.check_permitted(clocks(driver, 1), FOLDER)),
+        apply.check_permitted(power(driver, 0), FOLDER),
     ])
 """
     *words, permitted = program([gpu(0), denied], source)
@@ -179,9 +180,9 @@ with nvml.Driver() as driver:
 def test_what_cannot_be_limited_says_so(program):
     gpus = [gpu(0, "power=1"), gpu(1, mig=1), gpu(2, energy="lost")]
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     tell([refused(lambda: call(driver, n)) for call, n in [
-        (lambda d, n: check(power(d, n)[0], 200.0), 0), (lambda d, n: clocks(d, n)[0].put(900), 0),
+        (lambda d, n: check_value(power(d, n)[0], 200.0), 0), (lambda d, n: clocks(d, n)[0].put(900), 0),
         (power, 1), (power, 77), (lambda d, n: enter([(power(d, n)[0], None)]), 2)]])
 """
     no_limit, no_clock, mig, unknown, lost = program(gpus, source)
@@ -206,9 +207,9 @@ CODES = {"exception": 1, "exit": 3, "keyboard": -2, "term": -15, "hangup": -1, "
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_however_the_process_ends_limits_come_back(program, place, ending):
     source = f"""
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     wanted = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with limits.limited(wanted, FOLDER):
+    with apply.limited(wanted, FOLDER):
         tell([line.split()[0:2] for line in open(os.environ["NVML_STUB"] + ".set")])
         {ENDINGS[ending]}
 """
@@ -219,7 +220,7 @@ with nvml.Driver() as driver:
 
 def test_a_signal_while_limits_are_put_back_waits(program, place):
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     knobs = power(driver, 0, 1)
     first = knobs[1].put
     def slow(value):
@@ -227,7 +228,7 @@ with nvml.Driver() as driver:
             os.kill(os.getpid(), signal.SIGTERM)  # in the middle: GPU-00 is still to come
         first(value)
     knobs[1].put = slow
-    with limits.limited([(knob, 200.0) for knob in knobs], FOLDER):
+    with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
         tell("inside")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
@@ -238,7 +239,7 @@ with nvml.Driver() as driver:
 
 def test_a_signal_while_limits_are_set_waits_too(program, place):
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     knobs = power(driver, 0, 1)
     first = knobs[0].put
     def interrupted(value):
@@ -247,7 +248,7 @@ with nvml.Driver() as driver:
             os.kill(os.getpid(), signal.SIGTERM)  # set, and nobody has noted it yet
     knobs[0].put = interrupted
     tell("outside")
-    with limits.limited([(knob, 200.0) for knob in knobs], FOLDER):
+    with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
         tell("inside")
 """
     assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == "outside"
@@ -256,10 +257,10 @@ with nvml.Driver() as driver:
 
 def test_the_end_of_the_process_puts_back_what_a_thread_has_limited(program, place):
     source = """
-driver = nvml.Driver()
+driver = nvml.NvmlDriver()
 inside = threading.Event()
 def work():
-    with limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+    with apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
         inside.set()
         time.sleep(600)
 threading.Thread(target=work, daemon=True).start()
@@ -272,8 +273,8 @@ tell(power(driver, 0)[0].now())
 
 def test_a_child_that_was_forked_puts_nothing_back(program):
     source = """
-with nvml.Driver() as driver:
-    with limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+with nvml.NvmlDriver() as driver:
+    with apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
         child = os.fork()
         if child == 0:
             sys.exit(0)
@@ -285,13 +286,13 @@ with nvml.Driver() as driver:
 
 def test_a_limit_that_cannot_be_put_back_is_told_and_stays_in_the_record(program, place):
     source = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     def body():
-        with limits.limited([(knob, 200.0) for knob in power(driver, 0, 1)], FOLDER):
+        with apply.limited([(knob, 200.0) for knob in power(driver, 0, 1)], FOLDER):
             path = Path(os.environ["NVML_STUB"])
             path.write_text(path.read_text().replace("210:1980\\n", "210:1980 denied\\n", 1))
     said = refused(body)
-    ((change,),) = [record.changes for record in limits_record.records(FOLDER)[0]]
+    ((change,),) = [record.changes for record in journal.records(FOLDER)[0]]
     tell([said, change.device, change.before])
     atexit._clear()  # which would try once more, and tell once more
 """
@@ -303,15 +304,15 @@ with nvml.Driver() as driver:
 
 
 KILLED = """
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     wanted = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with limits.limited(wanted, FOLDER):
+    with apply.limited(wanted, FOLDER):
         tell("inside")
         os.kill(os.getpid(), signal.SIGKILL)
 """
 RESTORE = """
 lines = []
-well = limits.put_back(FOLDER, lines.append)
+well = apply.put_back(FOLDER, lines.append)
 tell([well, lines])
 """
 
@@ -323,7 +324,7 @@ def test_after_a_kill_the_record_brings_limits_back(program, place):
     path = place[0] / "state/hpcdist/limits" / name
     assert path.stat().st_mode & 0o077 == 0, "nobody else may say what limits were"
 
-    again = "with nvml.Driver() as driver:\n    tell(refused(lambda: enter([(power(driver, 1)[0], 150.0)])))"
+    again = "with nvml.NvmlDriver() as driver:\n    tell(refused(lambda: enter([(power(driver, 1)[0], 150.0)])))"
     said = program(None, again)
     assert "still those of a process that was killed" in said and "hpcdist bench power --restore" in said
     well, lines = program(None, RESTORE)
@@ -356,14 +357,14 @@ def test_a_record_that_cannot_be_acted_on_stays(program, place):
 def test_a_second_sweep_of_the_same_gpu_is_refused_while_the_first_is_at_work(program, place):
     source = """
 import subprocess
-with nvml.Driver() as driver, limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+with nvml.NvmlDriver() as driver, apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
     other = subprocess.run([sys.executable, "-c", os.environ["OTHER"]], capture_output=True, text=True)
     tell(json.loads(other.stdout.splitlines()[-1]))
 """
     other = f"""{PRELUDE}
-with nvml.Driver() as driver:
+with nvml.NvmlDriver() as driver:
     lines = []
-    well = limits.put_back(FOLDER, lines.append)
+    well = apply.put_back(FOLDER, lines.append)
     tell([refused(lambda: enter([(power(driver, 0)[0], 150.0)])), enter([(power(driver, 1)[0], 150.0)]), well, lines])
 """
     folder, environment = place

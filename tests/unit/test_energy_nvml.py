@@ -20,14 +20,14 @@ PRELUDE = """
 import json, math, os, sys, threading, time
 from pathlib import Path
 from hpcdist.comm.threads import run_threads
-from hpcdist.energy import counters, nvml
+from hpcdist.energy.sources import counters, nvml
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources.counters import ReadError, Track
-from hpcdist.energy.monitor.monitor import Monitor
+from hpcdist.energy.sources.counters import SensorReadError, CounterReader
+from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.errors import MissingCapabilityError
 
 NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
-driver = nvml.Driver
+driver = nvml.NvmlDriver
 
 def set_counters(**mj):
     '''Give GPUs, by uuid with - for _, another ENERGY.'''
@@ -40,7 +40,7 @@ def set_counters(**mj):
 def refused(call):
     try:
         call()
-    except (MissingCapabilityError, ReadError) as error:
+    except (MissingCapabilityError, SensorReadError) as error:
         return str(error)
 
 def tell(value):
@@ -76,7 +76,7 @@ def program(nvml_stub, tmp_path):
 
 
 TWELVE = [gpu(number) for number in range(12)]
-VISIBLE = "with driver() as open_driver:\n    tell(nvml.used(open_driver, None, os.environ))"
+VISIBLE = "with driver() as open_driver:\n    tell(nvml.gpus_in_use(open_driver, None, os.environ))"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,8 @@ def test_twelve_gpus_in_the_order_of_cuda(program, variable, expected):
 
 def test_a_rank_on_a_gpu_is_found_by_its_pci_address(program):
     source = (
-        "with driver() as one:\n    tell([nvml.used(one, '0000:1b:00.0', {}), refused(lambda: one.at('0000:ff:00.0'))])"
+        "with driver() as one:\n"
+        "    tell([nvml.gpus_in_use(one, '0000:1b:00.0', {}), refused(lambda: one.at('0000:ff:00.0'))])"
     )
     found, reason = program(TWELVE, source, CUDA_VISIBLE_DEVICES="3")
     assert found == ["GPU-11"] and "NVML does not find the GPU at 0000:ff:00.0" in reason
@@ -108,7 +109,7 @@ def test_a_rank_on_a_gpu_is_found_by_its_pci_address(program):
 
 def test_unlike_gpus_have_no_index_but_in_bus_order(program):
     gpus = [gpu(0, name="T400"), gpu(1)]
-    asked = "with driver() as one:\n    tell(refused(lambda: nvml.used(one, None, os.environ)))"
+    asked = "with driver() as one:\n    tell(refused(lambda: nvml.gpus_in_use(one, None, os.environ)))"
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in program(gpus, asked, CUDA_VISIBLE_DEVICES="0")
     assert program(gpus, VISIBLE, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["GPU-00"]
     assert program(gpus, VISIBLE, CUDA_VISIBLE_DEVICES="GPU-00") == ["GPU-00"]
@@ -131,7 +132,7 @@ tell([unsupported, unknown, lost, power])
 def test_failing_reads_and_a_driver_that_was_reloaded(program):
     source = """
 with driver() as one:
-    track = Track(one.counter("GPU-00"))
+    track = CounterReader(one.counter("GPU-00"))
     values = []
     for number, energy in enumerate(["fixed:9007199254740993", "lost", "lost", "fixed:9007199254740999",
                                   "fixed:18446744073709551615", "fixed:9007199254741000", "fixed:5"]):
@@ -181,7 +182,8 @@ def settle(monitor, comm):
     time.sleep(2.2 * longest + 0.001)
 
 def body(comm):
-    with Monitor(comm, NVML_ONLY, bus_id=BUS[comm.rank], environment={}, host=f"host {comm.rank // RANKS}") as monitor:
+    host = f"host {comm.rank // RANKS}"
+    with EnergyMonitor(comm, NVML_ONLY, bus_id=BUS[comm.rank], environment={}, host=host) as monitor:
         running = [thread.name for thread in threading.enumerate()].count("energy sampler")
         with monitor.window("training"):
             for mj in (1000, 2000, 3000):
@@ -256,7 +258,7 @@ def test_the_counter_of_a_running_clock(program):
     """Ten watts, stepping every 20 ms: joules are watts times seconds, up to what the edges are late."""
     source = """
 def body(comm):
-    with Monitor(comm, NVML_ONLY, bus_id="0000:10:00.0", environment={}) as monitor:
+    with EnergyMonitor(comm, NVML_ONLY, bus_id="0000:10:00.0", environment={}) as monitor:
         with monitor.window("training"):
             time.sleep(0.8)
         rows = monitor.collect()[0]
@@ -325,7 +327,7 @@ counters.PROBE_NS = 0
 NAMES = ["MIG-a1", "MIG-a2", "MIG-b1", "MIG-a1"]
 def body(comm):
     environment = {"CUDA_VISIBLE_DEVICES": NAMES[comm.rank]}
-    with Monitor(comm, NVML_ONLY, environment=environment, host="one") as monitor:
+    with EnergyMonitor(comm, NVML_ONLY, environment=environment, host="one") as monitor:
         with monitor.window("training"):
             for mj in (2000, 3000, 4000):
                 comm.barrier()
@@ -374,11 +376,11 @@ with driver() as one:
 def test_without_a_counter_power_is_integrated_and_said_to_be(program):
     """Fifty watts that become ten, and a driver that is silent for longer than may be bridged."""
     source = """
-from hpcdist.energy import integrated
+from hpcdist.energy.sources import counters
 now = [0]
-real = integrated.Integrated
+real = counters.IntegratedPower
 integrated_with_clock = lambda *arguments, **named: real(*arguments, clock_ns=lambda: now[0], **named)
-nvml.Integrated = integrated_with_clock
+nvml.IntegratedPower = integrated_with_clock
 
 def tell_power(words):
     path = Path(os.environ["NVML_STUB"])
@@ -386,7 +388,7 @@ def tell_power(words):
 
 with driver() as one:
     counter = one.counter("GPU-00", 1, 0.1)
-    track, values = Track(counter), []
+    track, values = CounterReader(counter), []
     for seconds, words in [(0, "power=50000"), (1, "power=50000"), (1.5, "power=10000"), (2, ""), (2.5, "power=10000"),
                            (3, "power=10000"), (9, "power=10000"), (10, "power=10000")]:
         now[0] = round(seconds * 1e9)
@@ -405,10 +407,10 @@ def test_counter_and_integrated_power_agree(program):
     """Of a driver that has both, over a running clock: 300 W as energy, and as power."""
     source = """
 from dataclasses import replace
-from hpcdist.energy.sources.counters import Integrated
+from hpcdist.energy.sources.counters import IntegratedPower
 with driver() as one:
     counter = one.counter("GPU-00")
-    watts = Integrated("GPU-00", "gpu", counter._sensor.power_mw, counter.about, 0.01)
+    watts = IntegratedPower("GPU-00", "gpu", counter._sensor.power_mw, counter.about, 0.01)
     first, then = counter.read(), watts.read()
     for _ in range(100):
         time.sleep(0.005)
@@ -425,7 +427,7 @@ from hpcdist.energy.sources.utilisation import COLUMNS
 def body(comm):
     chosen = EnergyConfig(sources="none", utilisation_s=0.05)
     bus = f"0000:{10 + comm.rank}:00.0"
-    with Monitor(comm, chosen, bus_id=bus, environment={}, host="one") as monitor:
+    with EnergyMonitor(comm, chosen, bus_id=bus, environment={}, host="one") as monitor:
         rows = []
         while not rows or not len(rows[0].drained.looks):
             time.sleep(0.02)

@@ -124,7 +124,7 @@ def test_the_real_package_takes_every_phase_without_a_tool():
 def test_a_tool_sees_the_ranges(tmp_path):
     code = """
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.observers import within
+from hpcdist.strategies.schedule.observers import in_range
 from hpcdist.telemetry.nvtx import NvtxRanges
 ranges = NvtxRanges()
 
@@ -135,8 +135,8 @@ def handler(op):
 for step in range(2):
     try:
         with ranges("step", "step"):
-            within(ranges, "compute", handler)(Operation(Kind.FORWARD, 0, 3))
-            within(ranges, "communication", handler)(Operation(Kind.REDUCE))
+            in_range(ranges, "compute", handler)(Operation(Kind.FORWARD, 0, 3))
+            in_range(ranges, "communication", handler)(Operation(Kind.REDUCE))
     except ArithmeticError:
         pass
 """
