@@ -35,9 +35,9 @@ import architectures_report
 from architectures_catalogue import SCENARIOS
 from architectures_study import study
 
-from hpcdist.bench.collectives_report import check_plot
+from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import HpcdistError
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 from hpcdist.telemetry.provenance import provenance
 
 
@@ -58,12 +58,12 @@ def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
     if options.plot is not None:
         check_plot(options.plot)
-    cluster = cluster_file.read(options.cluster)
+    cluster = toml_file.read(options.cluster)
     found = [study(scenario, cluster) for scenario in SCENARIOS if scenario.name in options.scenarios]
     print(architectures_report.text(found))
     if options.output is not None:
         kept = provenance(anonymous=options.anonymous)
-        architectures_file.write(options.output, found, kept, cluster_file.dump(cluster))
+        architectures_file.write(options.output, found, kept, toml_file.dump(cluster))
     if options.plot is not None:
         architectures_plot.plot(found, options.plot)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from hpcdist.planner.cluster import Cluster, Level
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster.hardware import Cluster, LinkLevel
+from hpcdist.planner.layout import ParallelLayout
 
 COUNTS: Final = tuple(8 << doubling for doubling in range(15))  # 8 to 131,072 devices
 SERVED: Final = 8  # devices for each dedicated server, itself included
@@ -13,8 +13,9 @@ MICROBATCHES: Final = (64, 32, 16, 8, 4, 2, 1)
 DEPTHS: Final = (1, 2, 4, 8, 16, 32, 64)  # of pipelines
 RECOMPUTE: Final = ("none", "selective", "full")
 # Published kernels, and 16-bit gradients everywhere, so that volumes are those of the literature. What hpcdist sends is
-# another thing (`hpcdist.planner.wire`): float32 sums in its allreduces, 16 bits to the owners of ZeRO.
-BASE: Final = Layout(implementation="megatron", precision="bfloat16", main_gradients="working", library="mpi")
+# another thing (`hpcdist.planner.time.gradient_payloads`): float32 sums in its allreduces, 16 bits to the owners of
+# ZeRO.
+BASE: Final = ParallelLayout(implementation="megatron", precision="bfloat16", main_gradients="working", library="mpi")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Scenario:
         inside = cluster.levels[0]
         # 94 % of the line: TCP payload of frames of 1500 bytes; 30 us, kernel and switches: assumptions of this study.
         line = 0.94 * self.node_bits_per_s / 8
-        wire = Level(
+        wire = LinkLevel(
             name=f"{self.node_bits_per_s / 1e9:g} Gbit/s Ethernet",
             devices=0,
             latency_s=30e-6,
@@ -69,7 +70,7 @@ SCENARIOS: Final = (
 )
 
 
-Grids = Callable[[int], Iterator[Layout]]  # from devices to the layouts of an architecture
+Grids = Callable[[int], Iterator[ParallelLayout]]  # from devices to the layouts of an architecture
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Architecture:
 
 
 def _servers(count: Callable[[int], int]) -> Grids:
-    def grids(devices: int) -> Iterator[Layout]:
+    def grids(devices: int) -> Iterator[ParallelLayout]:
         servers = count(devices)
         yield replace(BASE, data=devices - servers, servers=servers, strategy="parameter_server")
 
@@ -90,7 +91,7 @@ def _servers(count: Callable[[int], int]) -> Grids:
 
 
 def _flat(strategy: str, *ways: tuple[str, str], compressions: tuple[str, ...] = ("none",)) -> Grids:
-    def grids(devices: int) -> Iterator[Layout]:
+    def grids(devices: int) -> Iterator[ParallelLayout]:
         for library, algorithm in ways:
             for compression in compressions:
                 keys = {"library": library, "algorithm": algorithm, "compression": compression}
@@ -99,13 +100,13 @@ def _flat(strategy: str, *ways: tuple[str, str], compressions: tuple[str, ...] =
     return grids
 
 
-def _pipelines(devices: int) -> Iterator[Layout]:
+def _pipelines(devices: int) -> Iterator[ParallelLayout]:
     for depth in DEPTHS[1:]:
         if devices % depth == 0:
             yield replace(BASE, data=devices // depth, pipeline=depth)
 
 
-def _cubes(devices: int) -> Iterator[Layout]:
+def _cubes(devices: int) -> Iterator[ParallelLayout]:
     for tensor in (1, 2, 4, 8):
         for depth in DEPTHS:
             if tensor * depth > 1 and devices % (tensor * depth) == 0:
@@ -114,7 +115,7 @@ def _cubes(devices: int) -> Iterator[Layout]:
                     yield replace(BASE, data=devices // (tensor * depth), strategy="zero1", schedule=schedule, **inner)  # type: ignore[arg-type]
 
 
-def _sharded(devices: int) -> Iterator[Layout]:
+def _sharded(devices: int) -> Iterator[ParallelLayout]:
     for tensor in (2, 4, 8):
         for library in ("mpi", "nccl"):
             keys = {"tensor": tensor, "sequence_parallel": True, "library": library}

@@ -8,7 +8,7 @@ from architectures_catalogue import COUNTS
 from architectures_report import LABELS
 from architectures_study import PARTS, Found, Point
 
-from hpcdist.bench.collectives_report import check_plot
+from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError
 
 BARS: Final = (1024, 16384)

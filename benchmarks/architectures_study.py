@@ -11,16 +11,17 @@ from typing import Final, NamedTuple
 from architectures_catalogue import ARCHITECTURES, COUNTS, MICROBATCHES, RECOMPUTE, Architecture, Scenario
 
 from hpcdist.errors import HpcdistError
-from hpcdist.planner import limits, models
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Description
-from hpcdist.planner.estimate import Estimate
-from hpcdist.planner.exchange import exchange
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import memory
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model import published
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.search_space import divisors
-from hpcdist.planner.shape import describe
+from hpcdist.planner.search.space import divisors
+from hpcdist.planner.time.exchange import exchange
 
 STEPS: Final = 10_000_000  # of a run: many saves and failures
 ROOM: Final = 0.95  # of the memory: the rest is for what a plan does not see
@@ -38,7 +39,7 @@ class Point(NamedTuple):
 
     devices: int
     samples: int
-    estimate: Estimate | None
+    estimate: PlanEstimate | None
     reason: str
     least_bytes: float  # of memory, of the layout that needs least, whether it fits or not
     losses: dict[str, float]
@@ -65,16 +66,18 @@ class Point(NamedTuple):
         return sum(self.estimate.memory.terms.get(name, 0.0) for name in STATES) if self.estimate else float("nan")
 
 
-def best(architecture: Architecture, devices: int, samples: int, description: Description, cluster: Cluster) -> Point:
+def best(
+    architecture: Architecture, devices: int, samples: int, description: ModelDescription, cluster: Cluster
+) -> Point:
     """Return the fastest layout that fits."""
-    found: Estimate | None = None
+    found: PlanEstimate | None = None
     least, reasons = float("inf"), dict[str, None]()
     for layout in _candidates(architecture, devices, samples):
         if samples < layout.data:
             reasons.setdefault("batch")
             continue
         batch = _whole(layout, samples)
-        problem = next(iter(limits.shape_problems(description, layout, cluster, batch)), None)
+        problem = next(iter(checks.shape_problems(description, layout, cluster, batch)), None)
         if problem is not None:
             reasons.setdefault(problem.limit)
             continue
@@ -100,7 +103,7 @@ def best(architecture: Architecture, devices: int, samples: int, description: De
     return Point(devices, samples, found, "", least, losses(found, samples, description, cluster), served)
 
 
-def _candidates(architecture: Architecture, devices: int, samples: int) -> Iterator[Layout]:
+def _candidates(architecture: Architecture, devices: int, samples: int) -> Iterator[ParallelLayout]:
     for grid in architecture.grids(devices):
         each = -(-samples // max(1, grid.data))
         for microbatch in sorted({*MICROBATCHES, *divisors(each)}, reverse=True):
@@ -109,7 +112,7 @@ def _candidates(architecture: Architecture, devices: int, samples: int) -> Itera
                     yield replace(grid, microbatch=microbatch, recompute=recompute)
 
 
-def _whole(layout: Layout, samples: int) -> int:
+def _whole(layout: ParallelLayout, samples: int) -> int:
     """Return the samples of a step if all replicas had as many whole micro-batches as the one that has most.
 
     So workers beside dedicated servers may be 7 of 8: all wait for those that have a sample more.
@@ -117,7 +120,7 @@ def _whole(layout: Layout, samples: int) -> int:
     return layout.data * layout.microbatch * layout.microbatches(samples)
 
 
-def losses(estimate: Estimate, samples: int, description: Description, cluster: Cluster) -> dict[str, float]:
+def losses(estimate: PlanEstimate, samples: int, description: ModelDescription, cluster: Cluster) -> dict[str, float]:
     """Return device-seconds a sample: what computes, and what each of the rest takes.
 
     "latency" of the data axis is what the same layout would not wait for if messages took no time to begin; the rest of
@@ -218,7 +221,7 @@ def study(scenario: Scenario, cluster: Cluster, counts: tuple[int, ...] = COUNTS
     Their formulas are what is compared: none is limited by the MFU of published trainings.
     """
     cluster = replace(cluster, device=replace(cluster.device, best_mfu=0.0))
-    there, description = scenario.on(cluster), describe(models.named(scenario.model), scenario.model)
+    there, description = scenario.on(cluster), describe(published.named(scenario.model), scenario.model)
     points = {
         one.name: [best(one, devices, scenario.samples(devices), description, there) for devices in counts]
         for one in ARCHITECTURES
@@ -227,7 +230,7 @@ def study(scenario: Scenario, cluster: Cluster, counts: tuple[int, ...] = COUNTS
     return Found(scenario, points, {name: stop(line, ideal) for name, line in points.items()}, ideal)
 
 
-def said(layout: Layout) -> str:
+def said(layout: ParallelLayout) -> str:
     """Return a layout in a few words."""
     words = [f"data {layout.data}"]
     for name in ("tensor", "pipeline", "servers"):

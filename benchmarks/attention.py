@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.hdf5 import files
-from hpcdist.models.arena import Arena
-from hpcdist.models.attention import LocalAttention
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.attention", 1

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 from collectives_jobs import AS_IT_COMES, OURS, WORKER, Contender, contenders, launch, library_of, with_abi_name
 
-from hpcdist.bench import collectives_file, collectives_plan, collectives_report
-from hpcdist.bench.collectives_file import Configuration
+from hpcdist.bench.collectives import plan, report, results
+from hpcdist.bench.collectives.results import CollectivesConfiguration
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--keep {options.keep}: keep at least one iteration")
     if options.short:
         options.rounds, options.budget_s = min(options.rounds, 2), min(options.budget_s, 170.0)
-    options.bytes = collectives_plan.sizes([options.bytes or (SHORT_SIZES if options.short else SIZES)])
+    options.bytes = plan.sizes([options.bytes or (SHORT_SIZES if options.short else SIZES)])
     return options
 
 
@@ -124,10 +124,8 @@ class Driver:
         try:
             reason = launch(one, ranks, self.program(one, sizes, seed, output), self.options.torch)
             if output.exists():
-                measured = collectives_file.read(output).configurations
-                collectives_file.append(
-                    self.options.output, [thinned(one, self.options.keep) for one in measured], self.card
-                )
+                measured = results.read(output).configurations
+                results.append(self.options.output, [thinned(one, self.options.keep) for one in measured], self.card)
         except StorageError as error:
             reason = str(error)
         if reason:
@@ -145,25 +143,25 @@ class Driver:
         what, name = ("gloo", "gloo") if one.library is None else ("mpi", one.library.name)
         return [str(WORKER), what, "--implementation", name, "--algorithm", one.algorithm, *common]
 
-    def results(self, ranks: int) -> list[Configuration]:
+    def results(self, ranks: int) -> list[CollectivesConfiguration]:
         """Return what has been measured on ``ranks`` ranks."""
-        found = collectives_file.read(self.options.output).configurations
+        found = results.read(self.options.output).configurations
         return [one for one in found if one.key.ranks == ranks]
 
 
-def thinned(one: Configuration, keep: int) -> Configuration:
+def thinned(one: CollectivesConfiguration, keep: int) -> CollectivesConfiguration:
     """Return ``one`` with at most ``keep`` of its iterations, evenly spread: small buffers have tens of thousands."""
     every = max(1, -(-len(one.time_s) // keep))
     return replace(one, time_s=one.time_s[::every], start_s=one.start_s[::every], session=one.session[::every])
 
 
-def best(found: Sequence[Configuration]) -> Configuration | None:
+def best(found: Sequence[CollectivesConfiguration]) -> CollectivesConfiguration | None:
     """Return the configuration of the least median; None for none."""
     good = [one for one in found if not one.wrong]
     return min(good, key=lambda one: float(np.median(one.slowest_s))) if good else None
 
 
-def cell(one: Configuration | None, least_us: float | None = None) -> str:
+def cell(one: CollectivesConfiguration | None, least_us: float | None = None) -> str:
     """Return the median in us, and how many times longer ``least_us`` is, which may be NaN for not known."""
     if one is None:
         return f"{'-':>11}" + ("" if least_us is None else f"{'-':>9}")
@@ -172,7 +170,7 @@ def cell(one: Configuration | None, least_us: float | None = None) -> str:
     return f"{median_us:11,.1f}" + ("" if least_us is None else f"{ratio:>9}")
 
 
-def table(found: Sequence[Configuration]) -> list[str]:
+def table(found: Sequence[CollectivesConfiguration]) -> list[str]:
     """Return the lines for people: for each size the best of the others, and ours."""
     head = f"{'ranks':>5} {'bytes':>10}  {'best other':<44}{'us':>11}"
     lines = [f"{head}{'shared':>11}{'faster':>9}{'ordinary':>11}{'faster':>9}{'memcpy':>11}{'shared / memcpy':>17}"]
@@ -209,18 +207,18 @@ def main() -> None:
             driver.run(ranks, (end - time.monotonic()) * ranks / sum(options.ranks[number:]))
     if not options.output.exists():
         raise SystemExit("nothing was measured: no job ended well")
-    found = collectives_file.read(options.output).configurations
+    found = results.read(options.output).configurations
     wrong = [one for one in found if one.wrong]
     print("\n".join(["", *table(found), ""]))
     for one in wrong:
         print(f"WRONG: {one.key.label}, {one.key.bytes} bytes on {one.key.ranks} ranks: {one.wrong}")
     print(f"raw samples of {len(found)} configurations are in {options.output}")
     if options.plot is not None:
-        collectives_report.plot(collectives_report.rows(shown(found)), options.plot)
+        report.plot(report.rows(shown(found)), options.plot)
     raise SystemExit(1 if wrong or driver.failed else 0)
 
 
-def shown(found: Sequence[Configuration]) -> list[Configuration]:
+def shown(found: Sequence[CollectivesConfiguration]) -> list[CollectivesConfiguration]:
     """Return what the plot has room for: the libraries as they come, and three lines that are the best at each size.
 
     Those are, as in the table: of all other contenders, of ours in shared and in ordinary memory, and of the memcpys,

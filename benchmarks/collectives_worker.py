@@ -18,11 +18,10 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench import collectives_buffers as buffers
-from hpcdist.bench import collectives_file
-from hpcdist.bench.collectives_contenders import Contender
-from hpcdist.bench.collectives_measure import Limits, Samples, Timing
-from hpcdist.bench.collectives_plan import COLD, ORDINARY, Cell
+from hpcdist.bench.collectives import buffers, results
+from hpcdist.bench.collectives.contenders import CollectivesContender
+from hpcdist.bench.collectives.plan import COLD, ORDINARY, CollectivesCell
+from hpcdist.bench.collectives.run import CellLimits, CellSamples, CellTiming
 from hpcdist.telemetry.provenance import provenance
 
 Run = Callable[[np.ndarray, np.ndarray], None]
@@ -110,28 +109,36 @@ def with_gloo() -> tuple[Any, dict[str, Run], str, int]:
     return TorchGroup(torch), {"in place": in_place}, f"none (PyTorch {torch.__version__})", 1
 
 
-def measure(comm: Any, runs: dict[str, Run], cell: Cell, options: argparse.Namespace, slots: int) -> list[Samples]:
+def measure(
+    comm: Any, runs: dict[str, Run], cell: CollectivesCell, options: argparse.Namespace, slots: int
+) -> list[CellSamples]:
     """Return the samples of each of ``runs``. Collective."""
     dtype = dtype_of(cell.dtype)
-    expected = (buffers.Expected(Range(0, cell.size), None, 0),)
+    expected = (buffers.ExpectedResult(Range(0, cell.size), None, 0),)
     contenders = [
-        Contender(name, ORDINARY, run, expected, in_result=name == "to a result") for name, run in runs.items()
+        CollectivesContender(name, ORDINARY, run, expected, in_result=name == "to a result")
+        for name, run in runs.items()
     ]
     memory = [np.zeros(slots * -(-cell.bytes // 64) * 64, np.uint8) for _ in range(2)]
     for piece in memory:
         piece.fill(1)  # pages of their own, before anything is timed
-    pool = buffers.Pool(*memory, cell.size, dtype, slots)
-    timing = Timing(comm, contenders, {ORDINARY: pool}, buffers.Contents(comm.size, dtype), check=True)
-    return timing.run(Limits(options.seconds, None, 2, options.least), (options.seed, cell.bytes))
+    pool = buffers.BufferPool(*memory, cell.size, dtype, slots)
+    timing = CellTiming(comm, contenders, {ORDINARY: pool}, buffers.BufferContents(comm.size, dtype), check=True)
+    return timing.run(CellLimits(options.seconds, None, 2, options.least), (options.seed, cell.bytes))
 
 
 def configurations(
-    found: Sequence[Samples], names: Sequence[str], comm: Any, cell: Cell, options: argparse.Namespace, about: Any
-) -> list[collectives_file.Configuration]:
+    found: Sequence[CellSamples],
+    names: Sequence[str],
+    comm: Any,
+    cell: CollectivesCell,
+    options: argparse.Namespace,
+    about: Any,
+) -> list[results.CollectivesConfiguration]:
     """Return what goes into the file."""
     made = []
     for name, one in zip(names, found, strict=True):
-        key = collectives_file.Key(
+        key = results.ConfigurationKey(
             cell.op,
             cell.dtype,
             cell.bytes,
@@ -145,7 +152,7 @@ def configurations(
         )
         session = np.zeros(len(one.time_s), np.int32)
         made.append(
-            collectives_file.Configuration(
+            results.CollectivesConfiguration(
                 key, False, about.slots, one.verified, one.wrong, one.time_s, one.start_s, session
             )
         )
@@ -161,13 +168,13 @@ def main() -> None:
     limit = comm.broadcast_object(int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.size // 2)
     card = provenance(mpi_library=library, anonymous=True)
     for index in np.random.default_rng(options.seed).permutation(len(sizes)):
-        cell = Cell("allreduce", "float32", sizes[index])
+        cell = CollectivesCell("allreduce", "float32", sizes[index])
         slots = buffers.slots(cell.bytes, cache, limit, hot=False)
         found = measure(comm, runs, cell, options, slots)
         if comm.rank == 0:
             about = SimpleNamespace(nodes=nodes, library=library, slots=slots)
             made = configurations(found, list(runs), comm, cell, options, about)
-            collectives_file.append(options.output, made, card)
+            results.append(options.output, made, card)
     comm.barrier()
     if options.what == "gloo":
         os._exit(0)  # its threads may outlive the group

@@ -37,10 +37,10 @@ import numpy as np
 from compression_file import Records
 from compression_plan import COMMON, CONTENDERS, DENSE, FOUND, Study, Training
 
-from hpcdist.bench import results
-from hpcdist.bench.collectives_report import check_plot
+from hpcdist.bench.collectives.report import check_plot
+from hpcdist.bench.sweep import results
 from hpcdist.cli.words import importable
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.provenance import provenance
 

@@ -30,9 +30,9 @@ from hpcdist import compression
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed import coder
 from hpcdist.training.evaluation import mean_validation_loss
@@ -97,7 +97,7 @@ def train(session: Session, keys: dict[str, Any], evaluations: int) -> dict[str,
     """Train to the end; return losses and bytes on the way, or that it diverged. Collective."""
     comm, begin = session.comm, time.perf_counter()
     losses, sent, points = [], [], []
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         trainer = assemble(session, made(keys))
         steps = trainer.recipe.run.steps
         due = {round(steps * number / evaluations) for number in range(1, evaluations + 1)}
@@ -161,7 +161,7 @@ def measure(session: Session, order: dict[str, Any]) -> dict[str, Any]:
     wire = Wire(comm)
     raw, figures = [], np.full((len(order["trainings"]), rounds, turn, len(PHASES)), np.nan)
     steps = WARM_UP + rounds * (turn + 1)
-    with compressors_timed() as watch, recording(comm) as traffic:
+    with compressors_timed() as watch, count_traffic(comm) as traffic:
         contenders = [Contender(session, keys, steps, watch) for keys in order["trainings"]]
 
         def sent() -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from compression_file import Ended, Times
 from compression_plan import CONTENDERS, DENSE, SEEDED, Study, Training, reference
 
-from hpcdist.bench.collectives_report import check_plot
+from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError
 
 STEP, COMPUTE, UPDATE, CODEC, SENT = range(5)  # phases of a step that was timed

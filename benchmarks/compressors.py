@@ -18,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.compression.adaptive import Adaptive
-from hpcdist.compression.blockwise import Blockwise
 from hpcdist.compression.casts import BFloat16, Float16
-from hpcdist.compression.compressor import Compressor, Key
-from hpcdist.compression.qsgd import Qsgd
-from hpcdist.compression.randomk import RandomK
-from hpcdist.compression.sign import SignSgd
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.quantise.adaptive import Adaptive
+from hpcdist.compression.quantise.sign import SignSgd
+from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
+from hpcdist.compression.sparsify.randomk import RandomK
+from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
@@ -70,7 +69,7 @@ class Bench:
 
     def turn(self, compressor: Compressor, payload: np.ndarray, step: int) -> list[float]:
         """Return the seconds of a copy, and of what the compressor does."""
-        key = Key(1, step, 0, 0)
+        key = RandomKey(1, step, 0, 0)
 
         def encode() -> None:
             compressor.encode(self.values, payload, key)

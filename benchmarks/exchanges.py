@@ -18,13 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench import place
-from hpcdist.collectives import node_shared
+from hpcdist.bench import output_file
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build as parameter_server
@@ -154,10 +154,10 @@ def main() -> None:
     """Measure, print on rank 0, write. Collective over the world."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     comm = session.comm
     names = [name for number, name in enumerate(CONTENDERS) if not options.only or name in options.only or not number]
-    if not node_shared.is_available(comm):
+    if not shared_memory.is_available(comm):
         raise SystemExit("the ranks cannot share memory: they must be on one node")
     runs = {name: Contender(comm, name, options) for name in names}
     times = measure(comm, runs, options)

@@ -21,19 +21,21 @@ from typing import Any
 import numpy as np
 
 from hpcdist import collectives
-from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.sizes import parse_bytes
-from hpcdist.bench import place
-from hpcdist.collectives import device_shared, nccl, on_device, staged
-from hpcdist.collectives.native import native_allreduce
-from hpcdist.collectives.node_shared import node_shared_allreduce
-from hpcdist.collectives.ring import ring_allreduce
+from hpcdist.arrays.gpu import device, staging
+from hpcdist.bench import output_file
+from hpcdist.collectives.algorithms.ring import ring_allreduce
+from hpcdist.collectives.gpu import nccl, peer_memory
+from hpcdist.collectives.gpu import staging as gpu_staging
+from hpcdist.collectives.node.shared_memory import node_shared_allreduce
+from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import MESSAGES
 from hpcdist.errors import HpcdistError, MissingCapabilityError
 from hpcdist.hdf5 import files
+from hpcdist.reporting.units import parse_bytes
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_collectives", 1
@@ -57,13 +59,15 @@ def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
         ("node_shared", node_shared_allreduce),
     ):
         if name != "node_shared" or comm.nodes().count == 1:
-            ways[f"pinned, {name}"] = lambda buffer, function=function: staged.staged_allreduce(function, comm, buffer)
-    reasons = {"device memory of the others": device_shared.refusal(comm), "nccl": nccl.refusal(comm)}
+            ways[f"pinned, {name}"] = lambda buffer, function=function: gpu_staging.staged_allreduce(
+                function, comm, buffer
+            )
+    reasons = {"device memory of the others": peer_memory.refusal(comm), "nccl": nccl.refusal(comm)}
     for operation, name, function in (("allreduce", "native", native_allreduce), (MESSAGES, "ring", ring_allreduce)):
         way = f"device pointers, {name}"
-        reasons[way] = "" if on_device.takes_pointers(comm, operation) else "MPI takes none (see `hpcdist doctor`)"
+        reasons[way] = "" if gpu_staging.takes_pointers(comm, operation) else "MPI takes none (see `hpcdist doctor`)"
         ways[way] = lambda buffer, function=function: function(comm, buffer)
-    ways["device memory of the others"] = lambda buffer: device_shared.device_shared_allreduce(comm, buffer)
+    ways["device memory of the others"] = lambda buffer: peer_memory.device_shared_allreduce(comm, buffer)
     ways["nccl"] = lambda buffer: nccl.nccl_allreduce(comm, buffer)
     refused = {way: reason for way, reason in reasons.items() if reason}
     return {way: run for way, run in ways.items() if way not in refused}, refused
@@ -143,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     except MissingCapabilityError as error:
         print(f"gpu_collectives: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     measure(session, options)
     session.leave(0)
 

@@ -20,20 +20,21 @@ from typing import Any
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.step_plan import Shape
-from hpcdist.bench.step_torch import cross_entropy, torch, twin
+from hpcdist.bench.step.contenders import cross_entropy, load_torch, torch_twin
+from hpcdist.bench.step.plan import StepShape
 from hpcdist.errors import HpcdistError, MissingCapabilityError
 from hpcdist.hdf5 import files
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.master import WithMaster
+from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_eager", 1
@@ -41,7 +42,7 @@ WARM_UP = 3  # kernels are compiled, memory is taken
 AGREEMENT = {"bfloat16": 2e-2, "float16": 5e-3}  # of the losses of the first step
 
 
-def gpt(shape: Shape, dtype: str) -> Model:
+def gpt(shape: StepShape, dtype: str) -> Model:
     """Return the built-in model."""
     sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "heads", "vocabulary")}
     return models.build(ModelConfig(**sizes), dtype, context=shape.context)
@@ -50,7 +51,7 @@ def gpt(shape: Shape, dtype: str) -> Model:
 class Ours:
     """The built-in model: 16-bit weights, gradients and activations, and a float32 master."""
 
-    def __init__(self, shape: Shape, dtype: str, rate: float, steps: int) -> None:
+    def __init__(self, shape: StepShape, dtype: str, rate: float, steps: int) -> None:
         self.model = gpt(shape, dtype)
         layout, whole = self.model.layout, Range(0, self.model.layout.size)
         self.start = FlatStore(layout, np.dtype("float32"))
@@ -58,7 +59,7 @@ class Ours:
         self._weights, self._gradient = (FlatStore(layout, dtype_of(dtype), on="gpu") for _ in range(2))
         config = OptimizerConfig(name="adamw", learning_rate=rate, warmup_steps=0, weight_decay=0.0)
         inner = optimizer.build(config, layout, whole, self.start.dtype, total_steps=steps, on="gpu")
-        self._master, self._whole = WithMaster(inner, layout, whole, ledger=None, on="gpu"), whole
+        self._master, self._whole = MasterWeights(inner, layout, whole, ledger=None, on="gpu"), whole
         self._master.weights.copy_from(self.start)
         self._master.round_into(self._weights)
         self._views, self._into = self.model.bind(self._weights), self.model.bind_gradients(self._gradient)
@@ -83,15 +84,15 @@ class Ours:
 class Eager:
     """The same model in PyTorch."""
 
-    def __init__(self, shape: Shape, ours: Ours, dtype: str, rate: float, where: str) -> None:
-        library, self._where = torch(), where
-        self._module = twin(shape, ours.model, ours.start).to(where, getattr(library, dtype))
+    def __init__(self, shape: StepShape, ours: Ours, dtype: str, rate: float, where: str) -> None:
+        library, self._where = load_torch(), where
+        self._module = torch_twin(shape, ours.model, ours.start).to(where, getattr(library, dtype))
         given = {"lr": rate, "weight_decay": 0.0, "fused": True}
         self._optimizer = library.optim.AdamW(self._module.parameters(), **given)
 
     def step(self, x: np.ndarray, targets: np.ndarray) -> float:
         """Make a step and return its mean loss."""
-        library = torch()
+        library = load_torch()
         there, answers = (library.from_numpy(array).to(self._where) for array in (x, targets))
         self._optimizer.zero_grad(set_to_none=True)
         loss = cross_entropy(self._module(there).float(), answers)
@@ -108,7 +109,7 @@ def timed_s(side: Any, batch: tuple[np.ndarray, np.ndarray]) -> tuple[float, flo
     return time.perf_counter() - begin, loss
 
 
-def measure(shape: Shape, dtype: str, steps: int, where: str = "cuda") -> dict[str, np.ndarray]:
+def measure(shape: StepShape, dtype: str, steps: int, where: str = "cuda") -> dict[str, np.ndarray]:
     """Return seconds and losses of each step of both. Raises SystemExit where the first losses differ."""
     rate, drawn = 1e-4, np.random.default_rng(2)
     ours = Ours(shape, dtype, rate, WARM_UP + steps)
@@ -126,7 +127,7 @@ def measure(shape: Shape, dtype: str, steps: int, where: str = "cuda") -> dict[s
     return {name: np.array(values[WARM_UP:]) for name, values in found.items()}
 
 
-def report(shape: Shape, parameters: int, found: dict[str, np.ndarray]) -> dict[str, Any]:
+def report(shape: StepShape, parameters: int, found: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the figures to print."""
     medians = {name: float(np.median(found[f"{name}_s"])) for name in ("ours", "torch")}
     tokens = shape.samples * shape.context
@@ -147,10 +148,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, help="HDF5 file for the raw figures")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
     options = parser.parse_args(arguments)
-    shape = Shape(**{name: getattr(options, name) for name in sizes})
+    shape = StepShape(**{name: getattr(options, name) for name in sizes})
     try:
         device.choose(0)
-        if not torch().cuda.is_available():
+        if not load_torch().cuda.is_available():
             raise MissingCapabilityError("this PyTorch sees no GPU; install one that is built for CUDA")
         found = measure(shape, options.dtype, options.steps)
     except HpcdistError as error:

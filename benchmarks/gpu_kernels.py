@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import FLOATS, accumulation_dtype, dtype_of
+from hpcdist.arrays.gpu import device
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
-from hpcdist.models import device as models
-from hpcdist.optim import device as optim
+from hpcdist.models.layers import cuda_kernels as models
+from hpcdist.optim.update import kernels as optim
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_kernels", 1
@@ -61,14 +62,14 @@ def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
             lambda: models.norm_backward(y, x, scale, statistics, dx, dscale, dbias),
             4 * count * e + 2 * tokens * r,
         ),
-        "rotary": (lambda: models.turn(whole, hidden // 64 * 64, turns, 1), 2 * count * e + tokens * 64 * r),
+        "rotary": (lambda: models.rotate(whole, hidden // 64 * 64, turns, 1), 2 * count * e + tokens * 64 * r),
         "bias gradient": (lambda: models.column_sums(wide, sums_of_columns, False), 4 * count * e),
         "cross entropy": (lambda: models.cross_entropy(logits, targets, sums), logits.nbytes),
         "adamw": (
-            lambda: optim.adam(weights, gradient, m, v, gradient if e != r else None, *adam),
+            lambda: optim.launch_adam(weights, gradient, m, v, gradient if e != r else None, *adam),
             8 * count * (6 * r + e + (e if e != r else 0)),
         ),
-        "sum of squares": (lambda: optim.sum_of_squares(gradient), gradient.nbytes),
+        "sum of squares": (lambda: optim.launch_sum_of_squares(gradient), gradient.nbytes),
     }
 
 

@@ -25,12 +25,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays import device
-from hpcdist.bench import place
+from hpcdist.arrays.gpu import device
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     except MissingCapabilityError as error:
         print(f"gpu_pipeline: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     run(session, options)
     session.leave(0)
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.executor import StepResult

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from large_batch_search import Cell
 
-from hpcdist.arrays.sizes import counted
-from hpcdist.bench.collectives_report import check_plot
+from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError
+from hpcdist.reporting.units import counted
 
 LAYERWISE: Final = ("lars", "lamb")
 TWICE: Final = 2.0  # the fewest samples: what a batch beyond the critical one needs

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 
 from hpcdist.optim.config import Scaling
-from hpcdist.optim.scaling import RULES
+from hpcdist.optim.rates import RULES
 
 FACTOR: Final = 2.0  # between neighbouring rates of the first grid, and beyond its border
 SLACK: Final = 1.25  # a batch that needs more than so much more than in proportion to its size takes more updates

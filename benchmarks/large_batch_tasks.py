@@ -19,8 +19,8 @@ from large_batch_search import Ended, Wanted, crossing
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig

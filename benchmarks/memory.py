@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 def work(name: str, layers: int, hidden: int) -> None:
     """Train the tiny model, then the large one, and print what both hold on rank 0. Collective over the world."""
     from hpcdist.comm import start
-    from hpcdist.telemetry.pss import pss_bytes
+    from hpcdist.telemetry.provenance import pss_bytes
 
     session = start.start()
     comm = session.comm
@@ -113,7 +113,7 @@ def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
 def measured(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a job of ``ranks`` ranks tells of the strategy ``name``."""
     from hpcdist.cli.words import importable
-    from hpcdist.comm import mpirun
+    from hpcdist.comm.launch import mpirun
 
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), **importable()}
@@ -182,7 +182,7 @@ def main() -> None:
 
 def write(options: argparse.Namespace, names: list[str], told: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
     """Write what every rank told, NaN where there was no such rank."""
-    from hpcdist.arrays.ledger import CATEGORIES
+    from hpcdist.arrays.memory import CATEGORIES
     from hpcdist.hdf5 import files
     from hpcdist.telemetry.provenance import provenance
 

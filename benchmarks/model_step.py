@@ -19,9 +19,9 @@ from torch import nn
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 
 
 class Block(nn.Module):

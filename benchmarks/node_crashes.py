@@ -33,8 +33,8 @@ import numpy as np
 
 from hpcdist.batch import ledger
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import metrics
-from hpcdist.telemetry.metrics import METRICS_FILE
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
@@ -189,7 +189,7 @@ class Victim:
 def same_bits(jobs: Jobs) -> tuple[bool, bool]:
     """Return whether the losses of all steps, and the last parameters, are those of the training without a crash."""
     runs = [jobs.folder / name for name in ("whole", "crashed")]
-    one, two = (metrics.read(run / METRICS_FILE).steps["loss"] for run in runs)
+    one, two = (step_metrics.read(run / METRICS_FILE).steps["loss"] for run in runs)
     for run in runs:
         line = [sys.executable, "-P", "-m", "hpcdist", "checkpoint", "export", str(run), f"{run}.safetensors"]
         subprocess.run(line, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives
-from hpcdist.bench import place
-from hpcdist.collectives import node_shared
+from hpcdist.bench import output_file
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 
@@ -47,24 +47,24 @@ class Contenders:
     def __init__(self, comm: Communicator, size: int) -> None:
         self.comm = comm
         self.ordinary, self.other = np.empty(size, FLOAT32), np.empty(size, FLOAT32)
-        self.shared = node_shared.allocate(comm, size, FLOAT32)
-        self.result = node_shared.allocate_common(comm, size, FLOAT32)
+        self.shared = shared_memory.allocate(comm, size, FLOAT32)
+        self.result = shared_memory.allocate_common(comm, size, FLOAT32)
         self.source = (np.arange(size) % 1009 + comm.rank).astype(FLOAT32)
         self.total = (np.arange(size) % 1009 * comm.size + sum(range(comm.size))).astype(FLOAT32)
         self.runs: dict[str, tuple[Callable[[], object], np.ndarray, np.ndarray]] = {
             BASE: (lambda: np.copyto(self.other, self.ordinary), self.ordinary, self.source),
             "in place": (
-                lambda: node_shared.node_shared_allreduce(comm, self.shared),
+                lambda: shared_memory.node_shared_allreduce(comm, self.shared),
                 self.shared,
                 self.total,
             ),
             "one result": (
-                lambda: node_shared.allreduce_into(comm, self.shared, self.result),
+                lambda: shared_memory.allreduce_into(comm, self.shared, self.result),
                 self.result,
                 self.total,
             ),
             "ordinary": (
-                lambda: node_shared.node_shared_allreduce(comm, self.ordinary),
+                lambda: shared_memory.node_shared_allreduce(comm, self.ordinary),
                 self.ordinary,
                 self.total,
             ),
@@ -126,7 +126,7 @@ def main() -> None:
     """Measure, print and save."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     comm = session.comm
     times = {}
     for mib in options.mib:

@@ -27,12 +27,11 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays.filestore import FileStore
-from hpcdist.arrays.sizes import parse_bytes
-from hpcdist.bench import place
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.hdf5 import files
-from hpcdist.telemetry.provenance import provenance
-from hpcdist.telemetry.pss import pss_bytes
+from hpcdist.reporting.units import parse_bytes
+from hpcdist.telemetry.provenance import provenance, pss_bytes
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
@@ -209,7 +208,7 @@ def main() -> None:
     wanted = arguments()
     session = start.start()
     wanted.batch = wanted.batch or session.comm.size
-    place.leave_unless_free(session, wanted.output)
+    output_file.exit_unless_writable(session, wanted.output)
     comm = session.comm
     folder = Path(comm.broadcast_object(str(wanted.directory or tempfile.gettempdir())))
     small = argparse.Namespace(**{**vars(wanted), "layers": 1, "hidden": 64})

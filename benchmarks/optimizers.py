@@ -29,7 +29,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim import clip, optimizer
+from hpcdist.optim import norms, optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.telemetry.provenance import provenance
 
@@ -85,7 +85,7 @@ class Ours:
 
     def norm(self) -> None:
         """Compute the norm of the gradient."""
-        self._scale = clip.clip_scale(clip.sum_of_squares(self._gradient), 1.0)
+        self._scale = norms.clip_scale(norms.sum_of_squares(self._gradient), 1.0)
 
     def update(self) -> None:
         """Step, with the norms of tensors where the rule needs them."""

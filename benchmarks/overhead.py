@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives
-from hpcdist.bench import place
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
-from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.record.flight_recorder import Recorder
 
 BASE = "mpi4py"
 Call = Callable[[], object]
@@ -102,7 +102,7 @@ def main() -> None:
     """Measure, print and save."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     comm = session.comm
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory) / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)

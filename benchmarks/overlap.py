@@ -26,10 +26,10 @@ import numpy as np
 
 from hpcdist import collectives, models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench import place
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
@@ -186,7 +186,7 @@ def main() -> None:
     """Measure, print on rank 0, write. Collective over the world."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     comm = session.comm
     if comm.size == 1:
         raise SystemExit("one rank has nobody to exchange gradients with; start it under mpirun -n 2")

@@ -7,9 +7,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist.hdf5 import files
-from hpcdist.planner import calibrate, network
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.calibrate import line_fits
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.time import network
 
 GOAL: Final = 0.20
 SCHEMA: Final = "hpcdist.calibration"
@@ -36,7 +37,7 @@ def unseen(points: Path, where: str) -> list[Time]:
     """Return all sizes in a file of `hpcdist plan calibrate --points` that no fit has seen."""
     found = []
     for what, nbytes, seconds, borders in _series(points):
-        fitted = calibrate.pieces(nbytes, seconds, always=borders)
+        fitted = line_fits.fit_pieces(nbytes, seconds, always=borders)
         at = dict(zip(nbytes.tolist(), seconds.tolist(), strict=True))
         found += [Time(where, what, "unseen", size, at[size], fitted.seconds(size)) for size in fitted.unseen_bytes]
     return found
@@ -75,7 +76,7 @@ def _texts(dataset: Any) -> list[str]:
 def by_formula(points: Path, cluster: Cluster, where: str, least_bytes: int) -> list[Time]:
     """Return collectives of all ranks by the formulas, from the levels of ``cluster``, which has no fits of them."""
     found = []
-    group = network.span(Layout(data=cluster.devices), "data", cluster)
+    group = network.span(ParallelLayout(data=cluster.devices), "data", cluster)
     with files.open_read(points, SCHEMA, 1) as file:
         for (operation, algorithm, level, ranks), sizes, times, _ in _collectives(file):
             if algorithm == "auto" or level != BETWEEN or ranks != cluster.devices:

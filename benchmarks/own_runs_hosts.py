@@ -3,7 +3,7 @@
 Hosts are network namespaces of this machine (`benchmarks/hosts`). On one rank of each the links are calibrated and
 trainings predicted from them, as on one host. On two ranks of each, where cores are shared and no training is timed,
 messages alone are fitted, inside a host and between hosts: what collectives of all four ranks take is then predicted
-by the formulas of `hpcdist.planner.network` from these two levels, and measured.
+by the formulas of `hpcdist.planner.time.network` from these two levels, and measured.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from own_runs_fits import Time
 from own_runs_pin import PINNED
 from own_runs_rows import between
 
-from hpcdist.planner import cluster_file
-from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
 
 RATE: Final = "1gbit"
 BURST: Final = "80kb"  # that passes at any speed after a pause: as little as keeps the rate
@@ -35,7 +35,7 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
     sys.path.insert(0, str(Path(__file__).resolve().parent / "hosts"))
     from cluster import Hosts
 
-    from hpcdist.comm import mpirun
+    from hpcdist.comm.launch import mpirun
 
     launcher = mpirun.find()
     # HAN, Open MPI's default between hosts, is ten times slower now and then.
@@ -69,7 +69,7 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
 
 def _narrowed(path: Path, ranks: int) -> Cluster:
     """Return the cluster of a file with as many devices of each host as there are ranks, whatever cores it has."""
-    found = cluster_file.read(str(path))
+    found = toml_file.read(str(path))
     levels = (*(replace(level, devices=ranks) for level in found.levels[:-1]), found.levels[-1])
     return replace(found, devices=HOSTS * ranks, node=replace(found.node, devices=ranks), levels=levels)
 

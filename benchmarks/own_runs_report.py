@@ -10,8 +10,8 @@ from own_runs_fits import Time
 from own_runs_rows import CALIBRATION, Row
 
 from hpcdist.hdf5 import files
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
 
 SCHEMA: Final = "hpcdist.benchmark.own-runs"
 GOALS: Final = {"step": 0.15, "memory": 0.05}
@@ -73,7 +73,7 @@ def places(prefix: Path) -> Places:
     return found
 
 
-def estimate(row: Row, cluster: Cluster) -> Estimate:
+def estimate(row: Row, cluster: Cluster) -> PlanEstimate:
     """Return what the planner says of the recipe of ``row``."""
     from hpcdist.cli.plan_recipe import translated
     from hpcdist.planner.plan import plan
@@ -172,7 +172,7 @@ def write(
     outputs: Places, found: Sequence[Compared], times: Sequence[Time], cluster: str, library: str, *, anonymous: bool
 ) -> None:
     """Write the HDF5 file, the picture and the cluster that the predictions are of."""
-    from hpcdist.arrays.ledger import CATEGORIES
+    from hpcdist.arrays.memory import CATEGORIES
     from hpcdist.telemetry.provenance import provenance
 
     steps = max(len(one.step_s) for one in found)
@@ -222,7 +222,7 @@ def write(
 
 def plot(path: Path, found: Sequence[Compared]) -> None:
     """Draw predicted over measured, step time and memory, with the goals as bands."""
-    from hpcdist.bench.collectives_report import check_plot
+    from hpcdist.bench.collectives.report import check_plot
 
     figures = check_plot(path)
     from matplotlib import ticker  # late: only where there is a picture

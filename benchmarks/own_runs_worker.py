@@ -11,10 +11,10 @@ import numpy as np
 from own_runs_rows import Row
 
 from hpcdist import collectives
-from hpcdist.arrays.ledger import CATEGORIES
+from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer, assemble
@@ -37,7 +37,7 @@ class Run:
         self._timed: list[tuple[float, float]] = []
         self._clocked(self.trainer.executor._handlers)
         self.step()
-        with recording(session.comm) as traffic:
+        with count_traffic(session.comm) as traffic:
             self.step()
         self.sent, self.unknown = traffic.sent_bytes, sum(traffic.unknown.values())
         ledger = self.trainer.ledger

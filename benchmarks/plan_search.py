@@ -21,13 +21,14 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.hdf5 import files
-from hpcdist.planner import cluster_file, models
-from hpcdist.planner.layout import IMPLEMENTATIONS, Layout
-from hpcdist.planner.search import search
-from hpcdist.planner.search_space import OBJECTIVES, Wanted
-from hpcdist.planner.search_words import told
-from hpcdist.planner.shape import describe
-from hpcdist.planner.text_units import figures, seconds
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.layout import IMPLEMENTATIONS, ParallelLayout
+from hpcdist.planner.model import published
+from hpcdist.planner.model.transformer import describe
+from hpcdist.planner.report.quantities import figures, seconds
+from hpcdist.planner.search.best_layouts import search
+from hpcdist.planner.search.explain import layout_line
+from hpcdist.planner.search.space import OBJECTIVES, SearchSpec
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.plan_search", 1
@@ -38,12 +39,14 @@ NUMBERS: Final = ("wall_s", "core_s", "value", "mfu", "layouts", "estimated", "r
 
 def one(options: argparse.Namespace, model: str, implementation: str, objective: str) -> dict[str, Any]:
     """Search once, in this process, and return what came of it."""
-    cluster = cluster_file.read(options.cluster)
+    cluster = toml_file.read(options.cluster)
     cluster = replace(cluster, devices=max(cluster.devices, options.devices))
     if objective == "cost" and cluster.site.device_hour_price is None:  # any price will do for the seconds
         cluster = replace(cluster, site=replace(cluster.site, device_hour_price=1.0, currency="device hour"))
-    description = describe(models.named(model), model)
-    wanted = Wanted(objective=objective, base=Layout(implementation=implementation), simulate=not options.closed)
+    description = describe(published.named(model), model)
+    wanted = SearchSpec(
+        objective=objective, base=ParallelLayout(implementation=implementation), simulate=not options.closed
+    )
     wall_s, core_s = time.perf_counter(), time.process_time()
     found = search(description, cluster, options.devices, options.batch or BATCHES.get(model, 2048), wanted)
     wall_s, core_s = time.perf_counter() - wall_s, time.process_time() - core_s
@@ -53,7 +56,7 @@ def one(options: argparse.Namespace, model: str, implementation: str, objective:
     if found.found:
         best = found.found[0]
         row |= {"value": best.value, "unit": best.unit, "mfu": best.estimate.mfu, "step_s": best.estimate.step_s}
-        row |= {"best": told(best.estimate.layout), "layout": asdict(best.estimate.layout)}
+        row |= {"best": layout_line(best.estimate.layout), "layout": asdict(best.estimate.layout)}
     else:
         row |= {"value": float("nan"), "mfu": float("nan"), "best": found.nothing[0]}
     return row

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcdist.collectives import ring
+from hpcdist.collectives.algorithms import ring
 from hpcdist.comm.events import NULL_SINK, EventSink
-from hpcdist.comm.recorder import Recorder
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.threads.communicator import solo
 
 REPETITIONS = 7
 

@@ -20,11 +20,11 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 
-from hpcdist.arrays.sizes import in_units
-from hpcdist.comm.spans import Spans
+from hpcdist.comm.record.spans import Spans
 from hpcdist.energy.monitor import tables as monitor_tables
 from hpcdist.hdf5 import tables
-from hpcdist.telemetry import metrics, observations
+from hpcdist.reporting.units import format_bytes
+from hpcdist.telemetry.metrics import observations, step_metrics
 
 POOL = 16  # different chunks of a column
 RESUMES = 6
@@ -120,7 +120,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     """Write the run directory."""
     rng = np.random.default_rng(0)
     path = folder / "metrics.h5"
-    with metrics.MetricsWriter(path, options.ranks, attributes={"unigram_nats": 7.1, "bigram_nats": 4.9}):
+    with step_metrics.MetricsWriter(path, options.ranks, attributes={"unigram_nats": 7.1, "bigram_nats": 4.9}):
         pass
     columns = narrow(options.steps, rng) | {}
     columns["world"][:] = options.ranks
@@ -128,7 +128,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         for name, values in columns.items():
             file["steps"][name].resize((options.steps,))
             file["steps"][name][...] = values
-        for name in metrics.PER_RANK:
+        for name in step_metrics.PER_RANK:
             fill(file, name, options.steps, options.ranks, rng)
         tables.extend(file, "evaluations", {"step": columns["step"][::500], "val_loss": columns["loss"][::500] + 0.05})
         observations.append(file, RESUMES, events(options.steps))
@@ -159,14 +159,14 @@ def main() -> None:
         folder.mkdir()
         began = time.perf_counter()
         make(folder, options)
-        rows = 8 * options.steps * options.ranks * len(metrics.PER_RANK)
+        rows = 8 * options.steps * options.ranks * len(step_metrics.PER_RANK)
         print(f"made up in {time.perf_counter() - began:.0f} s: {rows / 1e9:.1f} GB of rows", flush=True)
         page = options.keep.resolve() if options.keep else Path(place) / "page.html"
         line = [sys.executable, "-P", "-m", "hpcdist", "report", str(folder), "--html", str(page)]
         began = time.perf_counter()
         subprocess.run(line, check=True, timeout=600)
         took = time.perf_counter() - began
-        print(f"{options.steps:,} steps on {options.ranks:,} ranks: {took:.1f} s, {in_units(page.stat().st_size)}")
+        print(f"{options.steps:,} steps on {options.ranks:,} ranks: {took:.1f} s, {format_bytes(page.stat().st_size)}")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives
-from hpcdist.arrays.sizes import parse_bytes
-from hpcdist.bench import place
-from hpcdist.collectives import node_shared, tuning
+from hpcdist.bench import output_file
+from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.tuning import autotune
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.hdf5 import files
+from hpcdist.reporting.units import parse_bytes
 from hpcdist.telemetry.provenance import provenance
 
 AUTO, NATIVE = "auto", "native"
@@ -45,13 +46,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def select(comm: Communicator, max_bytes: int, library: str) -> tuple[tuning.Tuning, dict[str, float]]:
+def select(comm: Communicator, max_bytes: int, library: str) -> tuple[autotune.Tuning, dict[str, float]]:
     """Return the choice, and the seconds of a start that measures and of one that has a cache. Collective."""
-    wanted = tuning.Wanted(
+    wanted = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=FLOAT,
         buffer="shared",
-        allocate=lambda size: node_shared.allocate(comm, size, FLOAT),
+        allocate=lambda size: shared_memory.allocate(comm, size, FLOAT),
     )
     with tempfile.TemporaryDirectory() as folder:  # each rank its own; only that of rank 0 is written
         os.environ["XDG_CACHE_HOME"] = folder
@@ -59,7 +60,7 @@ def select(comm: Communicator, max_bytes: int, library: str) -> tuple[tuning.Tun
         for name in ("measured", "cache"):
             comm.barrier()
             began = time.perf_counter()
-            found = tuning.select(comm, comm, wanted, library)
+            found = autotune.select(comm, comm, wanted, library)
             collectives.release(comm)
             seconds[f"start_{name}_s"] = max(comm.allgather_object(time.perf_counter() - began))
             assert found.source in (name, "default")
@@ -75,7 +76,7 @@ def contenders(comm: Communicator, choice: str) -> dict[str, str]:
 
 def measure(comm: Communicator, names: dict[str, str], nbytes: int, seconds: float) -> np.ndarray:
     """Return seconds of the slowest rank, (contenders, repetitions). Collective."""
-    buffer = node_shared.allocate(comm, max(1, nbytes // FLOAT.itemsize), FLOAT)
+    buffer = shared_memory.allocate(comm, max(1, nbytes // FLOAT.itemsize), FLOAT)
     runs: list[Callable[[], None]] = [
         lambda algorithm=algorithm: collectives.allreduce(comm, buffer, algorithm) for algorithm in names.values()
     ]
@@ -123,7 +124,7 @@ def main() -> None:
     """Measure and print. Collective."""
     wanted = arguments()
     session = start.start()
-    place.leave_unless_free(session, wanted.output)
+    output_file.exit_unless_writable(session, wanted.output)
     comm = session.comm
     found, seconds = select(comm, max(wanted.bytes), session.library)
     names = contenders(comm, found.text)

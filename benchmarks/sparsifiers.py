@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.compression import sparse
-from hpcdist.compression.compressor import Compressor, Key
-from hpcdist.compression.dgc import Dgc
-from hpcdist.compression.onebit import Moments, OneBitAdam
-from hpcdist.compression.powersgd import LowRank
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.powersgd import PowerSgd
+from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
+from hpcdist.compression.sparsify import coo
+from hpcdist.compression.sparsify.dgc import DeepGradientCompression
+from hpcdist.compression.sparsify.topk import TopK
 
-KEY = Key(1, 2, 0, 3)
+KEY = RandomKey(1, 2, 0, 3)
 Calls = dict[str, Callable[[], object]]
 
 
@@ -65,12 +65,12 @@ def both_ways(name: str, compressor: Compressor, values: np.ndarray, out: np.nda
 def exchanges(values: np.ndarray, out: np.ndarray, density: float, rank: int) -> Calls:
     """Return the local work of a step of DGC, PowerSGD and 1-bit Adam on ``values``."""
     n = values.size
-    dgc, sent = Dgc(n, momentum=0.9), np.empty(sparse.ENTRY_BYTES * sparse.count_of(n, density), np.uint8)
+    dgc, sent = DeepGradientCompression(n, momentum=0.9), np.empty(coo.ENTRY_BYTES * coo.count_of(n, density), np.uint8)
     rows = 1 << (n.bit_length() // 2)
     matrix = values[: rows * (n // rows)]
-    low = LowRank((rows, matrix.size // rows), rank, seed=0, tensor=0)
+    low = PowerSgd((rows, matrix.size // rows), rank, seed=0, tensor=0)
     p, q = np.empty(low.rows * rank, np.float32), np.empty(low.columns * rank, np.float32)
-    adam = OneBitAdam(n, 0, 1, Moments())
+    adam = OneBitAdam(n, 0, 1, AdamMoments())
     adam.warm(values.copy())
     adam.freeze()
     signs = np.empty(adam.own_places[0].size, np.uint8)
@@ -102,9 +102,9 @@ def check(values: np.ndarray, density: float) -> None:
     compressor = TopK(density=density)
     payload = np.empty(compressor.payload_bytes(values.size), np.uint8)
     compressor.encode(values, payload, KEY)
-    k = payload.size // sparse.ENTRY_BYTES
+    k = payload.size // coo.ENTRY_BYTES
     expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:k])
-    if not np.array_equal(sparse.indices(payload), expected):
+    if not np.array_equal(coo.indices(payload), expected):
         raise SystemExit("top-k has not selected what a stable sort puts first")
 
 

@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.bench import data, data_pace, data_report, results, series
-from hpcdist.bench.collectives_report import check_plot
-from hpcdist.bench.results import Configuration
-from hpcdist.bench.sweep import Sweep
-from hpcdist.bench.trial import OK
+from hpcdist.bench.collectives.report import check_plot
+from hpcdist.bench.data import plan
+from hpcdist.bench.data import report as data_report
+from hpcdist.bench.sweep import results, series
+from hpcdist.bench.sweep.definition import Sweep
+from hpcdist.bench.sweep.results import SweepConfiguration
+from hpcdist.bench.sweep.trial import OK
 from hpcdist.cli.bench_trials import Recipes, remove_leftovers, run
 
 WORKERS: Final = 4
@@ -35,9 +37,9 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bsp, 1 backup worker": {"parameter_server.backup_workers": 1},
 }
 SCENARIOS: Final[Mapping[str, Mapping[str, Any]]] = {
-    data.CALM: {},
-    "random": data.stragglers(range(WORKERS), FACTOR, 1 / 8),
-    "persistent": data.stragglers((0,), FACTOR, 1.0),
+    plan.CALM: {},
+    "random": plan.stragglers(range(WORKERS), FACTOR, 1 / 8),
+    "persistent": plan.stragglers((0,), FACTOR, 1.0),
 }
 COMMON: Final = {
     "parallel.strategy": "parameter_server",
@@ -58,7 +60,7 @@ WANTED: Final = (
     ("asp", "random", ("bsp", "random"), 1.35, None),
     ("ssp(3)", "persistent", ("bsp", "persistent"), 0.95, 1.05),
     ("asp", "persistent", ("bsp", "persistent"), 2.2, None),
-    ("bsp, 1 backup worker", "persistent", ("bsp", data.CALM), 0.95, None),
+    ("bsp, 1 backup worker", "persistent", ("bsp", plan.CALM), 0.95, None),
 )
 
 
@@ -76,13 +78,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def speed(one: Configuration, transient: int) -> float:
+def speed(one: SweepConfiguration, transient: int) -> float:
     """Return the median over the good repeats of the steps per second, NaN where there are none."""
     found = []
     for repeat in one.repeats:
         if repeat.status == OK:
-            who = data_pace.workers(repeat.samples["compute_s"])
-            found.append(data_pace.steps_per_s(repeat.samples["step_s"][:, who], transient))
+            who = data_report.workers(repeat.samples["compute_s"])
+            found.append(data_report.steps_per_s(repeat.samples["step_s"][:, who], transient))
     return statistics.median(found) if found else float("nan")
 
 
@@ -111,7 +113,7 @@ def main() -> None:
         check_plot(options.plot)
     common = {**COMMON, "run.steps": options.steps, "chaos.step_s": options.step_s}
     sweep = Sweep(Path("stragglers"), (WORKERS + 1,), options.repeats, {}, {}, (), ())
-    trials, left_out = data.expand(data.Wanted(WORKERS + 1, common, CONTENDERS, SCENARIOS), Recipes(sweep))
+    trials, left_out = plan.expand(plan.ExchangeRequest(WORKERS + 1, common, CONTENDERS, SCENARIOS), Recipes(sweep))
     if left_out:
         sys.exit("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     with tempfile.TemporaryDirectory() as folder:
@@ -120,13 +122,13 @@ def main() -> None:
         with results.locked(path):
             remove_leftovers(path)
             items = series.plan(trials, options.repeats, path, retry_failed=False)
-            tally = run(items, path, series.Limits(options.limit_s), options.anonymous)
+            tally = run(items, path, series.SeriesLimits(options.limit_s), options.anonymous)
         if tally.failed or tally.left:
             sys.exit(f"{tally.failed} trainings failed, {tally.left} are left")
         ids = {trial.id for trial in trials}
         found = results.read(path)
-        known = results.Results(found.provenance, tuple(one for one in found.configurations if one.id in ids))
-    speeds = {data.parts_of(one.name): speed(one, options.transient) for one in known.configurations}
+        known = results.SweepResults(found.provenance, tuple(one for one in found.configurations if one.id in ids))
+    speeds = {plan.parts_of(one.name): speed(one, options.transient) for one in known.configurations}
     print("\n".join(report(speeds)))
     if options.plot is not None:
         data_report.plot(known, options.plot)

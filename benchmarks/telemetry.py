@@ -27,9 +27,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.cli.words import importable
-from hpcdist.comm import mpirun
-from hpcdist.comm.spans import Spans
-from hpcdist.comm.timing import Timing
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.observers import PhaseTimer
@@ -49,7 +49,7 @@ SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # steps, and keys
     "GPT 3.4 M": (200, {"model.layers": 4, "model.hidden": 256, "model.heads": 4, "data.context": 256}),
 }
 WATCHED: Final[Mapping[str, tuple[tuple[type, str], ...]]] = {
-    "recorder": ((Timing, "begin"), (Timing, "end")),
+    "recorder": ((OperationTiming, "begin"), (OperationTiming, "end")),
     "spans": ((PhaseTimer, "done"), (Spans, "add"), (Onlookers, "stepped")),
     "metrics": ((Metrics, "add"), (Metrics, "flush"), (Metrics, "note_clocks"), (Streaming, "stepped")),
     "windows": ((EnergyMonitor, "_look"),),

@@ -18,14 +18,14 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import runs as runs_of
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench import place
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import Traffic
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import MessageTraffic
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
@@ -103,7 +103,7 @@ class Contender:
 
     def figures(self, samples: np.ndarray) -> list[float]:
         """Return the bytes that this rank sends in a step, and keeps of states and of activations. Collective."""
-        before, self.comm.events = self.comm.events, Traffic(self.comm.events)
+        before, self.comm.events = self.comm.events, MessageTraffic(self.comm.events)
         self.step(samples)
         sent, self.comm.events = self.comm.events.sent_bytes, before
         peak = self.ledger.peak
@@ -152,7 +152,7 @@ def main() -> None:
     """Measure, print on rank 0, write. Collective over the world."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     comm = session.comm
     runs = {name: Contender(comm, name, options) for name in CONTENDERS}
     times = measure(comm, runs, options)

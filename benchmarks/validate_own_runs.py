@@ -73,7 +73,7 @@ def work(options: argparse.Namespace) -> None:
 def launched(ranks: int, program: list[str], folder: Path) -> None:
     """Run ``program`` on so many ranks, with what this prints."""
     from hpcdist.cli.words import importable
-    from hpcdist.comm import mpirun
+    from hpcdist.comm.launch import mpirun
 
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), **importable()}
@@ -110,16 +110,16 @@ def main() -> None:
         return
     if not any(wanted(options, ranks) for ranks in options.ranks) and not options.hosts:
         sys.exit(f"no training on {options.ranks} ranks begins with {', '.join(options.only)}; see own_runs_rows.py")
-    from hpcdist.planner import cluster_file
+    from hpcdist.planner.cluster import toml_file
 
     outputs = None if options.output is None else reports.places(options.output)
     found: list[reports.Compared] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path, times = calibrated(options, folder)
-        cluster, library = cluster_file.read(str(path)), ""
+        cluster, library = toml_file.read(str(path)), ""
         print(f"calibrated by {CALIBRATION}")
-        print("\n".join(cluster_file.assumptions(cluster)))
+        print("\n".join(toml_file.assumptions(cluster)))
         for ranks in options.ranks:
             own = wanted(options, ranks)
             if not own:

@@ -14,7 +14,7 @@ import numpy as np
 import validate_planner_predict as predict
 from validate_planner_rows import Table
 
-from hpcdist.planner.cluster import Cluster, Curve
+from hpcdist.planner.cluster.hardware import Cluster, EfficiencyCurve
 
 FACTORS: Final = (0.92, 0.96, 0.98, 1.0, 1.02, 1.04, 1.08)
 SHARES: Final = (0.73, 0.76, 0.79, 0.82, 0.85, 0.88, 0.91)
@@ -54,7 +54,9 @@ def changed(cluster: Cluster, share: float, factor: float) -> Cluster:
     for kind in TYPES:
         if kind in curves:
             curve = curves[kind]
-            curves[kind] = Curve(sizes=curve.sizes, shares=tuple(min(1.0, factor * one) for one in curve.shares))
+            curves[kind] = EfficiencyCurve(
+                sizes=curve.sizes, shares=tuple(min(1.0, factor * one) for one in curve.shares)
+            )
     return replace(cluster, device=replace(device, memory_share=share, matmul=curves))
 
 

@@ -8,16 +8,17 @@ from typing import Any, Final
 
 from validate_planner_rows import Row, Table, unit_of
 
-from hpcdist.planner import cluster_file, states
-from hpcdist.planner.cluster import ITEM_BYTES, Cluster
-from hpcdist.planner.compute import UnitSeconds, unit_seconds
-from hpcdist.planner.description import Description
-from hpcdist.planner.estimate import Estimate
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, message
-from hpcdist.planner.network_span import span
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory import model_states
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.shape import describe
+from hpcdist.planner.time.compute import UnitSeconds, unit_seconds
+from hpcdist.planner.time.network import collective, message
+from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.simulate import passes, timeline
 from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
@@ -110,7 +111,7 @@ def _slack(row: Row, quantity: str) -> float:
 @cache
 def cluster_of(name: str) -> Cluster:
     """Return the shipped cluster ``name``, without its limit of MFU: the formulas are what is held against papers."""
-    found = cluster_file.read(name)
+    found = toml_file.read(name)
     return replace(found, device=replace(found.device, best_mfu=0.0))
 
 
@@ -119,7 +120,7 @@ class Predicted:
 
     def __init__(self, row: Row, cluster: Cluster) -> None:
         self._row, self._cluster = row, cluster
-        self._known: dict[tuple[Layout, int], Estimate] = {}
+        self._known: dict[tuple[ParallelLayout, int], PlanEstimate] = {}
 
     def tflops(self) -> float:
         """Return TFLOP/s of a device, what is computed again included."""
@@ -214,7 +215,7 @@ class Predicted:
     def _percent(self, flops: float) -> float:
         return 100 * flops / (float(self._row.published["step_s"]) * self._estimate().peak_flops)
 
-    def _estimate(self, layout: Layout | None = None, layers: int = 0) -> Estimate:
+    def _estimate(self, layout: ParallelLayout | None = None, layers: int = 0) -> PlanEstimate:
         used = layout or self._row.layout
         found = self._known.get((used, layers))
         if found is None:
@@ -223,7 +224,7 @@ class Predicted:
             self._known[used, layers] = found
         return found
 
-    def _description(self, layers: int = 0) -> Description:
+    def _description(self, layers: int = 0) -> ModelDescription:
         shape = self._row.shape
         return describe(replace(shape, layers=layers) if layers else shape, self._row.name)
 
@@ -249,8 +250,8 @@ def _states(table: Table) -> Iterator[Compared]:
 
 def states_gb(parameters: float, stage: str, degree: int) -> float:
     """Return GB of parameters, gradients and optimizer on one of ``degree`` devices."""
-    layout = Layout(data=degree, strategy=stage, precision="float16", main_gradients="working")
-    return states.states(layout).total * parameters / 1e9
+    layout = ParallelLayout(data=degree, strategy=stage, precision="float16", main_gradients="working")
+    return model_states.states(layout).total * parameters / 1e9
 
 
 def _bubbles(table: Table) -> Iterator[Compared]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import TransformerShape
 
 FOLDER: Final = Path(__file__).parent / "published"
 ROLES: Final = ("calibration", "shared", "test", "extra")
@@ -29,11 +29,11 @@ class Row:
     role: str
     kind: str  # throughput, layer
     cluster: str
-    shape: Shape
-    layout: Layout
+    shape: TransformerShape
+    layout: ParallelLayout
     global_batch: int
     published: Mapping[str, str]
-    base: Layout | None = None  # of the speed-up
+    base: ParallelLayout | None = None  # of the speed-up
     series: str = ""  # rows of strong scaling
     note: str = ""
 
@@ -91,11 +91,11 @@ def _row(key: str, told: Mapping[str, Any], common: Mapping[str, Any], row: Mapp
         role=row["role"],
         kind=told["kind"],
         cluster=told["cluster"],
-        shape=Shape(**{**common["model"], **row.get("model", {})}),
-        layout=Layout(**layout),
+        shape=TransformerShape(**{**common["model"], **row.get("model", {})}),
+        layout=ParallelLayout(**layout),
         global_batch=row.get("global_batch", common.get("global_batch", 0)),
         published=row["published"],
-        base=Layout(**{**layout, **row["base"]}) if "base" in row else None,
+        base=ParallelLayout(**{**layout, **row["base"]}) if "base" in row else None,
         series=row.get("series", ""),
         note=row.get("note", ""),
     )

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.adapters import jax as adapter
-from hpcdist.bench import place
+from hpcdist.adapters.jax import model as adapter
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import own_samples
@@ -216,7 +216,7 @@ def main() -> None:
     """Measure, print and save."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     made = gpt(options)
     steps: dict[str, Step] = {"jax": plain(*made)} if session.comm.size == 1 else {}
     models = {}

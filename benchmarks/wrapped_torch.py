@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters import torch as adapter
-from hpcdist.bench import place
+from hpcdist.adapters.torch import model as adapter
+from hpcdist.bench import output_file
 from hpcdist.comm import start
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import own_samples
@@ -220,7 +220,7 @@ def main() -> None:
     """Measure, print and save."""
     options = arguments()
     session = start.start()
-    place.leave_unless_free(session, options.output)
+    output_file.exit_unless_writable(session, options.output)
     ranks = session.comm.size
     folder = session.comm.broadcast_object(tempfile.mkdtemp())
     if ranks > 1:

@@ -3,7 +3,7 @@
 import sys
 from typing import Final, NoReturn
 
-from hpcdist.comm import ending
+from hpcdist.comm.launch import exit_file
 
 STARTS_OR_TRAINS: Final = ("run", "train")
 
@@ -15,14 +15,14 @@ def main() -> NoReturn:
     """
     stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
     if stops:
-        ending.leave_at_signals()
+        exit_file.leave_at_signals()
     from hpcdist.cli.main import main as command  # late: it takes a quarter of a second
 
     try:
         command()
     finally:
         if stops:
-            ending.ignore_signals()
+            exit_file.ignore_signals()
 
 
 if __name__ == "__main__":

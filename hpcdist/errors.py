@@ -60,7 +60,7 @@ class CommunicationError(HpcdistError, RuntimeError):
 class RankDiedError(CommunicationError):
     """A rank has died, or the communicator was revoked because one had. ``ranks`` are those known to be dead, if any.
 
-    See `hpcdist.comm.deaths`: the MPI library tells of a death by errors of its own.
+    See `hpcdist.comm.failure.rank_failures`: the MPI library tells of a death by errors of its own.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

@@ -42,11 +42,12 @@ from typing import Any
 import numpy as np
 
 from hpcdist import collectives
-from hpcdist.arrays.sizes import parse_bytes
-from hpcdist.comm import mpirun, start
+from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
+from hpcdist.reporting.units import parse_bytes
 
 RAW, MESSAGES = "raw", "messages"
 ALGORITHMS = ("native", "hierarchical", "ring")

@@ -1,4 +1,8 @@
-"""Which library owns a buffer: asked of the buffer itself, never of a module global."""
+"""Array functions that take numpy and cupy arrays alike.
+
+The library is asked of the buffer itself (`namespace`), never of a module global, so buffers of the host and of a GPU
+can live side by side in one process.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.errors import UsageError
 
@@ -17,7 +21,7 @@ Scalar: TypeAlias = float | Array  # a number of the host, or an array () that i
 
 
 @dataclass(frozen=True)
-class Several:
+class ArrayGroup:
     """Several arrays (samples, ...) that go together, as tokens and their mask: cut, counted and placed as one.
 
     ``names`` are those of a dict, None for a tuple.
@@ -29,10 +33,10 @@ class Several:
     def __len__(self) -> int:
         return len(self.arrays[0])
 
-    def __getitem__(self, samples: Any) -> "Several":
+    def __getitem__(self, samples: Any) -> "ArrayGroup":
         return self.map(lambda array: array[samples])
 
-    def map(self, function: Callable[[Any], Any]) -> "Several":
+    def map(self, function: Callable[[Any], Any]) -> "ArrayGroup":
         """Return what ``function`` makes of each."""
         return replace(self, arrays=tuple(map(function, self.arrays)))
 
@@ -42,9 +46,9 @@ class Several:
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 
-def each(values: Any) -> tuple[Any, ...]:
+def arrays_in(values: Any) -> tuple[Any, ...]:
     """Return the arrays in ``values``: of `Several` all, else the one."""
-    return values.arrays if isinstance(values, Several) else (values,)
+    return values.arrays if isinstance(values, ArrayGroup) else (values,)
 
 
 def is_device(array: Any) -> bool:
@@ -70,14 +74,14 @@ def to_host(array: Any) -> np.ndarray:
 
 def place(array: Any, on: str) -> Array:
     """Return ``array`` on ``"cpu"`` or ``"gpu"``: itself where it is there already, else an explicit copy."""
-    if isinstance(array, Several):
+    if isinstance(array, ArrayGroup):
         return array.map(lambda one: place(one, on))  # type: ignore[return-value]
     if on == "gpu":
         return array if is_device(array) else device.cupy().asarray(array)
     return to_host(array)
 
 
-def adopt(values: Any) -> Array:
+def as_array(values: Any) -> Array:
     """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
 
     A tuple or a dict of them becomes `Several`, which must have as many samples each. Raises UsageError for what is
@@ -90,7 +94,7 @@ def adopt(values: Any) -> Array:
         names = tuple(map(str, values)) if isinstance(values, Mapping) else None
         if any(isinstance(one, tuple | Mapping) for one in given):
             raise UsageError(f"a {type(values).__name__} of tuples or dicts; several arrays go together in one of them")
-        several = Several(tuple(map(adopt, given)), names)
+        several = ArrayGroup(tuple(map(as_array, given)), names)
         members = dict(zip(names or range(len(values)), several.arrays, strict=True))
         if single := [str(name) for name, array in members.items() if not array.ndim]:
             raise UsageError(

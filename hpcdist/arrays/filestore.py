@@ -1,12 +1,12 @@
-"""A store whose bytes lie in a file, for states that are larger than memory.
+"""File-backed store for states that are larger than memory.
 
-The file has no name: it is unlinked as soon as it is open, so that a process that is killed leaves nothing behind. Its
-space is reserved at the start, so that a file system that is too small is met before the first step. Bytes go between
-the file and the buffers of the caller (pread, pwrite) without the GIL and without a copy beside the kernel's.
+The file has no name: it is unlinked as soon as it is open, so that a process that is killed leaves nothing behind.
+Its space is reserved at the start, so that a file system that is too small is met before the first step. Bytes go
+between the file and the buffers of the caller (pread, pwrite) without the GIL and without a copy beside the kernel's.
 
 What is written stays in the page cache while memory is free, and is read from there. Such pages belong to the kernel,
-not to the process (its PSS has none of them), and it drops clean ones when memory is short. Dirty ones it cannot drop:
-so each write asks at once that its pages go to the disk (sync_file_range), without waiting for it.
+not to the process (its PSS has none of them), and the kernel drops clean ones when memory is short. Dirty ones it
+cannot drop: so each write asks at once that its pages go to the disk (sync_file_range), without waiting for it.
 """
 
 import ctypes
@@ -21,10 +21,11 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays import backend, transfer
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import StorageError
@@ -79,7 +80,7 @@ class FileStore(FlatStore):
             return
         start = self._offset(wanted)
         if backend.is_device(out):
-            transfer.to_device(out, lambda where, block: self._pread(block, start + where.start))
+            staging.to_device_in_blocks(out, lambda where, block: self._pread(block, start + where.start))
         else:
             self._pread(out, start)
 
@@ -89,7 +90,7 @@ class FileStore(FlatStore):
             return
         start = self._offset(wanted)
         if backend.is_device(values):
-            transfer.to_host(values, lambda where, block: self._pwrite(block, start + where.start))
+            staging.to_host_in_blocks(values, lambda where, block: self._pwrite(block, start + where.start))
         else:
             self._pwrite(values, start)
 
@@ -106,7 +107,7 @@ class FileStore(FlatStore):
             self._pwrite(held, start + where.start)
 
         if backend.is_device(values):
-            transfer.to_host(values, into)
+            staging.to_host_in_blocks(values, into)
         else:
             for where in cut(Range(0, wanted.size), self.block):
                 into(where, values[where.slice])
@@ -121,7 +122,7 @@ class FileStore(FlatStore):
 
     def contents(self, wanted: Range) -> Array:
         """Return what a `Piece` of ``wanted`` holds: a `Stretch`, which is read and written in blocks."""
-        return Stretch(self, wanted)  # type: ignore[return-value]
+        return FileSlice(self, wanted)  # type: ignore[return-value]
 
     def copy_from(self, other: FlatStore) -> None:
         """Take over what ``other``, of the same layout and dtype and in memory, holds of these parts."""
@@ -177,7 +178,7 @@ class FileStore(FlatStore):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileSlice:
     """Elements ``where`` of ``store``, in the place of a 1-D array that would hold them."""
 
     store: FileStore

@@ -1,7 +1,8 @@
-"""The one door to numba: scalar loops, compiled at their first call and cached on disk.
+"""Just-in-time compilation of scalar loops by numba: at the first call, cached on disk.
 
-Nothing is imported or compiled when a module that uses `jit` is imported. The machine code is kept in a private
-directory of the user (the cache is code, so its owner and mode are checked), or where NUMBA_CACHE_DIR says.
+The only importer of numba. Nothing is imported or compiled when a module that uses `jit` is imported. The machine
+code is kept in a private directory of the user (the cache is code, so its owner and mode are checked), or where
+NUMBA_CACHE_DIR says.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, overload
 
-from hpcdist.arrays.device import is_device_array
+from hpcdist.arrays.gpu.device import is_device_array
 from hpcdist.errors import MissingCapabilityError
 
 _lock = threading.Lock()
@@ -59,13 +60,13 @@ def _prepare_cache() -> bool:
         instead = private / sources
         if instead == wanted or _why_not_private(private):
             continue
-        is_first = _copied(wanted, instead)  # of this node: what it compiles is there for the others, and later
+        is_first = _copy_cache(wanted, instead)  # of this node: what it compiles is there for the others, and later
         if not _why_not_writable(instead):
             if is_first:
-                _tell(f"{wanted} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
+                _warn(f"{wanted} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
             os.environ["NUMBA_CACHE_DIR"] = _prepared = str(instead)
             return True
-    _tell(f"{wanted} cannot be written ({reason}), nor a temporary directory: each process compiles its kernels anew")
+    _warn(f"{wanted} cannot be written ({reason}), nor a temporary directory: each process compiles its kernels anew")
     return False
 
 
@@ -97,7 +98,7 @@ def _why_not_writable(directory: Path) -> str:
         return error.strerror or str(error)
 
 
-def _copied(source: Path, directory: Path) -> bool:
+def _copy_cache(source: Path, directory: Path) -> bool:
     """Make ``directory`` with what ``source`` has, if anything; False where it was there already.
 
     numba reads no kernels where it cannot write any, even if somebody has compiled all of them.
@@ -118,7 +119,7 @@ def _copied(source: Path, directory: Path) -> bool:
     return True
 
 
-def _tell(text: str) -> None:
+def _warn(text: str) -> None:
     sys.stderr.write(f"hpcdist: {text}\n")
     sys.stderr.flush()
 

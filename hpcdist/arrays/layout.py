@@ -1,4 +1,4 @@
-"""The address space of a model: named tensors at aligned offsets of one flat space.
+"""Layout of a model: named tensors at aligned offsets of one flat address space.
 
 A `Layout` is pure: no bytes, no rank, no number of parts. It is the same on every rank and for every world size, so a
 range of it means the same thing everywhere.

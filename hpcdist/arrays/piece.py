@@ -1,7 +1,7 @@
-"""Pieces: how a part of a tensor is named outside the run, independent of any layout, padding or number of ranks.
+"""Pieces: names for parts of a tensor outside the run, independent of layout, padding or number of ranks.
 
-A piece is what a checkpoint holds and what a restore asks for. Both sides reduce a piece to *runs*: stretches that
-are contiguous in the row-major order of the whole tensor. Two pieces are then intersected as two sorted lists of runs.
+A piece is what a checkpoint holds and what a restore asks for. Both sides reduce a piece to *runs*: ranges that are
+contiguous in the row-major order of the whole tensor. Two pieces are then intersected as two sorted lists of runs.
 """
 
 import math
@@ -44,7 +44,7 @@ class Piece:
     global_shape: tuple[int, ...]
     box: Box
     flat: Range
-    array: Array  # or a `hpcdist.arrays.filestore.Stretch`: the part of the interface that both have
+    array: Array  # or a `hpcdist.arrays.filestore.FileSlice`: the part of the interface that both have
 
     def __post_init__(self) -> None:
         inside = len(self.box) == len(self.global_shape) and all(
@@ -107,7 +107,7 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
     return Runs(start + cut_front, inside + cut_front - flat.start, size)
 
 
-def common(one: Runs, other: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def intersect_runs(one: Runs, other: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``(local of one, local of other, size)`` of the elements that both have, ordered as in the tensor."""
     first = np.searchsorted(other.start + other.size, one.start, side="right")
     last = np.searchsorted(other.start, one.start + one.size, side="left")

@@ -1,8 +1,8 @@
 """Integer arithmetic of half-open ranges of one flat address space.
 
-Ranges are the vocabulary of everything: bucket, shard, chunk of a ring, key of a parameter server, piece of a
-checkpoint. All of it is here, in pure functions, so that the awkward cases (fewer elements than ranks, empty parts, a
-ragged tail) are decided and tested once.
+Everything is named by ranges: bucket, shard, chunk of a ring, key of a parameter server, piece of a checkpoint. The
+arithmetic is here, in pure functions, so that the awkward cases (fewer elements than ranks, empty parts, a ragged
+tail) are decided and tested once.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Random numbers by logical stream: counter-based, so that no cut of the work changes a draw."""
+"""Random numbers by logical stream: counter-based (Philox), so that no partition of the work changes a draw."""
 
 from typing import Any, Final
 

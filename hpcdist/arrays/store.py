@@ -1,4 +1,4 @@
-"""Bytes for parts of a layout."""
+"""Flat store: the bytes of the ranges of a layout that a rank holds in memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays import backend, transfer
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout, Segment
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 
 Allocate = Callable[[int, "np.dtype[Any]"], Array]
@@ -73,9 +74,9 @@ class FlatStore:
         if backend.is_device(values) == backend.is_device(out):
             out[...] = values
         elif backend.is_device(out):
-            transfer.to_device(out, lambda where, block: np.copyto(block, values[where.slice]))
+            staging.to_device_in_blocks(out, lambda where, block: np.copyto(block, values[where.slice]))
         else:
-            transfer.to_host(values, lambda where, block: np.copyto(out[where.slice], block))
+            staging.to_host_in_blocks(values, lambda where, block: np.copyto(out[where.slice], block))
 
     def write(self, wanted: Range, values: Array) -> None:
         """Take ``values``, 1-D, on either side of the bus, for ``wanted``."""
@@ -83,15 +84,17 @@ class FlatStore:
         if backend.is_device(values) == backend.is_device(held):
             held[...] = values
         elif backend.is_device(values):
-            transfer.to_host(values, lambda where, block: np.copyto(held[where.slice], block))
+            staging.to_host_in_blocks(values, lambda where, block: np.copyto(held[where.slice], block))
         else:
-            transfer.to_device(held, lambda where, block: np.copyto(block, values[where.slice]))
+            staging.to_device_in_blocks(held, lambda where, block: np.copyto(block, values[where.slice]))
 
     def add(self, wanted: Range, values: Array) -> None:
         """Add ``values``, 1-D, on the same side of the bus or on a GPU, to what is held of ``wanted``."""
         held = self.range(wanted)
         if backend.is_device(values) and not backend.is_device(held):
-            transfer.to_host(values, lambda where, block: np.add(held[where.slice], block, out=held[where.slice]))
+            staging.to_host_in_blocks(
+                values, lambda where, block: np.add(held[where.slice], block, out=held[where.slice])
+            )
         else:
             with np.errstate(all="ignore"):  # infinity is for the caller to find, as in a collective
                 held += values

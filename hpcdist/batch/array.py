@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.batch.job import SUITES, SWEEP, BatchJob, walltime_s
 from hpcdist.errors import UsageError
+from hpcdist.reporting.units import counted
 
 _MERGE_TIME: Final = "00:10:00"
 

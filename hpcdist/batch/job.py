@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Final
 
-from hpcdist.comm.ending import WAYS
+from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 from hpcdist.errors import UsageError
 
-SURVIVE: Final = ("none", *WAYS)
+SURVIVE: Final = ("none", *SURVIVE_MODES)
 RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
 # Benchmark -> whether all ranks of the job run it; the others start ranks themselves.
 SWEEP: Final = "sweep"

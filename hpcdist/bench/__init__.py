@@ -1,1 +1,7 @@
-"""Measuring many configurations: sweeps of whole trainings, each in processes of its own, and the report of a sweep."""
+"""Benchmarks behind `hpcdist bench`, `hpcdist compare`, `hpcdist schedule` and `hpcdist plan calibrate`.
+
+Floor 5: imports errors, arrays, reporting, comm, hdf5, collectives, models, optim, strategies and adapters; never
+another service. One package a benchmark, each with `plan` (what is measured, light), `run`, `results` (an HDF5 file)
+and `report`. A sweep runs whole trainings, each in processes of its own. Begin with `sweep.definition.Sweep` (trials
+from a TOML file) and `collectives.run.run`.
+"""

@@ -1,10 +1,10 @@
-"""Two results of the same benchmark, configuration by configuration: how much slower, and how sure that is.
+"""Compare two results files of the same benchmark: ratios of medians with bootstrap intervals, and a verdict.
 
-The figure is the ratio of medians, the second file's over the first's. Its interval comes from the bootstrap (B. Efron,
-Ann. Statist. 7 (1979) 1-26): the iterations of both sides are drawn again, with replacement, many times. Where a side
-was measured by several processes (sessions of a benchmark, repeats of a sweep), processes are drawn first and then
-iterations within each: what differs from process to process is then part of the interval. One process a side cannot
-know that part, so its interval speaks of these two runs, not of the next two.
+The figure is the ratio of medians, the second file's over the first's. Its interval comes from the bootstrap (B.
+Efron, Ann. Statist. 7 (1979) 1-26): the iterations of both sides are drawn again, with replacement, many times. Where
+a side was measured by several processes (sessions of a benchmark, repeats of a sweep), processes are drawn first and
+then iterations within each: what differs from process to process is then part of the interval. One process a side
+cannot measure that part, so its interval holds for these two runs, not for the next two.
 
 A regression is a ratio whose whole interval lies beyond the threshold, or a wrong result, whose time means nothing.
 """
@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench import collectives_file, results
-from hpcdist.bench.collectives_plan import COLD
-from hpcdist.bench.trial import OK
+from hpcdist.bench.collectives import results as collectives_results
+from hpcdist.bench.collectives.plan import COLD
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.trial import OK
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
 
@@ -33,7 +34,7 @@ _DRAWN_ELEMENTS: Final = 1 << 22  # at once, to keep memory small
 
 
 @dataclass(frozen=True)
-class Side:
+class CompareSide:
     """One configuration of one file: the time of the slowest rank of each iteration, and who measured it."""
 
     times_s: np.ndarray
@@ -43,7 +44,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Rule:
+class CompareRule:
     """What counts as a difference; ``threshold`` 0.05 is five percent."""
 
     threshold: float = 0.05
@@ -53,7 +54,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Change:
+class MedianChange:
     """One configuration that both files have; ``ratio`` above 1 is slower in the second, None beside a wrong result."""
 
     name: str
@@ -69,27 +70,27 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ResultsComparison:
     """All changes, wrong results and the largest slowdown first, and the names of what has nothing beside it."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     wrong_before: tuple[str, ...]  # and right in the second
     notes: tuple[str, ...]
 
     @property
-    def regressions(self) -> list[Change]:
+    def regressions(self) -> list[MedianChange]:
         """What became wrong, or slower beyond doubt and threshold; references (memcpy, wire) are no code of ours."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
-    def judged(self) -> list[Change]:
+    def judged(self) -> list[MedianChange]:
         """What has a verdict, references left out."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
-def compare(before: Path, after: Path, rule: Rule) -> Comparison:
+def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
     """Compare two files of `hpcdist bench collectives`, or two of `hpcdist bench sweep`.
 
     Raises StorageError for a file that is neither, UsageError for files that have no configuration in common.
@@ -107,7 +108,7 @@ def compare(before: Path, after: Path, rule: Rule) -> Comparison:
     healed = [name for name in common if left[name].wrong and not right[name].wrong]
     kept = [name for name in common if name not in healed]
     changes = sorted((change(name, left[name], right[name], rule) for name in kept), key=_effect)
-    return Comparison(
+    return ResultsComparison(
         tuple(changes),
         tuple(name for name in left if name not in right),
         tuple(name for name in right if name not in left),
@@ -116,12 +117,12 @@ def compare(before: Path, after: Path, rule: Rule) -> Comparison:
     )
 
 
-def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
+def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
     """Return how ``after`` differs from ``before``; the same for the same samples, rule and name."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
-        return Change(name, WRONG, None, None, None, None, None, counts, sessions, before.reference)
+        return MedianChange(name, WRONG, None, None, None, None, None, counts, sessions, before.reference)
     medians = [float(np.median(side.times_s)) for side in (before, after)]
     ratio = medians[1] / medians[0]
     # The draws depend on the name, so that one configuration more does not change the intervals of the others.
@@ -137,10 +138,10 @@ def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
         verdict = IMPROVEMENT
     else:
         verdict = UNDECIDED
-    return Change(name, verdict, ratio, low, high, medians[0], medians[1], counts, sessions, before.reference)
+    return MedianChange(name, verdict, ratio, low, high, medians[0], medians[1], counts, sessions, before.reference)
 
 
-def _medians(side: Side, resamples: int, rng: np.random.Generator) -> np.ndarray:
+def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.ndarray:
     """Return the medians of ``resamples`` samples drawn from ``side``: processes first, then their iterations."""
     processes = [side.times_s[side.session == number] for number in np.unique(side.session)]
     found = np.empty(resamples)
@@ -157,11 +158,11 @@ def _medians(side: Side, resamples: int, rng: np.random.Generator) -> np.ndarray
     return found
 
 
-def _effect(one: Change) -> tuple[bool, float, str]:
+def _effect(one: MedianChange) -> tuple[bool, float, str]:
     return (one.reference, -np.inf if one.ratio is None else -one.ratio, one.name)
 
 
-def _notes(changes: Sequence[Change]) -> list[str]:
+def _notes(changes: Sequence[MedianChange]) -> list[str]:
     notes = []
     moved = [one.ratio for one in changes if one.ratio and one.reference and one.verdict in (REGRESSION, IMPROVEMENT)]
     if moved:
@@ -192,19 +193,19 @@ def _schema(path: Path) -> str:
     return found
 
 
-def _collectives(path: Path) -> dict[str, Side]:
+def _collectives(path: Path) -> dict[str, CompareSide]:
     """Return the configurations of a benchmark of collectives; versions of the MPI library may differ."""
     found = {}
-    for one in collectives_file.read(path).configurations:
+    for one in collectives_results.read(path).configurations:
         key = one.key
         cache = "" if key.cache == COLD else f" {key.cache}"
         where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
         name = f"{key.op} {key.dtype} {key.bytes} B{cache}, {where}, {key.label}"  # `_by_cell` takes it apart
-        found[name] = Side(one.slowest_s, one.session, one.reference, bool(one.wrong))
+        found[name] = CompareSide(one.slowest_s, one.session, one.reference, bool(one.wrong))
     return found
 
 
-def _sweep(path: Path) -> dict[str, Side]:
+def _sweep(path: Path) -> dict[str, CompareSide]:
     """Return the steps of each configuration of a sweep over its good repeats, without the first, which compiles."""
     found = {}
     for configuration in results.read(path).configurations:
@@ -217,19 +218,19 @@ def _sweep(path: Path) -> dict[str, Side]:
                 sessions.append(np.full(len(times[-1]), repeat.number))
         if sum(map(len, times)):
             name = f"{configuration.name} on {configuration.ranks} ranks"
-            found[name] = Side(np.concatenate(times), np.concatenate(sessions))
+            found[name] = CompareSide(np.concatenate(times), np.concatenate(sessions))
     return found
 
 
-_READERS: Final[Mapping[str, Callable[[Path], dict[str, Side]]]] = {
-    collectives_file.SCHEMA: _collectives,
+_READERS: Final[Mapping[str, Callable[[Path], dict[str, CompareSide]]]] = {
+    collectives_results.SCHEMA: _collectives,
     results.SCHEMA: _sweep,
 }
 
 _HEAD: Final = ("configuration", "before us", "after us", "ratio", "interval", "n", "verdict")
 
 
-def _cells(found: Comparison) -> list[list[str]]:
+def _cells(found: ResultsComparison) -> list[list[str]]:
     return [
         [
             one.name,
@@ -241,14 +242,14 @@ def _cells(found: Comparison) -> list[list[str]]:
     ]
 
 
-def _figures(one: Change) -> list[str]:
+def _figures(one: MedianChange) -> list[str]:
     if one.ratio is None or one.before_s is None or one.after_s is None:
         return ["-"] * 4
     times = [f"{1e6 * seconds:,.1f}" for seconds in (one.before_s, one.after_s)]
     return [*times, f"{one.ratio:.3f}", f"{one.low:.3f} - {one.high:.3f}"]
 
 
-def text(found: Comparison) -> str:
+def text(found: ResultsComparison) -> str:
     """Return the table as lines for people, the largest slowdown first, and below what only one file has."""
     cells = [list(_HEAD), *_cells(found)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
@@ -260,7 +261,7 @@ def text(found: Comparison) -> str:
     return "\n".join([*lines, *_below(found)])
 
 
-def markdown(found: Comparison) -> str:
+def markdown(found: ResultsComparison) -> str:
     """Return the table as Markdown."""
     marks = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
     body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(found)]
@@ -269,7 +270,7 @@ def markdown(found: Comparison) -> str:
     )
 
 
-def _below(found: Comparison) -> list[str]:
+def _below(found: ResultsComparison) -> list[str]:
     lines = []
     for what, names in (
         ("only in the first", found.only_before),
@@ -289,6 +290,6 @@ def _by_cell(names: Sequence[str]) -> list[str]:
     return [f"{where}, {', '.join(labels)}" if where else "; ".join(labels) for where, labels in cells.items()]
 
 
-def jsonable(found: Comparison, rule: Rule) -> dict[str, Any]:
+def jsonable(found: ResultsComparison, rule: CompareRule) -> dict[str, Any]:
     """Return the comparison as JSON values."""
     return {"rule": asdict(rule), **asdict(found), "regressions": [one.name for one in found.regressions]}

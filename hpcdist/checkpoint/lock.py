@@ -115,7 +115,7 @@ class RunLock:
 
     def _made(self, path: Path) -> bool:
         """Whether the lock is this process's now."""
-        new = atomic.unfinished(path)
+        new = atomic.temporary_path(path)
         try:
             atomic.write(new, json.dumps(self._own) + "\n")
             _link_new(new, path)
@@ -175,7 +175,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
     Both times are those of the file system, whose clock may differ from this machine's.
     """
-    now, age_s = atomic.unfinished(path), 0.0
+    now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))
         age_s = now.stat().st_mtime - path.stat().st_mtime

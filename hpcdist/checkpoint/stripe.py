@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.reporting.units import counted, format_bytes
 
 LUSTRE: Final = "lustre"
 BEEGFS: Final = "beegfs"
@@ -124,7 +124,7 @@ def plan(directory: Path, nbytes: int, writers: int, wish: str = "auto", mounts:
     servers = _servers(directory) if system.kind == LUSTRE else None
     count = stripes(nbytes, writers, servers)
     known = "an unknown number of servers" if servers is None else counted(servers, "server")
-    why = f"{in_units(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
+    why = f"{format_bytes(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
     return StripePlan(system, (*begin, *_options(begin, count), str(directory)), why)
 
 

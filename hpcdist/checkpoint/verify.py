@@ -12,12 +12,12 @@ from pathlib import Path
 import xxhash
 
 from hpcdist.arrays.ranges import Range, gaps
-from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.format.block_reader import READ_BYTES, BlockReader
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, INDEX_FILE, Manifest, StoredPiece
 from hpcdist.errors import StorageError
 from hpcdist.reporting.regular import open_regular
+from hpcdist.reporting.units import counted
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.cli import (
     bench_checkpoint,
     bench_collectives,
@@ -19,11 +18,12 @@ from hpcdist.cli import (
 )
 from hpcdist.cli.bench_trials import Recipes, check_alone, line_of, remove_leftovers, run
 from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.series import Item
-    from hpcdist.bench.sweep import Sweep, Trial
-    from hpcdist.bench.trial import Command
+    from hpcdist.bench.sweep.definition import Sweep, SweepTrial
+    from hpcdist.bench.sweep.series import SeriesItem
+    from hpcdist.bench.sweep.trial import Command
 
 
 @click.group()
@@ -95,7 +95,7 @@ def sweep(
     if listing:
         _list(found, trials, only, as_json)
         return OK
-    from hpcdist.bench import results, series
+    from hpcdist.bench.sweep import results, series
 
     line = line_of(ranks_per_node, run_args)
     results.check_place(output)
@@ -105,35 +105,35 @@ def sweep(
     with results.locked(output):
         remove_leftovers(output)
         items = series.plan(trials, found.repeats, output, retry_failed, only)
-        tally = run(items, output, series.Limits(limit_s, budget_s or float("inf")), anonymous, line)
+        tally = run(items, output, series.SeriesLimits(limit_s, budget_s or float("inf")), anonymous, line)
     again = "; --retry-failed runs the failed again" if tally.failed else ""
     click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{again}", err=True)
     return REQUEUE if tally.left else FAILURE if tally.failed else OK
 
 
-def _trials(sweep_file: Path) -> "tuple[Sweep, list[Trial]]":
-    from hpcdist.bench import sweep as sweeps
+def _trials(sweep_file: Path) -> "tuple[Sweep, list[SweepTrial]]":
+    from hpcdist.bench.sweep import definition as sweeps
 
     found = sweeps.read(sweep_file)
     return found, sweeps.expand(found, Recipes(found))
 
 
-def _position(trials: "list[Trial]", wanted: str | None, sweep_file: Path) -> int | None:
-    from hpcdist.bench import choice
+def _position(trials: "list[SweepTrial]", wanted: str | None, sweep_file: Path) -> int | None:
+    from hpcdist.bench.sweep import definition
 
-    return None if wanted is None else choice.position(trials, wanted, str(sweep_file))
+    return None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
 
 
-def _list(found: "Sweep", trials: "list[Trial]", only: int | None, as_json: bool) -> None:
+def _list(found: "Sweep", trials: "list[SweepTrial]", only: int | None, as_json: bool) -> None:
     """Print what the trials are; needs neither MPI nor HDF5."""
-    from hpcdist.bench import choice
+    from hpcdist.bench.sweep import definition
 
-    rows = choice.listed(trials, found)
+    rows = definition.trial_rows(trials, found)
     rows = rows if only is None else [rows[only]]
-    click.echo(json.dumps({"sweep": str(found.path), "trials": rows}) if as_json else choice.text(rows))
+    click.echo(json.dumps({"sweep": str(found.path), "trials": rows}) if as_json else definition.trial_table(rows))
 
 
-def _show(items: "list[Item]", line: "Command") -> None:
+def _show(items: "list[SeriesItem]", line: "Command") -> None:
     """Print the trials in their order, and below the command of each."""
     for number, item in enumerate(items, 1):
         state = f"recorded: {item.status}" if item.status else "to run"

@@ -10,13 +10,13 @@ import click
 from hpcdist.errors import OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.checkpoint import Contender, State
+    from hpcdist.bench.checkpoint.throughput import CheckpointContender, State
     from hpcdist.comm.communicator import Communicator
-    from hpcdist.comm.session import Session
+    from hpcdist.comm.start import Session
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
-    from hpcdist.arrays.sizes import parse_bytes
+    from hpcdist.reporting.units import parse_bytes
 
     try:
         return tuple(dict.fromkeys(parse_bytes(value) for value in values))
@@ -68,19 +68,20 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
     Start it on several ranks: `hpcdist run -n 2 bench checkpoint`, or under mpirun or srun. Times are those of the
     slowest rank, digests, manifest and fsync included; ratios are medians over the rounds, in which all take turns.
     """
-    from hpcdist.bench import checkpoint as bench
-    from hpcdist.bench import checkpoint_beside, checkpoint_file, place
+    from hpcdist.bench import output_file
+    from hpcdist.bench.checkpoint import background, throughput
+    from hpcdist.bench.checkpoint import throughput as bench
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
 
     session = start.start()
     comm, directory = session.comm, options["directory"]
-    place.agree(comm, lambda: None if output is None else files.check_place(output))
+    output_file.check_on_all_ranks(comm, lambda: None if output is None else files.check_place(output))
     new = comm.broadcast_object(not directory.exists() if comm.rank == 0 else None)
     bench.check_space(comm, directory, max(options["sizes"]))
     say = (lambda line: click.echo(line, err=True)) if comm.rank == 0 else (lambda line: None)
     reads = bench.READS if options["read"] == "both" else (options["read"],)
-    wanted = bench.Wanted(directory, options["rounds"], options["warmup"], reads, options["seed"])
+    wanted = bench.CheckpointRequest(directory, options["rounds"], options["warmup"], reads, options["seed"])
     meeting = _torch_group(comm, directory, options["with_torch"], say)
     found, told = {}, []
     try:
@@ -91,7 +92,7 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
             samples, beside = bench.run(comm, state, contenders, wanted, say), None
             if options["asynchronous"]:
                 saver = _beside(comm, state, directory / "beside" / str(held), options["writers"])
-                beside = checkpoint_beside.run(comm, saver, options["step_s"], options["rounds"], say)
+                beside = background.run(comm, saver, options["step_s"], options["rounds"], say)
             found[held] = samples, beside
             told.append({"bytes": held, "speeds": bench.figures(samples, held)})
             if beside is not None:
@@ -101,7 +102,7 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
             about = _about(session, options)
             _show(about, told, as_json)
             if output is not None:
-                checkpoint_file.write(output, found, about | _provenance(session, anonymous))
+                throughput.write_results(output, found, about | _provenance(session, anonymous))
     finally:
         if comm.rank == 0:
             shutil.rmtree(directory if new else directory / "beside", ignore_errors=True)
@@ -110,7 +111,7 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
 
 def _torch_group(comm: "Communicator", directory: Path, wanted: bool, say: Any) -> bool:
     """Let the ranks meet as PyTorch has it; return whether they could. Collective."""
-    from hpcdist.bench import checkpoint_contenders as contenders
+    from hpcdist.bench.checkpoint import throughput as contenders
 
     missing = contenders.torch_missing() if wanted else "--no-torch"
     missing = next((one for one in comm.allgather_object(missing) if one), "")
@@ -121,10 +122,10 @@ def _torch_group(comm: "Communicator", directory: Path, wanted: bool, say: Any) 
     return True
 
 
-def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: bool) -> "list[Contender]":
+def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: bool) -> "list[CheckpointContender]":
     """Return who takes part (local)."""
-    from hpcdist.bench import checkpoint as bench
-    from hpcdist.bench import checkpoint_contenders as others
+    from hpcdist.bench.checkpoint import throughput as bench
+    from hpcdist.bench.checkpoint import throughput as others
     from hpcdist.checkpoint.restoring.restore import restore
     from hpcdist.checkpoint.saving.two_phase import save
 
@@ -134,8 +135,8 @@ def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: 
     def read(folder: Path) -> None:
         restore(folder / "step-1", pieces(comm, state))
 
-    found = [bench.Contender(bench.OURS, write, read), others.raw(comm, state)]
-    return [*found, others.torch(comm, state)] if with_torch else found
+    found = [bench.CheckpointContender(bench.OURS, write, read), others.raw_files(comm, state)]
+    return [*found, others.torch_checkpoint(comm, state)] if with_torch else found
 
 
 def pieces(comm: "Communicator", state: "State") -> list[Any]:
@@ -169,19 +170,19 @@ def _about(session: "Session", options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(about: dict[str, Any], told: list[dict[str, Any]], as_json: bool) -> None:
-    from hpcdist.arrays.sizes import counted, in_units
-    from hpcdist.bench import checkpoint as bench
-    from hpcdist.bench import checkpoint_beside
+    from hpcdist.bench.checkpoint import background
+    from hpcdist.bench.checkpoint import throughput as bench
+    from hpcdist.reporting.units import counted, format_bytes
 
     if as_json:
         click.echo(json.dumps({**about, "sizes": told}))
         return
     for one in told:
         ranks, rounds, tensors = (counted(about[name], name[:-1]) for name in ("ranks", "rounds", "tensors"))
-        click.echo(f"{in_units(one['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
+        click.echo(f"{format_bytes(one['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
         click.echo(bench.text(one["speeds"]))
         if "beside" in one:
-            click.echo(checkpoint_beside.text(one["beside"]))
+            click.echo(background.text(one["beside"]))
 
 
 def _provenance(session: "Session", anonymous: bool) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import click
 from hpcdist.errors import FAILURE, OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.collectives_file import Configuration
-    from hpcdist.bench.collectives_plan import Wanted
-    from hpcdist.comm.session import Session
+    from hpcdist.bench.collectives.plan import CollectivesRequest
+    from hpcdist.bench.collectives.results import CollectivesConfiguration
+    from hpcdist.comm.start import Session
 
 _SIZES: Final = "4K-64M x4"
 # Of the environment of rank 0, what changes how fast collectives are; values may name no host or user.
@@ -104,8 +104,8 @@ def command(
     when --output or --plot cannot be written, which is tried before anything is measured. `hpcdist compare A.h5 B.h5`
     tells whether two results differ.
     """
-    from hpcdist.bench.collectives_plan import Wanted
-    from hpcdist.bench.collectives_plan import sizes as parsed
+    from hpcdist.bench.collectives.plan import CollectivesRequest
+    from hpcdist.bench.collectives.plan import sizes as parsed
     from hpcdist.comm import start
 
     kinds = ("ordinary", "shared") if buffers == "both" else (buffers,)
@@ -114,7 +114,9 @@ def command(
     session = start.start()
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     chosen = session.comm.broadcast_object(drawn)
-    wanted = Wanted(*known[:2], nbytes, known[2], kinds, seconds, iterations, warmup, least, check, hot, chosen)
+    wanted = CollectivesRequest(
+        *known[:2], nbytes, known[2], kinds, seconds, iterations, warmup, least, check, hot, chosen
+    )
     _check_places(session, output, plot)
     code = _measure(session, wanted, output, as_json, plot, anonymous)
     session.leave(code)
@@ -125,8 +127,8 @@ def _known(
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return operations, algorithms and dtypes without doubles. Raises UsageError for one that is not known."""
     from hpcdist.arrays.dtypes import dtype_of
-    from hpcdist.bench import collectives_contenders as sides
-    from hpcdist.bench.collectives_plan import OPERATIONS, choice
+    from hpcdist.bench.collectives import contenders as sides
+    from hpcdist.bench.collectives.plan import OPERATIONS, choice
 
     every = OPERATIONS if "all" in operations else choice("--op", operations, (*OPERATIONS, "all"))
     names = dict.fromkeys(name for op in every for name in sides.algorithms(op))
@@ -138,39 +140,46 @@ def _known(
 
 def _check_places(session: "Session", output: Path | None, plot: Path | None) -> None:
     """Raise, on every rank, what rank 0 finds in the way of its files. Collective over the world."""
-    from hpcdist.bench import collectives_report, place
+    from hpcdist.bench import output_file
+    from hpcdist.bench.collectives import report
     from hpcdist.hdf5 import files
 
     def check() -> None:
         if output is not None:
             files.check_place(output)
         if plot is not None:
-            collectives_report.check_plot(plot)
+            report.check_plot(plot)
 
-    place.agree(session.comm, check)
+    output_file.check_on_all_ranks(session.comm, check)
 
 
 def _measure(
-    session: "Session", wanted: "Wanted", output: Path | None, as_json: bool, plot: Path | None, anonymous: bool
+    session: "Session",
+    wanted: "CollectivesRequest",
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None,
+    anonymous: bool,
 ) -> int:
     """Measure, show and write; return the exit code. Collective over the world."""
-    from hpcdist.bench import collectives, collectives_file
-    from hpcdist.bench import collectives_report as reports
+    from hpcdist.bench.collectives import report as reports
+    from hpcdist.bench.collectives import results as collectives_results
+    from hpcdist.bench.collectives import run
 
     comm = session.comm
     origin = _provenance(session, wanted, anonymous)
-    found: list[Configuration] = []
+    found: list[CollectivesConfiguration] = []
 
-    def keep(configurations: "Sequence[Configuration]") -> None:
+    def keep(configurations: "Sequence[CollectivesConfiguration]") -> None:
         found.extend(configurations)
         if output is not None:
-            collectives_file.append(output, configurations, origin)
+            collectives_results.append(output, configurations, origin)
 
     if comm.rank == 0 and not as_json:
         click.echo(_headline(session, wanted))
-    collectives.run(comm, wanted, session.library, keep, lambda line: click.echo(line, err=True))
+    run.run(comm, wanted, session.library, keep, lambda line: click.echo(line, err=True))
     if comm.rank == 0:
-        results = collectives_file.Results(origin, tuple(found))
+        results = collectives_results.CollectivesResults(origin, tuple(found))
         table = reports.rows(found)
         if as_json:
             click.echo(json.dumps(reports.jsonable(results)))
@@ -184,15 +193,15 @@ def _measure(
     return FAILURE if wrong else OK
 
 
-def _headline(session: "Session", wanted: "Wanted") -> str:
+def _headline(session: "Session", wanted: "CollectivesRequest") -> str:
     ranks, nodes = session.comm.size, session.comm.nodes().count
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     return f"{where}, {session.library}, seed {wanted.seed}, {'hot' if wanted.hot else 'cold'} buffers"
 
 
-def _provenance(session: "Session", wanted: "Wanted", anonymous: bool) -> Mapping[str, Any]:
+def _provenance(session: "Session", wanted: "CollectivesRequest", anonymous: bool) -> Mapping[str, Any]:
     """Return what the file says of the run. Collective over the world."""
-    from hpcdist.bench.collectives_buffers import last_level_cache_bytes
+    from hpcdist.bench.collectives.buffers import last_level_cache_bytes
     from hpcdist.telemetry.provenance import provenance
 
     comm, place = session.comm, session.place

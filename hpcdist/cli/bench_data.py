@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.bench.data_contenders import CONTENDERS
+from hpcdist.bench.data.plan import CONTENDERS
 from hpcdist.errors import FAILURE, OK, REQUEUE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.results import Results
-    from hpcdist.bench.series import Tally
-    from hpcdist.bench.sweep import Trial
-    from hpcdist.bench.trial import Command
+    from hpcdist.bench.sweep.definition import SweepTrial
+    from hpcdist.bench.sweep.results import SweepResults
+    from hpcdist.bench.sweep.series import SweepTally
+    from hpcdist.bench.sweep.trial import Command
     from hpcdist.cli.bench_trials import Recipes
 
 _COMMON: Final = {"checkpoint.every_steps": 0}
@@ -84,7 +84,7 @@ def command(
     Exit code 0 when every training was well, 1 when any failed, 75 when SIGTERM, SIGHUP or SIGUSR1 stopped it: with
     --output the same command goes on.
     """
-    from hpcdist.bench import data
+    from hpcdist.bench.data import plan
     from hpcdist.cli.bench_trials import check_alone, line_of
 
     contenders = _chosen(chosen)
@@ -94,18 +94,18 @@ def command(
         return OK
     check_alone()
     line = line_of(None, run_args)
-    scenarios: dict[str, dict[str, Any]] = {} if scenario == data.STRAGGLERS else {data.CALM: {}}
-    if scenario != data.CALM:
+    scenarios: dict[str, dict[str, Any]] = {} if scenario == plan.STRAGGLERS else {plan.CALM: {}}
+    if scenario != plan.CALM:
         _check_stragglers(ranks, slow, slow_factor, slow_probability)
-        scenarios[data.STRAGGLERS] = data.stragglers(slow, slow_factor, slow_probability)
+        scenarios[plan.STRAGGLERS] = plan.stragglers(slow, slow_factor, slow_probability)
     recipes = _recipes(recipe, ranks, repeats)
     base = dict(_COMMON) if recipe is not None else {**_COMMON, **_WITHOUT_RECIPE}
-    wanted = data.Wanted(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
-    trials, left_out = data.expand(wanted, recipes)
+    wanted = plan.ExchangeRequest(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
+    trials, left_out = plan.expand(wanted, recipes)
     if not trials:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     if plot is not None:
-        from hpcdist.bench.collectives_report import check_plot
+        from hpcdist.bench.collectives.report import check_plot
 
         check_plot(plot)
     with tempfile.TemporaryDirectory(prefix="hpcdist-bench-data-") as folder:
@@ -134,7 +134,7 @@ def _check_stragglers(ranks: int, slow: tuple[int, ...], factor: float, probabil
 
 
 def _recipes(recipe: Path | None, ranks: int, repeats: int) -> "Recipes":
-    from hpcdist.bench.sweep import Sweep
+    from hpcdist.bench.sweep.definition import Sweep
     from hpcdist.cli.bench_trials import Recipes
 
     base: Path | dict[str, Any] = {} if recipe is None else recipe
@@ -150,16 +150,16 @@ def _typed(overrides: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _measure(
-    trials: "list[Trial]",
+    trials: "list[SweepTrial]",
     path: Path,
     repeats: int,
     limit_s: float,
     anonymous: bool,
     left_out: Mapping[str, str],
     line: "Command",
-) -> "tuple[Tally, Results]":
+) -> "tuple[SweepTally, SweepResults]":
     """Run what ``path`` does not hold yet; return the tally, and the results of these trials."""
-    from hpcdist.bench import results, series
+    from hpcdist.bench.sweep import results, series
     from hpcdist.cli.bench_trials import remove_leftovers, run
 
     results.check_place(path)
@@ -167,15 +167,15 @@ def _measure(
         remove_leftovers(path)
         items = series.plan(trials, repeats, path, retry_failed=False)
         told = {"left_out": json.dumps(dict(left_out))}
-        tally = run(items, path, series.Limits(limit_s), anonymous, line, told)
+        tally = run(items, path, series.SeriesLimits(limit_s), anonymous, line, told)
     found = results.read(path)
     ids = {trial.id for trial in trials}
-    return tally, results.Results(found.provenance, tuple(one for one in found.configurations if one.id in ids))
+    return tally, results.SweepResults(found.provenance, tuple(one for one in found.configurations if one.id in ids))
 
 
-def _show(found: "Results", left_out: Mapping[str, str], as_json: bool, plot: Path | None) -> bool:
+def _show(found: "SweepResults", left_out: Mapping[str, str], as_json: bool, plot: Path | None) -> bool:
     """Print the table, and draw it; whether any training failed that was not refused."""
-    from hpcdist.bench import data_report as reports
+    from hpcdist.bench.data import report as reports
 
     table = reports.rows(found)
     if as_json:

@@ -21,7 +21,7 @@ def command(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
     Of two tries of a trial a good one counts, and of two failed ones the later; two good ones that differ are refused.
     In what versions and machines the files differ is said on stderr. The same command again changes nothing.
     """
-    from hpcdist.bench import merge, results
+    from hpcdist.bench.sweep import merge, results
 
     results.check_place(output)
     with results.locked(output):

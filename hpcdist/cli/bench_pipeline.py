@@ -11,9 +11,9 @@ import click
 from hpcdist.errors import OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.pipeline_file import Measured, Results
-    from hpcdist.bench.pipeline_plan import Case, Wanted
-    from hpcdist.comm.session import Session
+    from hpcdist.bench.pipeline.plan import PipelineCase, PipelineRequest
+    from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+    from hpcdist.comm.start import Session
 
 _RANKS: Final = 2
 
@@ -83,16 +83,16 @@ def command(
     Exit code 0 when all was measured, 2 for usage, 74 when a file cannot be written, which is tried first; another one
     when a rank failed: with --output, the same command goes on behind what was measured.
     """
-    from hpcdist.bench.pipeline_plan import Shape, Wanted, chosen
-    from hpcdist.comm import launcher
+    from hpcdist.bench.pipeline.plan import PipelineRequest, PipelineShape, chosen
+    from hpcdist.comm.launch import environment
 
-    said = launcher.announced()
+    said = environment.launch_environment()
     there = said.size if said is not None and said.size > 1 else None
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
-    shape = Shape(layers, hidden, context, samples)
+    shape = PipelineShape(layers, hidden, context, samples)
     counts = tuple(dict.fromkeys(microbatches))
-    wanted = Wanted(chosen(schedules), counts, there or ranks or _RANKS, chunks, shape, steps, warmup, seed)
+    wanted = PipelineRequest(chosen(schedules), counts, there or ranks or _RANKS, chunks, shape, steps, warmup, seed)
     if list_only:
         _list(wanted)
         return OK
@@ -115,8 +115,8 @@ class Outputs:
     anonymous: bool
 
 
-def _list(wanted: "Wanted") -> None:
-    from hpcdist.bench.pipeline_plan import cases
+def _list(wanted: "PipelineRequest") -> None:
+    from hpcdist.bench.pipeline.plan import cases
 
     found, left_out = cases(wanted)
     for case in found:
@@ -127,9 +127,9 @@ def _list(wanted: "Wanted") -> None:
         click.echo(f"left out: {name}: {reason}")
 
 
-def _expected(wanted: "Wanted") -> "tuple[list[Case], dict[str, str]]":
+def _expected(wanted: "PipelineRequest") -> "tuple[list[PipelineCase], dict[str, str]]":
     """Return the cases, and why others are left out. Raises UsageError for none."""
-    from hpcdist.bench.pipeline_plan import cases
+    from hpcdist.bench.pipeline.plan import cases
 
     found, left_out = cases(wanted)
     if not found:
@@ -161,53 +161,55 @@ def _start(ranks: int, call: click.Context) -> int:
     return code
 
 
-def _take_part(wanted: "Wanted", outputs: Outputs) -> int:
+def _take_part(wanted: "PipelineRequest", outputs: Outputs) -> int:
     """Measure what is not there yet, show and write. Collective over the world; leaves with the exit code."""
-    from hpcdist.bench import pipeline, pipeline_file, place
+    from hpcdist.bench import output_file
+    from hpcdist.bench.pipeline import results, run
     from hpcdist.comm import start
 
     expected, left_out = _expected(wanted)
     session = start.start()
     comm, path, known = session.comm, outputs.file, {}
-    place.agree(comm, lambda: _check_places(outputs))
+    output_file.check_on_all_ranks(comm, lambda: _check_places(outputs))
     if comm.rank == 0 and path is not None and path.exists():
-        known = {one.case.id: one for one in pipeline_file.read(path).cases}
+        known = {one.case.id: one for one in results.read(path).cases}
     done = comm.broadcast_object(list(known))
     origin = _provenance(session, wanted, outputs.anonymous)
 
-    def keep(found: "Sequence[Measured]") -> None:
+    def keep(found: "Sequence[MeasuredCase]") -> None:
         known.update({one.case.id: one for one in found})
         if path is not None:
-            pipeline_file.append(path, found, origin)
+            results.append(path, found, origin)
 
-    pipeline.run(comm, wanted, done, keep, lambda line: click.echo(line, err=True))
+    run.run(comm, wanted, done, keep, lambda line: click.echo(line, err=True))
     if comm.rank == 0:
         shown = tuple(known[case.id] for case in expected)
-        _show(pipeline_file.Results(origin, shown), left_out, outputs)
+        _show(results.PipelineResults(origin, shown), left_out, outputs)
     session.leave(OK)
     return OK
 
 
 def _check_places(outputs: Outputs) -> None:
     """Raise what is in the way of the files."""
-    from hpcdist.bench import collectives_report, pipeline_file
+    from hpcdist.bench.collectives import report
+    from hpcdist.bench.pipeline import results
     from hpcdist.hdf5 import files
 
     if outputs.file is not None and outputs.file.exists():
-        pipeline_file.read(outputs.file)
+        results.read(outputs.file)
     elif outputs.file is not None:
         files.check_place(outputs.file)
     if outputs.plot is not None:
-        collectives_report.check_plot(outputs.plot)
+        report.check_plot(outputs.plot)
     if outputs.timeline is not None:
-        check = collectives_report.check_folder if outputs.timeline.suffix == ".json" else collectives_report.check_plot
+        check = report.check_folder if outputs.timeline.suffix == ".json" else report.check_plot
         check(outputs.timeline)
 
 
-def _show(found: "Results", left_out: dict[str, str], outputs: Outputs) -> None:
+def _show(found: "PipelineResults", left_out: dict[str, str], outputs: Outputs) -> None:
     """Print the table, and draw it (on rank 0)."""
-    from hpcdist.bench import pipeline_report as reports
-    from hpcdist.bench import pipeline_timeline as pictures
+    from hpcdist.bench.pipeline import report as reports
+    from hpcdist.bench.pipeline import timeline as pictures
 
     if outputs.as_json:
         click.echo(json.dumps(reports.jsonable(found, left_out)))
@@ -220,7 +222,7 @@ def _show(found: "Results", left_out: dict[str, str], outputs: Outputs) -> None:
         write(reports.panels(found), outputs.timeline)
 
 
-def _provenance(session: "Session", wanted: "Wanted", anonymous: bool) -> dict[str, Any]:
+def _provenance(session: "Session", wanted: "PipelineRequest", anonymous: bool) -> dict[str, Any]:
     """Return what the file says of the run. Collective over the world."""
     from hpcdist.telemetry.provenance import provenance
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.cli import bench_power_options as given
 from hpcdist.cli.bench_power_devices import CPU, GPU, Devices, refuse_unmeasured
 from hpcdist.cli.bench_trials import check_alone, options_of_run, remove_leftovers, run
 from hpcdist.errors import FAILURE, MISSING_CAPABILITY, OK, REQUEUE, MissingCapabilityError, UsageError
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.series import Item, Measure
-    from hpcdist.bench.sweep import Trial
-    from hpcdist.bench.trial import Command, Outcome
+    from hpcdist.bench.sweep.definition import SweepTrial
+    from hpcdist.bench.sweep.series import Measure, SeriesItem
+    from hpcdist.bench.sweep.trial import Command, TrialOutcome
 
 OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
 
@@ -112,30 +112,31 @@ def _restore() -> int:
 
 def _check_shown(shown: Shown) -> None:
     """Refuse, before anything is measured, what could not be shown."""
-    from hpcdist.bench import power_pareto
-    from hpcdist.bench.collectives_report import check_plot
+    from hpcdist.bench.collectives.report import check_plot
+    from hpcdist.bench.power import pareto
 
-    power_pareto.recommend([], shown.objective, shown.max_slowdown)
+    pareto.recommend([], shown.objective, shown.max_slowdown)
     if shown.plot is not None:
         check_plot(shown.plot)
 
 
 def _sweep(options: dict[str, Any], shown: Shown) -> int:
     """Measure what the ``options`` say, show it, and return the exit code."""
-    from hpcdist.bench import power, results, series
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep import results, series
 
     output: Path = options["output"]
     axes = given.axes(options)
     found = given.Recipes(options["recipe"], options["overrides"])
     base = found.resolve({}, None)
     refuse_unmeasured(base)
-    trials = power.expand(axes, lambda settings, ranks: found.text(settings, ranks))
+    trials = plan.expand(axes, lambda settings, ranks: found.text(settings, ranks))
     line_for = _lines(options, axes.threads)
     results.check_place(output)
     with Devices(axes, base, options["on"]) as devices:
         seed, told = _told(options, devices, base.energy.sources)
         if options["dry_run"]:
-            _show(power.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
+            _show(plan.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
             return OK
         if devices.kind:
             if not options["change_limits"]:
@@ -143,8 +144,8 @@ def _sweep(options: dict[str, Any], shown: Shown) -> int:
             devices.permitted()
         with results.locked(output):
             remove_leftovers(output)
-            items = power.plan(trials, options["repeats"], output, options["retry_failed"], seed)
-            bounds = series.Limits(options["limit_s"], options["budget_s"] or float("inf"))
+            items = plan.plan(trials, options["repeats"], output, options["retry_failed"], seed)
+            bounds = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
             around = _around(devices, items, options["warmup"])
             tally = run(items, output, bounds, options["anonymous"], line_for(trials[0]), told, line_for, around)
     again = "; --retry-failed runs the failed again" if tally.failed else ""
@@ -161,18 +162,19 @@ def _refusal(axes: Any, devices: Devices) -> str:
     )
 
 
-def _lines(options: dict[str, Any], threads: Sequence[int]) -> "Callable[[Trial], Command]":
+def _lines(options: dict[str, Any], threads: Sequence[int]) -> "Callable[[SweepTrial], Command]":
     """Return what makes the command of a trial."""
     import functools
 
-    from hpcdist.bench import power, trial
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep import trial
 
     words = options_of_run(options["ranks_per_node"], options["run_args"])
     if threads and any(word.startswith("--cpus-per-task") for word in words):
         raise UsageError("--run-args and --sweep threads=... both say --cpus-per-task; leave one of them out")
 
-    def line_for(of: "Trial") -> "Command":
-        own = of.settings.get(power.THREADS)
+    def line_for(of: "SweepTrial") -> "Command":
+        own = of.settings.get(plan.THREADS)
         more = [] if own is None else ["--cpus-per-task", str(own)]
         return functools.partial(trial.command, options=[*words, *more])
 
@@ -186,46 +188,47 @@ def _told(options: dict[str, Any], devices: Devices, sources: str) -> tuple[int,
     """
     import os
 
-    from hpcdist.bench import power_report, results
+    from hpcdist.bench.power import report
+    from hpcdist.bench.sweep import results
 
     output: Path = options["output"]
     names = devices.names(options["anonymous"])
     seed = int.from_bytes(os.urandom(4), "little") if options["seed"] is None else options["seed"]
     if output.exists():
         known = results.read(output).provenance
-        if power_report.SEED not in known:
+        if report.SEED not in known:
             raise UsageError(f"{output} holds the results of another benchmark; choose another --output")
-        before = known.get(power_report.DEVICES, "")
+        before = known.get(report.DEVICES, "")
         if names and before and before != names:
             raise UsageError(f"{output} was measured on {before}, and this is {names}; choose another --output")
         if options["seed"] is None:
-            seed = int(known[power_report.SEED])
-    told = {power_report.SEED: str(seed), power_report.DEVICES: names, power_report.LIMITED: devices.kind}
-    declared = {power_report.DECLARED: "declared"} if sources == "declared" else {}
+            seed = int(known[report.SEED])
+    told = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: devices.kind}
+    declared = {report.DECLARED: "declared"} if sources == "declared" else {}
     return seed, {**told, **declared}
 
 
-def _around(devices: Devices, items: "Sequence[Item]", warmup: bool) -> "Callable[[Measure], Measure]":
+def _around(devices: Devices, items: "Sequence[SeriesItem]", warmup: bool) -> "Callable[[Measure], Measure]":
     """Return what sets the limits around what measures a trial, after a warm-up before the first of all."""
     from contextlib import ExitStack
     from dataclasses import replace
 
-    from hpcdist.bench import power
-    from hpcdist.bench.trial import FAILED, OK, Outcome
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome
 
     left = [warmup and any(not item.status for item in items)]
 
     def around(measure: "Measure") -> "Measure":
-        def measured(of: "Trial", limit_s: float) -> "Outcome":
+        def measured(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
             if left.pop() if left else False:
                 outcome = measure(of, limit_s)
                 click.echo(f"warm-up: {outcome.wall_s:.1f} s{_failure(outcome)}", err=True)
-            limit_w, clock_mhz = power.cap_of(of)
+            limit_w, clock_mhz = plan.limits_of(of)
             with ExitStack() as stack:
                 try:
                     in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
                 except MissingCapabilityError as error:
-                    return Outcome(FAILED, given.now(), 0.0, 0, f"its limits could not be set: {error}")
+                    return TrialOutcome(FAILED, given.now(), 0.0, 0, f"its limits could not be set: {error}")
                 outcome = measure(of, limit_s)
                 after = devices.in_force()
             if outcome.status != OK:
@@ -233,20 +236,20 @@ def _around(devices: Devices, items: "Sequence[Item]", warmup: bool) -> "Callabl
             trouble = _trouble(outcome, in_force, after) if devices.kind else ""
             if trouble:
                 return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
-            said = {**power.figures(outcome), "in_force_w": in_force}
-            said |= {name: of.settings.get(name) for name in (power.LIMIT, power.CLOCK, power.THREADS)}
-            return replace(outcome, summary={**outcome.summary, power.GROUP: said})
+            said = {**plan.figures(outcome), "in_force_w": in_force}
+            said |= {name: of.settings.get(name) for name in (plan.LIMIT, plan.CLOCK, plan.THREADS)}
+            return replace(outcome, summary={**outcome.summary, plan.GROUP: said})
 
         return measured
 
     return around
 
 
-def _failure(outcome: "Outcome") -> str:
+def _failure(outcome: "TrialOutcome") -> str:
     return f", FAILED, {outcome.reason}" if outcome.reason else ""
 
 
-def _trouble(outcome: "Outcome", before: float | None, after: float | None) -> str:
+def _trouble(outcome: "TrialOutcome", before: float | None, after: float | None) -> str:
     """Return why the figures of a trial under a limit mean nothing; "" where they do."""
     if before is not None and after is not None and not math.isclose(before, after, abs_tol=0.5):
         return f"somebody has changed the limit while it ran, from {before:g} W to {after:g} W"
@@ -256,7 +259,7 @@ def _trouble(outcome: "Outcome", before: float | None, after: float | None) -> s
     return ""
 
 
-def _show(items: "Sequence[Item]", devices: Devices, line_for: "Callable[[Trial], Command]") -> None:
+def _show(items: "Sequence[SeriesItem]", devices: Devices, line_for: "Callable[[SweepTrial], Command]") -> None:
     """Print devices and trials in their order, and the commands."""
     for described in devices.described():
         click.echo(described)
@@ -271,13 +274,14 @@ def _show(items: "Sequence[Item]", devices: Devices, line_for: "Callable[[Trial]
 
 def _report(output: Path, shown: Shown) -> None:
     """Print, and draw, what the results say."""
-    from hpcdist.bench import power_report, power_text, results
+    from hpcdist.bench.power import report
+    from hpcdist.bench.sweep import results
 
-    found = power_report.report(results.read(output), shown.objective, shown.max_slowdown)
-    click.echo(json.dumps(power_text.jsonable(found)) if shown.as_json else power_text.text(output, found))
+    found = report.report(results.read(output), shown.objective, shown.max_slowdown)
+    click.echo(json.dumps(report.jsonable(found)) if shown.as_json else report.text(output, found))
     if shown.plot is not None:
-        from hpcdist.bench import power_plot
+        from hpcdist.bench.power import plot
 
-        power_plot.plot(found, shown.plot)
+        plot.plot(found, shown.plot)
         if not shown.as_json:
             click.echo(f"plot: {shown.plot}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load what measures
-    from hpcdist.bench.power import Axes
+    from hpcdist.bench.power.plan import PowerAxes
     from hpcdist.energy.power_limits.devices import DeviceLimit
     from hpcdist.energy.sources.nvml import NvmlDriver
     from hpcdist.training.recipe import Recipe
@@ -26,7 +26,7 @@ class Devices:
     """
 
     def __init__(
-        self, axes: "Axes", recipe: "Recipe", on: str | None, environment: Mapping[str, str] = os.environ
+        self, axes: "PowerAxes", recipe: "Recipe", on: str | None, environment: Mapping[str, str] = os.environ
     ) -> None:
         self.kind = ""
         self.power: list[DeviceLimit] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.bench.power import Axes
+    from hpcdist.bench.power.plan import PowerAxes
     from hpcdist.training.recipe import Recipe
 
 RANKS: Final = "ranks"
@@ -43,9 +43,9 @@ def _option(name: str) -> str:
     return {"recipe": "RECIPE", "sweeps": "--sweep", "overrides": "--set"}.get(name, "--" + name.replace("_", "-"))
 
 
-def axes(options: Mapping[str, Any]) -> "Axes":
+def axes(options: Mapping[str, Any]) -> "PowerAxes":
     """Return what is varied. Raises UsageError for what cannot be read, and ConfigurationError for an unknown key."""
-    from hpcdist.bench.power import Axes
+    from hpcdist.bench.power.plan import PowerAxes
 
     keys: dict[str, tuple[Any, ...]] = {}
     counts: dict[str, tuple[int, ...]] = {}
@@ -59,7 +59,7 @@ def axes(options: Mapping[str, Any]) -> "Axes":
             keys[key] = tuple(_value(key, one) for one in texts)
     if RANKS in counts and options["ranks"] is not None:
         raise UsageError(f"-n {options['ranks']} and --sweep ranks=... both say how many ranks; leave -n out")
-    return Axes(
+    return PowerAxes(
         ranks=counts.get(RANKS, (options["ranks"] or 1,)),
         threads=counts.get(THREADS, ()),
         limits_w=_numbers("--limits", options["limits"], "W"),

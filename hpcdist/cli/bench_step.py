@@ -14,8 +14,8 @@ from hpcdist.cli.bench_pipeline import arguments
 from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.step_file import Results
-    from hpcdist.bench.step_plan import Wanted
+    from hpcdist.bench.step.plan import StepRequest
+    from hpcdist.bench.step.results import StepResults
 
 
 @click.command("step")
@@ -70,23 +70,23 @@ def command(
     Exit code 0 when all was measured, 1 when losses differ by more than 1e-4 of themselves within the first 100 steps,
     2 for usage, 74 when a file cannot be written, which is tried first; another one when a rank failed.
     """
-    from hpcdist.bench import step_plan
-    from hpcdist.comm import launcher
-    from hpcdist.comm.diagnosis_facts import THREADS
+    from hpcdist.bench.step import plan
+    from hpcdist.comm.doctor.facts import THREADS
+    from hpcdist.comm.launch import environment
 
     if list_only:
-        for name, meaning in step_plan.CONTENDERS.items():
+        for name, meaning in plan.CONTENDERS.items():
             click.echo(f"{name}: {meaning}")
         return OK
-    said = launcher.announced()
+    said = environment.launch_environment()
     there = said.size if said is not None and said.size > 1 else None
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
-    size = step_plan.Shape(**shape)
+    size = plan.StepShape(**shape)
     if size.hidden % size.heads:
         raise UsageError(f"--hidden {size.hidden} is not a multiple of --heads {size.heads}")
     count = there or ranks or 1
-    wanted = step_plan.Wanted(size, step_plan.chosen(names), count, steps, warmup, profiled, seed, threads)
+    wanted = plan.StepRequest(size, plan.chosen(names), count, steps, warmup, profiled, seed, threads)
     outputs = Outputs(output, as_json, plot, anonymous)
     told = os.environ.get(THREADS)
     if told not in (None, str(threads)) and count > 1:
@@ -112,7 +112,7 @@ class Outputs:
 def _start(ranks: int, threads: int, call: click.Context) -> int:
     """Start the ranks, with so many threads each, and return their exit code."""
     from hpcdist.cli import run
-    from hpcdist.comm.mpirun import common_settings
+    from hpcdist.comm.launch.mpirun import common_settings
 
     line = ["bench", "step", *arguments(call)]
     if ranks == 1:
@@ -123,25 +123,26 @@ def _start(ranks: int, threads: int, call: click.Context) -> int:
     return code
 
 
-def _take_part(wanted: "Wanted", outputs: Outputs) -> int:
+def _take_part(wanted: "StepRequest", outputs: Outputs) -> int:
     """Measure, show and write. Collective over the world; leaves with the exit code."""
-    from hpcdist.bench import place, step, step_file
-    from hpcdist.bench.step_plan import COMPARED, SAME
+    from hpcdist.bench import output_file
+    from hpcdist.bench.step import results, run
+    from hpcdist.bench.step.plan import COMPARED, SAME
     from hpcdist.comm import start
     from hpcdist.telemetry.provenance import provenance
 
     session = start.start()
     comm = session.comm
-    place.agree(comm, lambda: _check_places(outputs))
+    output_file.check_on_all_ranks(comm, lambda: _check_places(outputs))
     hosts = list(dict.fromkeys(comm.allgather_object(session.place.host)))
     origin: dict[str, Any] = {**provenance(mpi_library=session.library, hosts=hosts, anonymous=outputs.anonymous)}
-    found = step.run(comm, wanted, origin, lambda line: click.echo(line, err=True))
+    found = run.run(comm, wanted, origin, lambda line: click.echo(line, err=True))
     code = OK
     if found is not None:
         if outputs.file is not None:
-            step_file.write(outputs.file, found)
+            results.write(outputs.file, found)
         _show(found, outputs)
-        apart = step.differences(found, COMPARED)
+        apart = run.differences(found, COMPARED)
         code = OK if all(difference <= SAME for difference in apart.values()) else FAILURE  # NaN is no agreement
     session.leave(comm.broadcast_object(code))
     return OK
@@ -149,19 +150,19 @@ def _take_part(wanted: "Wanted", outputs: Outputs) -> int:
 
 def _check_places(outputs: Outputs) -> None:
     """Raise what is in the way of the files."""
-    from hpcdist.bench import collectives_report
+    from hpcdist.bench.collectives import report
     from hpcdist.hdf5 import files
 
     if outputs.file is not None:
         files.check_place(outputs.file)
     if outputs.plot is not None:
-        collectives_report.check_plot(outputs.plot)
+        report.check_plot(outputs.plot)
 
 
-def _show(found: "Results", outputs: Outputs) -> None:
+def _show(found: "StepResults", outputs: Outputs) -> None:
     """Print the report, and draw it (on rank 0)."""
-    from hpcdist.bench import step_plot, step_report
+    from hpcdist.bench.step import report
 
-    click.echo(json.dumps(step_report.jsonable(found)) if outputs.as_json else step_report.text(found))
+    click.echo(json.dumps(report.jsonable(found)) if outputs.as_json else report.text(found))
     if outputs.plot is not None:
-        step_plot.plot(found, outputs.plot)
+        report.plot(found, outputs.plot)

@@ -20,9 +20,9 @@ from click.core import ParameterSource
 from hpcdist.errors import UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.series import Item, Limits, Measure, Tally
-    from hpcdist.bench.sweep import Resolved, Sweep, Trial
-    from hpcdist.bench.trial import Command, Outcome
+    from hpcdist.bench.sweep.definition import ResolvedTrial, Sweep, SweepTrial
+    from hpcdist.bench.sweep.series import Measure, SeriesItem, SeriesLimits, SweepTally
+    from hpcdist.bench.sweep.trial import Command, TrialOutcome
     from hpcdist.training.settings import Settings
 
 _ASKS_FOR_AN_END: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -40,9 +40,9 @@ _RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
 
 def check_alone() -> None:
     """Raise UsageError where this process is one of several ranks."""
-    from hpcdist.comm import launcher
+    from hpcdist.comm.launch import environment
 
-    said = launcher.announced()
+    said = environment.launch_environment()
     if said is not None and said.size > 1:
         raise UsageError(
             f"this process is one of {said.size} ranks of {said.launcher}, and a sweep starts ranks itself; run it "
@@ -52,7 +52,7 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class Recipes:
-    """What `hpcdist.bench.sweep` asks for; the settings of a trial go over the base recipe, as those of `--set` do."""
+    """Recipes for `hpcdist.bench.sweep.definition`; settings of a trial override the base recipe, as `--set` does."""
 
     wanted: "Sweep"
     environment: Mapping[str, str] | None = None  # None: that of this process
@@ -61,9 +61,9 @@ class Recipes:
         """Return the values of ``settings`` in the types of a recipe."""
         return self._settings(settings).values
 
-    def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> "Resolved":
+    def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> "ResolvedTrial":
         """Return the recipe of ``settings`` over the base recipe; with ``ranks`` it can be trained on so many."""
-        from hpcdist.bench.sweep import Resolved
+        from hpcdist.bench.sweep.definition import ResolvedTrial
         from hpcdist.cli.degrees import equation
         from hpcdist.training import recipe as recipes
 
@@ -72,7 +72,7 @@ class Recipes:
         recipe = recipes.load(inline, self._settings(settings), self.environment).recipe
         if ranks is not None:
             equation(recipe, ranks)
-        return Resolved(recipes.dump(recipe), recipes.flat(recipe))
+        return ResolvedTrial(recipes.dump(recipe), recipes.flat(recipe))
 
     def _settings(self, tree: Mapping[str, Any]) -> "Settings":
         from hpcdist.training import recipe as recipes
@@ -92,7 +92,7 @@ def remove_leftovers(output: Path) -> None:
 
 def line_of(ranks_per_node: int | None, run_args: str) -> "Command":
     """Return what makes the command line of a trial; see `options_of_run`."""
-    from hpcdist.bench import trial
+    from hpcdist.bench.sweep import trial
 
     options = options_of_run(ranks_per_node, run_args)
     return functools.partial(trial.command, options=options) if options else trial.command
@@ -126,21 +126,21 @@ def options_of_run(ranks_per_node: int | None, text: str) -> list[str]:
 
 
 def run(
-    items: "list[Item]",
+    items: "list[SeriesItem]",
     output: Path,
-    limits: "Limits",
+    limits: "SeriesLimits",
     anonymous: bool,
     line: "Command",
     told: Mapping[str, str] | None = None,
-    line_for: "Callable[[Trial], Command] | None" = None,
+    line_for: "Callable[[SweepTrial], Command] | None" = None,
     around: "Callable[[Measure], Measure] | None" = None,
-) -> "Tally":
+) -> "SweepTally":
     """Run the items by the command ``line``, each with files in a directory of its own, under signals that ask to end.
 
     A file that is made says what it is ``told`` beside the provenance. ``line_for`` a trial is its own command, in
     place of ``line``; ``around`` puts what a sweep does before and after each trial around what measures it.
     """
-    from hpcdist.bench import series, trial
+    from hpcdist.bench.sweep import series, trial
     from hpcdist.telemetry.provenance import provenance
 
     environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
@@ -148,7 +148,7 @@ def run(
     watched = [number for number in _ASKS_FOR_AN_END if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
     before = {number: signal.signal(number, _stop) for number in watched}
 
-    def measure(of: "Trial", limit_s: float) -> "Outcome":
+    def measure(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
         # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
         with tempfile.TemporaryDirectory(prefix=output.name + _OF_A_TRIAL, dir=output.absolute().parent) as folder:
             own = line if line_for is None else line_for(of)
@@ -164,9 +164,9 @@ def run(
 
 
 def _stop(number: int, frame: object) -> None:
-    from hpcdist.bench.series import Stopped
+    from hpcdist.bench.sweep.series import SweepStopped
 
-    raise Stopped
+    raise SweepStopped
 
 
 def _environment() -> dict[str, str]:

@@ -35,15 +35,15 @@ def ls(run_dir: Path, as_json: bool) -> None:
 
     Manifests and the sizes of files are looked at; `hpcdist checkpoint verify` reads every byte.
     """
-    from hpcdist.arrays.sizes import counted, in_units
     from hpcdist.checkpoint import listing
+    from hpcdist.reporting.units import counted, format_bytes
 
     found = listing.list_checkpoints(run_dir)
     if as_json:
         click.echo(json.dumps({"checkpoints": [listing.summary(one) for one in found]}))
         return
     for one in found:
-        ranks = "" if one.manifest is None else f"  {counted(one.manifest.world, 'rank')}, {in_units(one.nbytes)}"
+        ranks = "" if one.manifest is None else f"  {counted(one.manifest.world, 'rank')}, {format_bytes(one.nbytes)}"
         reason = f": {one.reason}" if one.reason else ""
         click.echo(f"{one.path.name:<16} {one.written_utc:<25}  {one.state}{ranks}{reason}")
     click.echo(f"{counted(len(found), 'checkpoint')} in {listing.checkpoints_directory(run_dir)}", err=True)
@@ -75,15 +75,15 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    from hpcdist.arrays.sizes import counted, in_units
+    from hpcdist.reporting.units import counted, format_bytes
 
     click.echo(f"{figures['path']}: after {counted(figures['step'], 'step')}, written {figures['written_utc']}")
     reason = f": {figures['reason']}" if figures["reason"] else ""
     files = counted(figures["files"], "file")
-    click.echo(f"{figures['state']}{reason}; {in_units(figures['bytes'])} in {files}")
+    click.echo(f"{figures['state']}{reason}; {format_bytes(figures['bytes'])} in {files}")
     click.echo(f"written by {counted(figures['ranks'], 'rank')}")
     for kind, sums in figures["kinds"].items():
-        size = f"{sums['elements']:>15,} elements  {in_units(sums['bytes']):>10}"
+        size = f"{sums['elements']:>15,} elements  {format_bytes(sums['bytes']):>10}"
         click.echo(f"  {kind:<20} {sums['tensors']:>6} tensors  {size}")
     for one in figures.get("tensors", ()):
         click.echo(f"  {one['kind']:<20} {one['name']:<28} {one['dtype']:<9} {one['shape']}")
@@ -100,9 +100,9 @@ def verify(path: Path, as_json: bool) -> int:
 
     Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
     """
-    from hpcdist.arrays.sizes import in_units
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.verify import verify as verified
+    from hpcdist.reporting.units import format_bytes
 
     single = path.is_dir() and path.name.startswith("step-")
     paths = [path] if single else [one.path for one in listing.list_checkpoints(path)]
@@ -111,7 +111,7 @@ def verify(path: Path, as_json: bool) -> int:
         click.echo(json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _plain(verdicts)}))
     else:
         for one in verdicts:
-            click.echo(f"{one.path}: {one.state}, {in_units(one.read_bytes)} read")
+            click.echo(f"{one.path}: {one.state}, {format_bytes(one.read_bytes)} read")
             for line in one.damage:
                 click.echo(f"  {line}")
             for line in one.not_covered:

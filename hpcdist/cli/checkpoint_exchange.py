@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    from hpcdist.arrays.sizes import parse_bytes
+    from hpcdist.reporting.units import parse_bytes
 
     try:
         return parse_bytes(value)
@@ -36,10 +36,10 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     read, and pass through in blocks, so that a model may be larger than memory; for PyTorch they pass through a file
     beside OUT, which needs the space twice.
     """
-    from hpcdist.arrays.sizes import counted, in_units
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
     from hpcdist.errors import UsageError
+    from hpcdist.reporting.units import counted, format_bytes
 
     checkpoint = listing.select(path)
     loaded = listing.load_usable(checkpoint)
@@ -57,7 +57,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
         figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}
         click.echo(json.dumps(figures | {"files": [str(file) for file in files]}))
         return
-    click.echo(f"{counted(len(tensors), 'tensor')}, {in_units(nbytes)}, of {checkpoint}", err=True)
+    click.echo(f"{counted(len(tensors), 'tensor')}, {format_bytes(nbytes)}, of {checkpoint}", err=True)
     for file in files:
         click.echo(file)
 
@@ -118,11 +118,11 @@ def _figures(found: "ImportedCheckpoint") -> dict[str, Any]:
 
 
 def _tell(found: "ImportedCheckpoint") -> None:
-    from hpcdist.arrays.sizes import counted, in_units
+    from hpcdist.reporting.units import counted, format_bytes
 
     nbytes = sum(one.nbytes for one in found.tensors)
     click.echo(found.path)
-    click.echo(f"{counted(len(found.tensors), 'tensor')}, {in_units(nbytes)}, from {found.format}", err=True)
+    click.echo(f"{counted(len(found.tensors), 'tensor')}, {format_bytes(nbytes)}, from {found.format}", err=True)
     if found.left_out:
         click.echo(f"left out, being no tensors of a known type: {', '.join(found.left_out[:8])}", err=True)
     if found.not_confined:

@@ -9,7 +9,7 @@ from hpcdist.errors import OK, STORAGE
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    from hpcdist.arrays.sizes import parse_bytes
+    from hpcdist.reporting.units import parse_bytes
 
     try:
         return parse_bytes(value)

@@ -51,7 +51,7 @@ def command(
 
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
-    rule = comparing.Rule(threshold, confidence, resamples, seed)
+    rule = comparing.CompareRule(threshold, confidence, resamples, seed)
     found = comparing.compare(before, after, rule)
     if as_json:
         click.echo(json.dumps(comparing.jsonable(found, rule)))

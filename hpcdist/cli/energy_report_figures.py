@@ -18,7 +18,7 @@ from hpcdist.energy.accounts.history import StartHistory
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training import recipe as recipes
 from hpcdist.training import starts as records
 from hpcdist.training.directory import RECIPE_FILE
@@ -45,12 +45,12 @@ class Options:
 
 def figures(run_dir: Path, options: Options) -> dict[str, Any]:
     """Return what is known of the energy of the run in ``run_dir``, as JSON values. Raises HpcdistError."""
-    path = run_dir / metrics.METRICS_FILE
+    path = run_dir / step_metrics.METRICS_FILE
     if not path.is_file():
         raise StorageError(
-            f"{run_dir} holds no {metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
+            f"{run_dir} holds no {step_metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
         )
-    found, begun = metrics.read(path), history.read(path)
+    found, begun = step_metrics.read(path), history.read(path)
     recipe = _recipe(run_dir)
     kept = _usage(run_dir)
     total_j, reason = _total(kept, found.attributes)
@@ -150,7 +150,7 @@ def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _starts(begun: Sequence[StartHistory], found: metrics.Metrics) -> list[dict[str, Any]]:
+def _starts(begun: Sequence[StartHistory], found: step_metrics.MetricsData) -> list[dict[str, Any]]:
     """Return what each start of the run took; steps that were made again later are not in the metrics any more."""
     rows = []
     for start in begun:
@@ -169,7 +169,7 @@ def _starts(begun: Sequence[StartHistory], found: metrics.Metrics) -> list[dict[
 
 
 def _rates(
-    phases: dict[str, Any], found: metrics.Metrics, recipe: Recipe | None, since: int
+    phases: dict[str, Any], found: step_metrics.MetricsData, recipe: Recipe | None, since: int
 ) -> dict[str, float | None]:
     training = phases.get("training", {}).get("joules")
     steps = found.steps["step"]
@@ -181,7 +181,7 @@ def _rates(
     return energy_metrics.rates(math.nan if training is None else training, last - since, samples, tokens)
 
 
-def _moments(found: metrics.Metrics) -> np.ndarray:
+def _moments(found: step_metrics.MetricsData) -> np.ndarray:
     """Return the seconds from the begin of its start to the end of each step, of its slowest rank: (steps,)."""
     of_rank = found.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
@@ -192,7 +192,7 @@ def _moments(found: metrics.Metrics) -> np.ndarray:
     return moments
 
 
-def _target(target: float, found: metrics.Metrics, begun: Sequence[StartHistory]) -> dict[str, Any]:
+def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[StartHistory]) -> dict[str, Any]:
     if "step_s" not in found.steps:
         return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
     moments, session = _moments(found), found.steps["session"]

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from hpcdist.comm.recordfile import Event
+from hpcdist.comm.record.flight_file import RecordedEvent
 from hpcdist.errors import FAILURE, OK
 from hpcdist.reporting import regular
-from hpcdist.telemetry.alignment import Finding
-from hpcdist.telemetry.hang import RankState, Report, analyse, load
+from hpcdist.telemetry.hang import Finding, HangReport, RankState, analyse, load
 
 SHOWN = 32  # ranks in the table; a job of thousands is not read line by line
 
@@ -35,7 +34,7 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
     context.exit(FAILURE if report.findings else OK)
 
 
-def render(report: Report) -> str:
+def render(report: HangReport) -> str:
     """Return the report as text: the verdict, then a line per rank."""
     lines = [] if report.findings else ["nothing is wrong: every rank runs, or finished"]
     for number, finding in enumerate(report.findings):
@@ -49,7 +48,7 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: HangReport) -> dict[str, Any]:
     """Return the report as plain values; an operation becomes its fields."""
     return {"wrong": bool(report.findings), **dataclasses.asdict(report)}
 
@@ -65,7 +64,7 @@ def _row(rank: RankState) -> str:
     return f"{rank.rank:>6}  {rank.state:<9} {_where(rank.last, rank.waiting_s)}{note}"
 
 
-def _where(last: Event | None, waiting_s: float | None) -> str:
+def _where(last: RecordedEvent | None, waiting_s: float | None) -> str:
     if last is None:
         return "none yet"
     return f"after {last}" if waiting_s is None else f"{waiting_s:.1f} s in {last}"

@@ -13,7 +13,7 @@ import click
 from hpcdist.batch import ledger
 from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.schedulers.slurm import allocation
-from hpcdist.comm.restarts import FRUITLESS
+from hpcdist.comm.launch.restarts import FRUITLESS
 from hpcdist.errors import (
     CONFIGURATION,
     INTERRUPTED,

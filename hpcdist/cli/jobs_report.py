@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
@@ -20,6 +19,7 @@ from hpcdist.cli.jobs_begin import newest
 from hpcdist.cli.jobs_find import JOB, JSON, Found, clock, shown
 from hpcdist.cli.jobs_status import by_ledger
 from hpcdist.errors import OK, ConfigurationError
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load it
     from hpcdist.training.starts import Start

@@ -11,7 +11,8 @@ import click
 
 from hpcdist import __version__
 from hpcdist.cli.lazy import LazyGroup
-from hpcdist.comm import ending, failfast, launcher, output
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
 GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
@@ -64,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
     """
-    output.protect()
-    launcher.provide_home()
+    standard_streams.protect()
+    environment.provide_home()
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:
@@ -74,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except OSError as error:
-        if error is not output.failure():
+        if error is not standard_streams.failure():
             raise
-        output.tolerate()  # it is not tried again at the end of Python
+        standard_streams.tolerate()  # it is not tried again at the end of Python
         code = FAILURE  # whoever reads has seen enough
         if not isinstance(error, BrokenPipeError):
             click.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
             code = STORAGE
     if code:
-        ending.say(code)  # as `comm.failfast` does once a job has started
+        exit_file.write_exit_code(code)  # as `comm.failfast` does once a job has started
     sys.exit(code)
 
 
@@ -92,12 +93,12 @@ def _tell(text: str) -> None:
     Another rank than 0 lets that one speak first: it most likely has the same to say, and when it has left, the
     launcher ends the others.
     """
-    said = launcher.announced()
+    said = environment.launch_environment()
     rank = said.rank or 0 if said is not None else 0
     if rank:
         time.sleep(GIVE_WAY_S)
     with suppress(OSError):
-        if said is not None and failfast.leave_for_last(rank, text):
+        if said is not None and failfast.write_for_launcher(rank, text):
             return
     click.echo(text, nl=False, err=True)
 

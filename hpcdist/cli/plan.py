@@ -17,8 +17,8 @@ from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
-    from hpcdist.planner.cluster import Cluster
-    from hpcdist.planner.estimate import Estimate
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.estimate import PlanEstimate
 
 Answer = TypeVar("Answer")
 
@@ -112,7 +112,7 @@ def command(
     """
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.cli.plan_subject import subject, with_kernels
-    from hpcdist.planner import text
+    from hpcdist.planner.report import text
 
     checked_plot(plot)
     on = read(cluster)
@@ -130,25 +130,26 @@ def command(
         click.get_current_context().exit(FAILURE)
 
 
-def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> "Estimate":
+def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> "PlanEstimate":
     """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
 
     One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
     pipeline one by one, where that is possible here.
     """
-    from hpcdist.planner import limits, text_flags
+    from hpcdist.planner.limits import checks
     from hpcdist.planner.plan import plan
+    from hpcdist.planner.report import caveats
 
     description, layout, batch = found.description, found.layout, found.global_batch
-    wrong = [one.text for one in limits.shape_problems(description, layout, cluster, batch)]
+    wrong = [one.text for one in checks.shape_problems(description, layout, cluster, batch)]
     if wrong:
         raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
     answer, notes = simulated(
         lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
         wanted=simulate and layout.pipeline > 1,
     )
-    flags = (*answer.flags, *text_flags.own(answer), *notes, *found.notes, *text_flags.assumed(cluster))
-    return dataclasses.replace(answer, flags=text_flags.ordered(flags, [layout]))
+    flags = (*answer.flags, *caveats.layout_caveats(answer), *notes, *found.notes, *caveats.assumption_line(cluster))
+    return dataclasses.replace(answer, flags=caveats.ordered(flags, [layout]))
 
 
 def simulated(make: Callable[[bool], Answer], *, wanted: bool) -> tuple[Answer, tuple[str, ...]]:
@@ -164,15 +165,15 @@ def simulated(make: Callable[[bool], Answer], *, wanted: bool) -> tuple[Answer, 
 def checked_plot(file: Path | None) -> None:
     """Raise before anything is planned where ``file`` cannot be drawn."""
     if file is not None:
-        from hpcdist.planner import plot
+        from hpcdist.planner.report import plot
 
         plot.check(file)
 
 
-def draw(answer: "Estimate", found: "Subject", cluster: "Cluster", file: Path) -> None:
+def draw(answer: "PlanEstimate", found: "Subject", cluster: "Cluster", file: Path) -> None:
     """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
-    from hpcdist.planner import plot
-    from hpcdist.planner.timeline import timeline
+    from hpcdist.planner.report import plot
+    from hpcdist.planner.report.timeline import timeline
 
     try:
         steps = timeline(found.description, found.layout, cluster, found.global_batch)

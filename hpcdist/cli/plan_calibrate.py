@@ -11,8 +11,8 @@ from hpcdist.errors import OK, ConfigurationError, StorageError, UsageError
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
     from collections.abc import Mapping
 
-    from hpcdist.bench.calibrate_points import ModelPoint, Points, Wanted
-    from hpcdist.planner.calibrate_cluster import Findings
+    from hpcdist.bench.calibrate.points import CalibrationPoints, CalibrationRequest, ModelPoint
+    from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
 
 _FROM: Final = "workstation"
 _NAME: Final = "here"
@@ -82,10 +82,11 @@ def command(
     Exit code 0 when the file is written, 2 for usage, 74 when a file cannot be written, which is tried first, and 78
     for a cluster that --from cannot read. Measurements that make no cluster (2 or 78) are kept as points.
     """
-    from hpcdist.bench import calibrate, place
+    from hpcdist.bench import output_file
+    from hpcdist.bench.calibrate import run
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
-    from hpcdist.planner import cluster_file
+    from hpcdist.planner.cluster import toml_file
 
     if "float16" in dtypes and device == "cpu":
         raise UsageError(
@@ -96,21 +97,21 @@ def command(
     comm = session.comm
 
     def check() -> None:
-        cluster_file.read(base)
+        toml_file.read(base)
         for path in (output, points):
             if path is not None:
                 files.check_place(path)
 
-    place.agree(comm, check)
-    found = calibrate.run(comm, wanted, session.library, _processor(), _say)
+    output_file.check_on_all_ranks(comm, check)
+    found = run.run(comm, wanted, session.library, _processor(), _say)
     origin = _provenance(session, anonymous)
-    place.agree(comm, lambda: written(found, output, points, base, name or output.stem, origin))
+    output_file.check_on_all_ranks(comm, lambda: written(found, output, points, base, name or output.stem, origin))
     session.leave(OK)
     return OK
 
 
 def written(
-    found: "Points", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
+    found: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
     """Write the points, then the cluster that they make, after it was read as a plan will read it (local).
 
@@ -119,19 +120,20 @@ def written(
     """
     import tomllib
 
-    from hpcdist.bench import calibrate_file
-    from hpcdist.planner import calibrate_cluster, cluster_file
+    from hpcdist.bench.calibrate import run
+    from hpcdist.planner.calibrate import cluster_fit
+    from hpcdist.planner.cluster import toml_file
 
     if points is not None:
-        calibrate_file.write(points, found, origin)
+        run.write_points(points, found, origin)
     try:
-        calibrated = calibrate_cluster.assemble(name, cluster_file.read(base), findings(found))
-        text = cluster_file.dump(calibrated.cluster)
-        cluster_file.of_tree(tomllib.loads(text), str(output))
+        calibrated = cluster_fit.assemble(name, toml_file.read(base), findings(found))
+        text = toml_file.dump(calibrated.cluster)
+        toml_file.of_tree(tomllib.loads(text), str(output))
     except (UsageError, ConfigurationError) as error:
         kept = points or output.with_name(output.name + _POINTS)
         if points is None:
-            calibrate_file.write(kept, found, origin)
+            run.write_points(kept, found, origin)
         raise type(error)(f"what was measured makes no cluster: {error}; the measurements are kept in {kept}") from None
     try:
         output.write_text(text, encoding="utf-8")
@@ -154,10 +156,10 @@ def _processor() -> str:
 
 def _wanted(
     device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int, algorithms: tuple[str, ...]
-) -> "Wanted":
-    from hpcdist.bench.calibrate_points import Wanted, default_models
+) -> "CalibrationRequest":
+    from hpcdist.bench.calibrate.points import CalibrationRequest, default_models
 
-    return Wanted(
+    return CalibrationRequest(
         dtypes=tuple(dict.fromkeys(dtypes)),
         on=device,
         models=default_models(),
@@ -175,15 +177,15 @@ def _provenance(session: Any, anonymous: bool) -> dict[str, Any]:
     return provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
 
 
-def findings(points: "Points") -> "Findings":
+def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
     """Return what was measured in the language of the planner (local)."""
     from datetime import UTC, datetime
 
-    from hpcdist.planner.calibrate_cluster import Findings
-    from hpcdist.planner.calibrate_curve import Product
+    from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
+    from hpcdist.planner.calibrate.device_fits import MeasuredProduct
 
     machine = points.machine
-    return Findings(
+    return ClusterMeasurements(
         date=datetime.now(UTC).date().isoformat(),
         device=machine.device,
         hosts=machine.hosts,
@@ -192,7 +194,7 @@ def findings(points: "Points") -> "Findings":
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_memory_bytes,
         products={
-            dtype: [Product(one.m, one.k, one.n, one.seconds.all) for one in found]
+            dtype: [MeasuredProduct(one.m, one.k, one.n, one.seconds.all) for one in found]
             for dtype, found in points.products.items()
         },
         moves=[(one.nbytes, one.seconds.all) for one in points.moves if one.operation == "add"],
@@ -205,15 +207,15 @@ def findings(points: "Points") -> "Findings":
 
 def step(point: "ModelPoint") -> Any:
     """Return a measured step of a model as the planner's fit takes it (local)."""
-    from hpcdist.planner import shape
-    from hpcdist.planner.calibrate_shares import Step
+    from hpcdist.planner.calibrate.device_fits import MeasuredStep
+    from hpcdist.planner.model import transformer
 
     def both(*kinds: str, beside: bool = False) -> tuple[float, float]:
         wanted = [one for one in point.kinds if (one.kind in kinds) != beside]
         return sum(one.forward.all for one in wanted), sum(one.backward.all for one in wanted)
 
-    return Step(
-        description=shape.of_config(point.config, context=point.context),
+    return MeasuredStep(
+        description=transformer.of_config(point.config, context=point.context),
         samples=point.samples,
         products_s=both(_MATMUL),
         attention_s=both(_ATTENTION),
@@ -221,13 +223,13 @@ def step(point: "ModelPoint") -> Any:
     )
 
 
-def _series(points: "Points") -> Any:
+def _series(points: "CalibrationPoints") -> Any:
     """Yield the messages of each level, then each collective by algorithm and level."""
-    from hpcdist.planner.calibrate_cluster import MESSAGE, Series
+    from hpcdist.planner.calibrate.cluster_fit import MESSAGE, TimingSeries
 
     for level in dict.fromkeys(one.level for one in points.links):
         own = sorted((one for one in points.links if one.level == level), key=lambda one: one.nbytes)
-        yield Series(
+        yield TimingSeries(
             operation=MESSAGE,
             algorithm="auto",
             level=level,
@@ -240,7 +242,7 @@ def _series(points: "Points") -> Any:
     for key in dict.fromkeys((one.operation, one.algorithm, one.level, one.ranks) for one in points.collectives):
         found = [one for one in points.collectives if (one.operation, one.algorithm, one.level, one.ranks) == key]
         found.sort(key=lambda one: one.nbytes)
-        yield Series(
+        yield TimingSeries(
             operation=key[0],
             algorithm=key[1],
             level=key[2],

@@ -15,8 +15,8 @@ from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
-    from hpcdist.planner.cluster import Cluster
-    from hpcdist.planner.estimate import Estimate
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.estimate import PlanEstimate
 
 EXAMPLES: Final = """\b
 Examples:
@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
     subject: "Subject"
     cluster: "Cluster"
     said: str
-    answer: "Estimate | str"
+    answer: "PlanEstimate | str"
 
 
 def _plan(one: "Subject", on: "Cluster", text: str) -> _Plan:
@@ -97,16 +97,16 @@ def _jsonable(plan: _Plan) -> dict[str, Any]:
 
 def _words(plans: list[_Plan]) -> str:
     """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
-    from hpcdist.planner.text_flags import by_row
-    from hpcdist.planner.text_table import capped, compared
-    from hpcdist.planner.text_units import wrapped
+    from hpcdist.planner.report.caveats import by_row
+    from hpcdist.planner.report.quantities import wrapped
+    from hpcdist.planner.report.table import capped_rows, comparison_table
 
     possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
     first = possible[0][1]
     lines = [
-        *capped([one for _, one in possible]),
+        *capped_rows([one for _, one in possible]),
         f"{plans[0].subject.description.name}, {first.parameters:,} parameters",
-        *compared(possible),
+        *comparison_table(possible),
     ]
     for plan in plans:
         if isinstance(plan.answer, str):

@@ -4,13 +4,13 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from hpcdist.planner import cluster_file
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Description
-from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.model.description import ModelDescription
 
 
-def jsonable(found: Estimate, description: Description, cluster: Cluster) -> dict[str, Any]:
+def jsonable(found: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
     """Return all of a plan; null where a number is not known, or not finite."""
     memory, timing = found.memory, found.timing
     plain = asdict(found)
@@ -18,7 +18,7 @@ def jsonable(found: Estimate, description: Description, cluster: Cluster) -> dic
     plain["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
     plain["timing"] |= {"step_s": timing.step_s}
     plain["energy"] |= {"joules": found.energy.joules}
-    plain["assumptions"] = list(cluster_file.assumptions(cluster))
+    plain["assumptions"] = list(toml_file.assumptions(cluster))
     about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
     checked: dict[str, Any] = finite(
         {

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS, RENAMED
 from hpcdist.errors import UsageError
-from hpcdist.planner.layout import HALVES, Layout
+from hpcdist.planner.layout import HALVES, ParallelLayout
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 SERVED: Final = "parameter_server"
@@ -23,7 +23,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def laid_out(options: Mapping[str, Any], base: Layout) -> Layout:
+def laid_out(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
     """Return ``base`` with what the options say in its place, and as many replicas as --devices leaves.
 
     Raises UsageError where the options contradict each other, or the degrees do not make up the devices.
@@ -41,7 +41,7 @@ def laid_out(options: Mapping[str, Any], base: Layout) -> Layout:
     return dataclasses.replace(found, data=_replicas(options, found))
 
 
-def strategy_of(options: Mapping[str, Any], base: Layout) -> dict[str, Any]:
+def strategy_of(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
     """Return the fields strategy and servers where the options say them. Raises UsageError for contradictions."""
     stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
     if stage is not None:
@@ -60,7 +60,7 @@ def strategy_of(options: Mapping[str, Any], base: Layout) -> dict[str, Any]:
     return {"strategy": strategy, "servers": kept if servers is None else servers}
 
 
-def _check_pipeline(found: Layout, options: Mapping[str, Any]) -> None:
+def _check_pipeline(found: ParallelLayout, options: Mapping[str, Any]) -> None:
     """Raise UsageError for a schedule or chunks that have no effect, where they were asked for."""
     if found.pipeline == 1:
         for name in ("schedule", "chunks"):
@@ -71,7 +71,7 @@ def _check_pipeline(found: Layout, options: Mapping[str, Any]) -> None:
                 )
 
 
-def _chunks(found: Layout) -> int:
+def _chunks(found: ParallelLayout) -> int:
     """Return how many parts of the model a stage has. Raises UsageError where the schedule has others."""
     row, asked = SCHEDULES[found.schedule], found.chunks
     if found.pipeline == 1:
@@ -87,7 +87,7 @@ def _chunks(found: Layout) -> int:
     return asked if row.most is None else row.most
 
 
-def _check_effect(found: Layout, options: Mapping[str, Any]) -> None:
+def _check_effect(found: ParallelLayout, options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that would change nothing."""
     for name in ("main_gradients", "gradient_fusion"):
         if options.get(name) is not None and found.implementation != "megatron":
@@ -103,7 +103,7 @@ def _check_effect(found: Layout, options: Mapping[str, Any]) -> None:
             )
 
 
-def _replicas(options: Mapping[str, Any], found: Layout) -> int:
+def _replicas(options: Mapping[str, Any], found: ParallelLayout) -> int:
     """Return the degree of the data axis. Raises UsageError, with the whole equation."""
     devices, data = options.get("devices"), options.get("data")
     each = found.pipeline * found.tensor * found.context

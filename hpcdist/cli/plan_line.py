@@ -12,7 +12,7 @@ from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS, RENAMED
 from hpcdist.cli.plan_search import FIXED
 
 if TYPE_CHECKING:
-    from hpcdist.planner.layout import Layout
+    from hpcdist.planner.layout import ParallelLayout
 
 # Options of the layout that are written where the layout has another value than it would have without them.
 _FIELDS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in ("data", "microbatch", "zero"))
@@ -25,8 +25,8 @@ def line(
     path: Path | None,
     overrides: Sequence[str],
     options: Mapping[str, Any],
-    base: "Layout",
-    layout: "Layout",
+    base: "ParallelLayout",
+    layout: "ParallelLayout",
     *,
     simulate: bool,
 ) -> str:
@@ -49,7 +49,7 @@ def line(
     return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
 
 
-def _changed(base: "Layout", layout: "Layout") -> dict[str, Any]:
+def _changed(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
     """Return the options that make ``layout`` of ``base``: the degree of data and the micro-batch in any case."""
     found: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
     for name in _FIELDS:

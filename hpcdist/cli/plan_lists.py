@@ -17,13 +17,13 @@ def clusters(named: str | None, as_json: bool) -> None:
     A file is checked as it is read, so this tells as well whether one is right.
     """
     from hpcdist.cli.plan_json import finite
-    from hpcdist.planner import cluster_file
+    from hpcdist.planner.cluster import toml_file
 
     if named is not None:
-        found = cluster_file.read(named)
-        click.echo(json.dumps(finite(dataclasses.asdict(found))) if as_json else cluster_file.dump(found), nl=as_json)
+        found = toml_file.read(named)
+        click.echo(json.dumps(finite(dataclasses.asdict(found))) if as_json else toml_file.dump(found), nl=as_json)
         return
-    known = [cluster_file.read(name) for name in cluster_file.names()]
+    known = [toml_file.read(name) for name in toml_file.names()]
     if as_json:
         click.echo(json.dumps([{"name": one.name, "about": one.about, "devices": one.devices} for one in known]))
         return
@@ -37,8 +37,8 @@ def clusters(named: str | None, as_json: bool) -> None:
 @plan_options.as_json
 def models(named: str | None, as_json: bool) -> None:
     """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
-    from hpcdist.planner import models as known
-    from hpcdist.planner.shape import describe
+    from hpcdist.planner.model import published as known
+    from hpcdist.planner.model.transformer import describe
 
     shapes = {name: known.named(name) for name in ([named] if named is not None else known.names())}
     rows = {
@@ -51,11 +51,11 @@ def models(named: str | None, as_json: bool) -> None:
         for key, value in rows[named].items():
             click.echo(f"{key} = {str(value).lower() if isinstance(value, bool) else json.dumps(value)}")
     else:
-        from hpcdist.planner.text_units import many
+        from hpcdist.planner.report.quantities import large_count
 
         width = max(len(name) for name in rows)
         for name, row in rows.items():
             click.echo(
-                f"{name:{width}}  {many(row['parameters'], 4):>14}: {row['layers']} layers x {row['hidden']}, "
+                f"{name:{width}}  {large_count(row['parameters'], 4):>14}: {row['layers']} layers x {row['hidden']}, "
                 f"{row['heads']} heads, context {row['context']:,}, vocabulary {row['vocabulary']:,}"
             )

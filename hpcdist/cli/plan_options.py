@@ -9,7 +9,7 @@ from click.shell_completion import CompletionItem
 
 from hpcdist.cli.plan_sections import MODEL, WHERE, Command, Number, Sectioned, choice, count
 
-# Options that describe a transformer, by the field of `hpcdist.planner.description.Shape`.
+# Options that describe a transformer, by the field of `hpcdist.planner.model.description.TransformerShape`.
 SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "vocabulary", "feed_forward", "mlp_ratio", "gated", "experts")
 SHAPE_TOO: Final = ("experts_per_token", "tied", "positions", "norm", "bias", "causal")
 
@@ -34,7 +34,7 @@ _MODEL_OPTIONS: Final = (
         cls=Sectioned,
         section=MODEL,
         metavar="NAME",
-        shell_complete=_names_of("models"),
+        shell_complete=_names_of("model.published"),
         help="A published model: see `hpcdist plan models`.",
     ),
     count("--layers", section=MODEL, text="Blocks of a transformer."),
@@ -115,7 +115,7 @@ def cluster(command: Command) -> Command:
         cls=Sectioned,
         section=WHERE,
         metavar="NAME|FILE",
-        shell_complete=_names_of("cluster_file"),
+        shell_complete=_names_of("cluster.toml_file"),
         help="See `hpcdist plan clusters`.",
     )(command)
 
@@ -129,7 +129,7 @@ def clusters(command: Command) -> Command:
         section=WHERE,
         multiple=True,
         metavar="NAME|FILE",
-        shell_complete=_names_of("cluster_file"),
+        shell_complete=_names_of("cluster.toml_file"),
         help="See `hpcdist plan clusters`; may be given again.",
     )(command)
 

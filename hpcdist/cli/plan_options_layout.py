@@ -1,4 +1,4 @@
-"""The options of `hpcdist plan` that lay a training out: one for each field of `hpcdist.planner.layout.Layout`."""
+"""Layout options of `hpcdist plan`: one for each field of `hpcdist.planner.layout.ParallelLayout`."""
 
 from typing import Final
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import TRANSFORMERS
-from hpcdist.planner.description import Description
-from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, Layout
+from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, ParallelLayout
+from hpcdist.planner.model.description import ModelDescription
 from hpcdist.strategies.schedule.generate.registry import FILE
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _ALGORITHMS: Final = {
 class Translated:
     """A recipe in the language of the planner; ``notes`` say where the plan is of something else."""
 
-    description: Description
-    layout: Layout
+    description: ModelDescription
+    layout: ParallelLayout
     global_batch: int
     steps: int
     notes: tuple[str, ...]
@@ -72,28 +72,28 @@ def _refuse(recipe: "Recipe") -> None:
         )
 
 
-def _described(recipe: "Recipe", name: str) -> Description:
-    from hpcdist.planner import shape
+def _described(recipe: "Recipe", name: str) -> ModelDescription:
+    from hpcdist.planner.model import transformer
 
     if recipe.model.kind in TRANSFORMERS:
         inputs = {"context": recipe.data.context}
     elif recipe.model.kind == "mlp" and not recipe.data.path:
         inputs = {"features": recipe.data.context, "classes": 256}  # the next byte of a text
     elif recipe.model.kind in ("mlp", "convnet"):
-        from hpcdist.comm.solo import solo
+        from hpcdist.comm.threads.communicator import solo
         from hpcdist.training.data.source import open_source
 
         inputs = open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
     else:
         inputs = {}
-    return replace(shape.of_config(recipe.model, **inputs), name=name)
+    return replace(transformer.of_config(recipe.model, **inputs), name=name)
 
 
-def _layout(recipe: "Recipe", notes: list[str]) -> Layout:
+def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
     parallel, batch = recipe.parallel, recipe.run.global_batch
     data = max(1, parallel.data)
     microbatch = -(-batch // (data * parallel.microbatches))
-    return Layout(
+    return ParallelLayout(
         data=data,
         pipeline=parallel.pipeline,
         tensor=parallel.tensor,

@@ -15,9 +15,9 @@ from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
-    from hpcdist.planner.cluster import Cluster
-    from hpcdist.planner.search import Result
-    from hpcdist.planner.search_space import Wanted
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.search.best_layouts import SearchResult
+    from hpcdist.planner.search.space import SearchSpec
 
 SEARCH: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
@@ -79,8 +79,9 @@ def command(
     from hpcdist.cli.plan import checked_plot, draw, simulated
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.cli.plan_subject import with_kernels
-    from hpcdist.planner import search, text_flags, text_run
-    from hpcdist.planner.text_table import searched
+    from hpcdist.planner.report import caveats, text
+    from hpcdist.planner.report.table import search_table
+    from hpcdist.planner.search import best_layouts
 
     checked_plot(plot)
     on = read(cluster)
@@ -90,19 +91,19 @@ def command(
     devices = options["devices"] or on.devices
     sought = _wanted(found, on, options)
     result, closed = simulated(
-        lambda runs: search.search(
+        lambda runs: best_layouts.search(
             found.description, on, devices, found.global_batch, dataclasses.replace(sought, simulate=runs)
         ),
         wanted=sought.simulate,
     )
-    paid = {line for one in result.found for line in text_run.unused(one.estimate.layout, on)}
-    notes = (*closed, *sorted(paid), *found.notes, *text_flags.assumed(on))
+    paid = {line for one in result.found for line in text.idle_devices_line(one.estimate.layout, on)}
+    notes = (*closed, *sorted(paid), *found.notes, *caveats.assumption_line(on))
     kernels = found.layout.implementation if options["runnable"] and on.device.is_accelerator else found.kernels
     again = _again(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, found)
     if as_json:
         click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))
     else:
-        click.echo(searched(result, notes, again))
+        click.echo(search_table(result, notes, again))
     if plot is not None and result.found:
         best = result.found[0].estimate
         draw(best, dataclasses.replace(found, layout=best.layout), on, plot)
@@ -121,9 +122,9 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
     return subject(path, overrides, {name: value for name, value in options.items() if name not in varied})
 
 
-def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) -> "Wanted":
+def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
     from hpcdist.cli.plan_layout import strategy_of
-    from hpcdist.planner.search_space import Wanted
+    from hpcdist.planner.search.space import SearchSpec
 
     values: dict[str, Any] = {field: (options[name],) for name, field in FIXED.items() if options.get(name) is not None}
     strategy = strategy_of(options, found.layout).get("strategy")
@@ -136,12 +137,12 @@ def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) ->
     for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
         values[name] = options[name]
     base = dataclasses.replace(found.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
-    return Wanted(base=base, steps=found.steps, **values)
+    return SearchSpec(base=base, steps=found.steps, **values)
 
 
 def _memory(said: str, cluster: "Cluster") -> float:
     """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
-    from hpcdist.planner.units import parse
+    from hpcdist.planner.cluster.units import parse
 
     try:
         limit = parse(said, "bytes")
@@ -154,20 +155,20 @@ def _memory(said: str, cluster: "Cluster") -> float:
 
 
 def _again(
-    result: "Result", path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], found: "Subject"
+    result: "SearchResult", path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], found: "Subject"
 ) -> str | None:
     """Return the command that plans the best layout again; None where nothing was found."""
     from hpcdist.cli.plan_line import line
-    from hpcdist.planner.search import PASSES, passes
+    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
 
     if not result.found:
         return None
     layout = result.found[0].estimate.layout
-    simulate = options["simulate"] and passes(layout, found.global_batch) <= PASSES
+    simulate = options["simulate"] and passes(layout, found.global_batch) <= MOST_PASSES
     return line(path, overrides, options, found.layout, layout, simulate=simulate)
 
 
-def _jsonable(result: "Result", found: "Subject", cluster: "Cluster", notes: tuple[str, ...]) -> dict[str, Any]:
+def _jsonable(result: "SearchResult", found: "Subject", cluster: "Cluster", notes: tuple[str, ...]) -> dict[str, Any]:
     from hpcdist.cli.plan_json import finite, jsonable
 
     plans = [

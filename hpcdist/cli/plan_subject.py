@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.cli.plan_layout import flag, given, laid_out
 from hpcdist.cli.plan_options import SHAPE, SHAPE_TOO
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.planner import limits
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Description, Shape
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.model.description import ModelDescription, TransformerShape
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe import Recipe
@@ -29,8 +29,8 @@ _OF_SHAPE: Final = (*SHAPE, "context", *SHAPE_TOO)
 class Subject:
     """A model, the layout that was asked for, samples and steps; ``notes`` say what the plan leaves out."""
 
-    description: Description
-    layout: Layout
+    description: ModelDescription
+    layout: ParallelLayout
     global_batch: int
     steps: int
     notes: tuple[str, ...] = ()
@@ -49,13 +49,13 @@ def with_kernels(found: Subject, on: Cluster, *, always: bool = False) -> Subjec
         return found
     library = found.layout.library or ("mpi" if found.of_recipe else "")
     layout = dataclasses.replace(found.layout, implementation="megatron", library=library)
-    if not always and any(limits.shape_problems(found.description, layout, on, found.global_batch)):
+    if not always and any(checks.shape_problems(found.description, layout, on, found.global_batch)):
         return found
     note = (
         f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
         "--implementation hpcdist plans them all the same"
     )
-    return dataclasses.replace(found, layout=layout, notes=(*found.notes, note, *limits.unbuilt(found.layout)))
+    return dataclasses.replace(found, layout=layout, notes=(*found.notes, note, *checks.unsupported(found.layout)))
 
 
 def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> Subject:
@@ -85,7 +85,7 @@ def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str,
     if options.get("batch") is None:
         raise UsageError("give --batch, the samples of a step over all replicas: without a recipe nothing says it")
     steps, notes = _steps(options, description, options["batch"])
-    base = Layout()
+    base = ParallelLayout()
     return Subject(
         description=description,
         layout=laid_out(options, base),
@@ -112,11 +112,11 @@ def _check_there(path: Path) -> None:
 
 def cluster(named: str | None) -> Cluster:
     """Return the cluster of a name or a file. Raises UsageError where none is given."""
-    from hpcdist.planner import cluster_file
+    from hpcdist.planner.cluster import toml_file
 
     if named is None:
-        raise UsageError(f"give --cluster NAME|FILE: {', '.join(cluster_file.names())}, or a file of your own")
-    return cluster_file.read(named)
+        raise UsageError(f"give --cluster NAME|FILE: {', '.join(toml_file.names())}, or a file of your own")
+    return toml_file.read(named)
 
 
 def of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> Subject:
@@ -147,7 +147,7 @@ def of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> Subjec
     )
 
 
-def _steps(options: Mapping[str, Any], description: Description, batch: int) -> tuple[int | None, tuple[str, ...]]:
+def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int) -> tuple[int | None, tuple[str, ...]]:
     """Return the steps that the options say, None where they say none, with a note on them."""
     steps, tokens = options.get("steps"), options.get("tokens")
     if steps is not None and tokens is not None:
@@ -162,9 +162,9 @@ def _steps(options: Mapping[str, Any], description: Description, batch: int) -> 
     return None, (f"neither --steps nor --tokens is given: the run is planned with {STEPS} steps",)
 
 
-def _by_name(options: Mapping[str, Any]) -> Description:
-    from hpcdist.planner import models
-    from hpcdist.planner.shape import describe
+def _by_name(options: Mapping[str, Any]) -> ModelDescription:
+    from hpcdist.planner.model import published
+    from hpcdist.planner.model.transformer import describe
 
     others = given(options, (*SHAPE, *SHAPE_TOO))
     if others:
@@ -172,14 +172,14 @@ def _by_name(options: Mapping[str, Any]) -> Description:
             f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
             "a name)"
         )
-    found = models.named(options["model"])
+    found = published.named(options["model"])
     if options.get("context") is not None:
         found = dataclasses.replace(found, context=options["context"])
     return describe(found, options["model"])
 
 
-def _in_numbers(options: Mapping[str, Any]) -> Description:
-    from hpcdist.planner.shape import describe
+def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
+    from hpcdist.planner.model.transformer import describe
 
     missing = [flag(name) for name in _NEEDED if options.get(name) is None]
     if missing:
@@ -197,6 +197,6 @@ def _in_numbers(options: Mapping[str, Any]) -> Description:
                 "give --feed-forward"
             )
         values["feed_forward"] = round(wide)
-    shape = Shape(**values)
+    shape = TransformerShape(**values)
     name = f"transformer {shape.layers} x {shape.hidden}"
     return describe(shape, name)

@@ -6,9 +6,9 @@ from typing import Final
 
 import click
 
-from hpcdist.arrays.sizes import in_units
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.units import format_bytes
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 _WHAT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
@@ -82,7 +82,7 @@ def _page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
 
     report_page.write(run_dir, file, sample=prompt is not None, prompt=prompt or "")
     if not quiet:
-        click.echo(f"page       {file}, {in_units(file.stat().st_size)}")
+        click.echo(f"page       {file}, {format_bytes(file.stat().st_size)}")
 
 
 def _run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
@@ -98,20 +98,20 @@ def _run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 
 
 def _is_collectives(path: Path) -> bool:
-    from hpcdist.bench import collectives_file
+    from hpcdist.bench.collectives import results
     from hpcdist.hdf5 import files
 
     with files.open_read(path) as file:
-        return bool(file.attrs.get("schema") == collectives_file.SCHEMA)
+        return bool(file.attrs.get("schema") == results.SCHEMA)
 
 
 def _collectives(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
-    from hpcdist.bench import collectives_file
-    from hpcdist.bench import collectives_report as reports
+    from hpcdist.bench.collectives import report as reports
+    from hpcdist.bench.collectives import results
 
     if markdown:
         raise UsageError("--markdown prints the table of a sweep; leave it out for one of collectives")
-    found = collectives_file.read(path)
+    found = results.read(path)
     table = reports.rows(found.configurations)
     if as_json:
         click.echo(json.dumps(reports.jsonable(found)))
@@ -122,7 +122,7 @@ def _collectives(path: Path, plot: Path | None, as_json: bool, markdown: bool) -
 
 
 def _sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
-    from hpcdist.bench import report as reports
+    from hpcdist.bench.sweep import report as reports
 
     found = reports.read(path)
     if as_json:

@@ -10,7 +10,7 @@ from hpcdist.errors import HpcdistError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpcdist.telemetry.page_data import Beside, Checkpoint, Sample, Setting
+    from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
 
 SAMPLE_TOKENS: Final = 600
 SAMPLE_S: Final = 60.0  # a large model on a login node is left in the middle of its sentence
@@ -20,32 +20,33 @@ CHECKPOINTS: Final = 1000
 
 def write(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
     """Write the page of the run in ``run_dir`` into ``file``; with a ``sample`` that begins with ``prompt``."""
-    from hpcdist.telemetry import page, page_draw
+    from hpcdist.telemetry.page import document
+    from hpcdist.telemetry.page.charts import style
 
-    page_draw.needed()  # before a minute goes into a sample
-    page.write(run_dir, file, beside(run_dir, sample=sample, prompt=prompt))
+    style.require_matplotlib()  # before a minute goes into a sample
+    document.write_page(run_dir, file, beside(run_dir, sample=sample, prompt=prompt))
 
 
-def beside(run_dir: Path, *, sample: bool, prompt: str) -> "Beside":
+def beside(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
     """Return what recipe, checkpoints and model have to say of the run; each with the reason where it has nothing."""
-    from hpcdist.telemetry.page_data import NO_CHECKPOINT, NOT_ASKED, Beside, Sample
+    from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)
     checkpoints, why_no_checkpoints = _checkpoints(run_dir)
-    return Beside(
+    return ExternalData(
         settings=settings,
         settings_reason=why_no_settings,
         planned_steps=steps,
         checkpoints=checkpoints,
         checkpoints_reason=why_no_checkpoints or NO_CHECKPOINT,
         costs=_costs(run_dir),
-        sample=_sample(run_dir, checkpoints, prompt) if sample else Sample(reason=NOT_ASKED),
+        sample=_sample(run_dir, checkpoints, prompt) if sample else TextSample(reason=NOT_ASKED),
     )
 
 
-def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
+def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
     """Return the keys of the recipe, why there are none, and the steps it asks for."""
-    from hpcdist.telemetry.page_data import Setting
+    from hpcdist.telemetry.page.run_data import RecipeSetting
     from hpcdist.training import recipe as recipes
 
     path = run_dir / "recipe.toml"
@@ -56,7 +57,7 @@ def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
     except HpcdistError as error:
         return [], f"The recipe cannot be read: {error}", None
     known = recipes.defaults()
-    rows = [Setting(key, recipes.toml(value), recipes.toml(known[key])) for key, value in found.items()]
+    rows = [RecipeSetting(key, recipes.toml(value), recipes.toml(known[key])) for key, value in found.items()]
     return rows, "", int(found["run.steps"])
 
 
@@ -81,9 +82,9 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
     )
 
 
-def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":
+def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
     from hpcdist.checkpoint import listing
-    from hpcdist.telemetry.page_data import Checkpoint
+    from hpcdist.telemetry.page.run_data import CheckpointEntry
 
     try:
         found = listing.list_checkpoints(run_dir)[:CHECKPOINTS]
@@ -91,24 +92,24 @@ def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":
         return [], ""  # there are none
     except OSError as error:
         return [], f"the checkpoints cannot be read: {error.strerror or error}"
-    return [Checkpoint(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in found], ""
+    return [CheckpointEntry(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in found], ""
 
 
-def _sample(run_dir: Path, checkpoints: "list[Checkpoint]", prompt: str) -> "Sample":
+def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) -> "TextSample":
     """Return text from the newest checkpoint, or why there is none. Another process draws it, for a minute at most."""
     from hpcdist.checkpoint import listing
-    from hpcdist.telemetry.page_data import NO_CHECKPOINT, Sample
+    from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, TextSample
 
     if not any(one.state == listing.COMPLETE for one in checkpoints):
-        return Sample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
+        return TextSample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
     try:
         newest = listing.inspect(listing.select(run_dir))
         assert newest.manifest is not None
         nbytes = sum(tensor.nbytes for tensor in listing.stored_tensors(newest.manifest, (listing.PARAMETERS,)))
     except HpcdistError as error:
-        return Sample(reason=str(error))
+        return TextSample(reason=str(error))
     if nbytes > MOST_BYTES:
-        return Sample(
+        return TextSample(
             reason=f"the parameters take {nbytes / 2**30:.1f} GiB; hpcdist sample {run_dir} where there is room"
         )
     words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
@@ -121,5 +122,5 @@ def _sample(run_dir: Path, checkpoints: "list[Checkpoint]", prompt: str) -> "Sam
     drawn = text.decode(errors="replace")
     if code or len(drawn) <= len(prompt) + 1:
         lines = said.decode(errors="replace").strip().splitlines()
-        return Sample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
-    return Sample(text=drawn.rstrip("\n"), prompt=prompt, reason="")
+        return TextSample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
+    return TextSample(text=drawn.rstrip("\n"), prompt=prompt, reason="")

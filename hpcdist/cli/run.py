@@ -20,9 +20,9 @@ from hpcdist.batch.schedulers.slurm.allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.cli.words import importable, mpi_options, python_of
-from hpcdist.comm import ending, launchers, restarts, supervisor
-from hpcdist.comm.failfast import FAILURE_DIR
-from hpcdist.comm.launcher import RESUME, RUN_DIR, announced
+from hpcdist.comm.failure.failfast import FAILURE_DIR
+from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
+from hpcdist.comm.launch.environment import RESUME, RUN_DIR, launch_environment
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
 _PREFIX = "hpcdist-run-"
@@ -59,7 +59,7 @@ _PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
 )
 @click.option(
     "--survive",
-    type=click.Choice(ending.WAYS),
+    type=click.Choice(exit_file.SURVIVE_MODES),
     help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
 )
 @click.option(
@@ -121,10 +121,10 @@ def command(
     world = ranks + (spares or 0)
     if ranks_per_node is not None:
         ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
-    layout = launchers.Layout(world, ranks_per_node, cpus_per_task, pmi)
-    starter = launchers.starter(launchers.named(launcher), layout, survive)
+    layout = launchers.LaunchRequest(world, ranks_per_node, cpus_per_task, pmi)
+    starter = launchers.choose_starter(launchers.kind_named(launcher), layout, survive)
     settings = starter.settings() | (importable() if python is None else {})
-    settings |= {} if survive is None else {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
+    settings |= {} if survive is None else {exit_file.SURVIVE: survive, exit_file.SPARES: str(spares or 0)}
     settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
     job = _Job(starter, program, options, settings, grace, survive is not None, script, typed)
     if dry_run:
@@ -164,14 +164,14 @@ class _Job:
         if unbound := self.starter.unbound(self.options):
             click.echo(f"hpcdist run: ranks are not bound to cores: {unbound}", err=True)
         with supervisor.signals_held() as mask:
-            ending.stay()
+            exit_file.disable_leave_at_signals()
             _remove_abandoned()
             if run_dir is None or not most_restarts:
                 return self.start(command, mask, last=True).code
             kind = self.starter.kind
             nodes = SlurmAllocation(self.starter.layout.nodes, whole=not kind.without and kind is not launchers.MPIRUN)
 
-            def start(number: int) -> supervisor.Outcome:
+            def start(number: int) -> supervisor.LaunchOutcome:
                 if number == 1:
                     return self.start(command, mask, last=False)
                 return self.start_again(nodes, command, mask, last=number > most_restarts)
@@ -187,7 +187,7 @@ class _Job:
 
     def start(
         self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] | None = None, *, last: bool
-    ) -> supervisor.Outcome:
+    ) -> supervisor.LaunchOutcome:
         """Run the hpcdist ``command`` to its end, and show its first failure.
 
         A start that follows another says ``where``, by options of the launcher: on which nodes, none for all.
@@ -195,8 +195,8 @@ class _Job:
         The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
         """
         with _launch_dir() as folder:
-            settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder, **_screen()}
-            settings[ending.COMMAND] = shlex.join(self.typed)
+            settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_screen()}
+            settings[exit_file.COMMAND] = shlex.join(self.typed)
             words = self._words(command, settings, where or ())
             own = self.starter.session(Path(folder), self.options)
             inherited = os.environ if where is None else launchers.restart_environment(os.environ)
@@ -211,7 +211,7 @@ class _Job:
                 self.starter.kind,
                 self.script,
             )
-            run_dir, stopped = ending.noted(Path(folder))
+            run_dir, stopped = exit_file.read_announcements(Path(folder))
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 if last and run_dir:
@@ -223,7 +223,7 @@ class _Job:
 
     def start_again(
         self, nodes: SlurmAllocation, command: Sequence[str], mask: set[signal.Signals], *, last: bool
-    ) -> supervisor.Outcome:
+    ) -> supervisor.LaunchOutcome:
         """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
         where: list[str] = []
         if nodes.lost:
@@ -231,7 +231,7 @@ class _Job:
             where = self.starter.without(nodes.lost, nodes.left)
         if self.script:
             return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where, last=last)
-        return self.start(ending.resuming(command), mask, where, last=last)
+        return self.start(exit_file.resume_command(command), mask, where, last=last)
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
         return self.starter.line([*self.program, *command], settings, [*where, *self.options])
@@ -274,7 +274,7 @@ def _check(command: tuple[str, ...]) -> bool:
             f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
             f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
         )
-    said = announced()
+    said = launch_environment()
     if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {said.size} ranks of {said.launcher}; "
@@ -358,7 +358,7 @@ def _screen() -> dict[str, str]:
         return {}
     with suppress(OSError):
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
-        return {ending.TERMINAL_COLUMNS: str(columns or 80)}
+        return {exit_file.TERMINAL_COLUMNS: str(columns or 80)}
     return {}
 
 
@@ -366,7 +366,7 @@ def _tell_how_to_go_on(run_dir: Path, words: Sequence[str], script: bool = False
     """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
-    typed = shlex.join(ending.resuming(words, run_dir, script=script))
+    typed = shlex.join(exit_file.resume_command(words, run_dir, script=script))
     click.echo(f"hpcdist run: {where}; {'go on' if newest else 'begin again'} with {typed}", err=True)
     click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 

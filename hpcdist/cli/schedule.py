@@ -13,7 +13,7 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.bench.pipeline_schedules import Simulated, Wanted
+    from hpcdist.bench.pipeline.schedules import ScheduleRequest, SimulatedSchedule
     from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
 
 
@@ -90,14 +90,14 @@ def command(
     NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; several are drawn below each other. Each is proven free of
     deadlock first. Nothing is trained and no MPI is needed.
     """
-    from hpcdist.bench import pipeline_schedules as schedules
-    from hpcdist.bench.collectives_report import check_folder, check_plot
+    from hpcdist.bench.collectives.report import check_folder, check_plot
+    from hpcdist.bench.pipeline import schedules
 
     if recipe is not None or overrides:
         _show_stages(recipe, overrides, to_stderr=as_json)
         if not names and source is None:
             return
-    wanted = schedules.Wanted(stages, microbatches, tuple(costs), message_s, recompute)
+    wanted = schedules.ScheduleRequest(stages, microbatches, tuple(costs), message_s, recompute)
     if plot is not None:
         check_plot(plot)
     if trace is not None:
@@ -106,7 +106,7 @@ def command(
         known = _written(names, wanted, chunks, source)
         if dump is not None:
             _dump(known, dump)
-        found = [schedules.simulated(name, written, wanted) for name, written in known]
+        found = [schedules.simulate_schedule(name, written, wanted) for name, written in known]
     if as_json:
         about = {"stages": stages, "microbatches": microbatches, "costs": costs, "message_s": message_s}
         click.echo(json.dumps({**about, "schedules": [schedules.jsonable(one) for one in found]}))
@@ -137,7 +137,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _written(
-    names: tuple[str, ...], wanted: "Wanted", chunks: int, source: Path | None
+    names: tuple[str, ...], wanted: "ScheduleRequest", chunks: int, source: Path | None
 ) -> "list[tuple[str, ScheduleText]]":
     """Return the schedules by name."""
     from hpcdist.strategies.schedule.generate import schedule_file
@@ -173,8 +173,8 @@ def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _draw(found: "list[Simulated]", plot: Path | None, trace: Path | None) -> None:
-    from hpcdist.bench import pipeline_timeline as pictures
+def _draw(found: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
+    from hpcdist.bench.pipeline import timeline as pictures
 
     panels = [pictures.panel(f"{one.name}, bubble {one.timeline.bubble:.1%}", one.timeline) for one in found]
     if plot is not None:

@@ -38,14 +38,14 @@ def command(**order: Any) -> None:
     pip of this Python downloads; its settings (PIP_INDEX_URL, proxies) apply. Markers of the requirements that name a
     Python version are read for this Python, also with --python-version: that is pip's way.
     """
-    from hpcdist.arrays.sizes import counted, in_units
     from hpcdist.batch.packaging import wheelhouse
+    from hpcdist.reporting.units import counted, format_bytes
 
     order["output"] = order["output"].absolute()
     if order["wheel"] is not None:
         order["wheel"] = order["wheel"].absolute()
     found = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
-    click.echo(f"{counted(found.files, 'file')}, {in_units(found.nbytes)}", err=True)
+    click.echo(f"{counted(found.files, 'file')}, {format_bytes(found.nbytes)}", err=True)
     if order["mpi4py_source"]:
         click.echo(f'mpi4py: MPICC="cc -shared" {found.folder}/install.sh VENV builds it on the MPI there', err=True)
     else:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 
 from hpcdist.cli import submit_kinds
-from hpcdist.comm.ending import WAYS
+from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 
 PROGRAM: Final = "hpcdist.program"  # what stands behind -- on the command line, in the context
 
@@ -60,7 +60,7 @@ class Submit(click.Command):
 )
 @click.option(
     "--survive",
-    type=click.Choice(["none", *WAYS]),
+    type=click.Choice(["none", *SURVIVE_MODES]),
     default="none",
     help="Outlive dead ranks: with fewer, or with new ones in their place (the mpirun of an Open MPI 5).",
 )

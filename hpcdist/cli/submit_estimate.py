@@ -31,12 +31,12 @@ def lines(planned: "Planned", cluster: str | None) -> list[str]:
 def _lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     from hpcdist.cli.plan import planned
     from hpcdist.cli.plan_subject import of_recipe, with_kernels
-    from hpcdist.planner import cluster_file
-    from hpcdist.planner.text import short
+    from hpcdist.planner.cluster import toml_file
+    from hpcdist.planner.report.text import one_line
 
-    on = cluster_file.read(named)
+    on = toml_file.read(named)
     answer = planned(with_kernels(of_recipe(recipe, job.name, {"devices": job.ranks}), on), on)
-    found = [f"estimate: {short(answer, on)}"]
+    found = [f"estimate: {one_line(answer, on)}"]
     limit_s = None if job.walltime is None else walltime_s(job.walltime) - job.signal_s
     if limit_s is not None and 0 < limit_s < answer.run.wall_s:
         found.append(f"estimate: that is {math.ceil(answer.run.wall_s / limit_s)} jobs of {job.walltime} after another")

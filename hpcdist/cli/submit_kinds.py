@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.batch.job import SUITES, SWEEP, BatchJob
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.batch.array import ServersJob
     from hpcdist.batch.sites.profile import SiteProfile
-    from hpcdist.bench.sweep import Sweep, Trial
+    from hpcdist.bench.sweep.definition import Sweep, SweepTrial
     from hpcdist.cli.submit_plan import Planned
 
 # Option of `submit` -> the option that decides the kind of the job, without which it means nothing.
@@ -149,11 +149,11 @@ def _refuse_what_trainings_have(
         raise UsageError(f"{flag} with --most-fruitless, which is for trainings; leave it out")
 
 
-def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[Trial], str]":
+def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tuple[Sweep, list[SweepTrial], str]":
     """Return a sweep, its trials with the defaults of the site, and its text, which needs no other file."""
     from hpcdist.batch.sites import search
-    from hpcdist.bench import frozen
-    from hpcdist.bench import sweep as sweeps
+    from hpcdist.bench.sweep import definition
+    from hpcdist.bench.sweep import definition as sweeps
     from hpcdist.cli.bench_trials import Recipes
 
     environment = dict(os.environ)
@@ -161,7 +161,7 @@ def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tupl
         environment[search.VARIABLE] = str(search.path_of(options["site"]).absolute())
     found = sweeps.read(path)
     trials = sweeps.expand(found, Recipes(found, environment))
-    return found, trials, frozen.text(trials, found.repeats)
+    return found, trials, definition.freeze(trials, found.repeats)
 
 
 def _run_dir(options: Mapping[str, Any], text: str) -> Path:
@@ -170,7 +170,7 @@ def _run_dir(options: Mapping[str, Any], text: str) -> Path:
     return plan.run_dir_of(options["out"], options["name"], hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
-def _of_trials(trials: "list[Trial]", options: Mapping[str, Any]) -> tuple[int, set[str]]:
+def _of_trials(trials: "list[SweepTrial]", options: Mapping[str, Any]) -> tuple[int, set[str]]:
     """Return the GPUs that a node needs for ``trials``, and the data that they read."""
     trees = [tomllib.loads(trial.recipe) for trial in trials]
     on_gpu = any(tree["run"]["device"] == "gpu" for tree in trees)
@@ -213,7 +213,7 @@ def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "Planned":
 
     suite = _suite(options["bench"])
     arguments = _arguments(suite, options["bench_args"] or "")
-    trials: list[Trial] = []
+    trials: list[SweepTrial] = []
     text = ""
     if suite == SWEEP:
         _, trials, text = _sweep(Path(options["bench"]), site, options)

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
 from hpcdist.batch.sites import fit, search
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.cli.degrees import equation
 from hpcdist.cli.words import mpi_options, outside_python
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training import identity, packages
 from hpcdist.training import recipe as recipes
@@ -217,10 +217,10 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
     """Return the mean seconds between failures of the job, and where they are from."""
     named = options["cluster"] or site.cluster
     if named:
-        from hpcdist.planner import cluster_file
+        from hpcdist.planner.cluster import toml_file
 
         try:
-            found = cluster_file.read(named).failures.node_mtbf_s / options["nodes"]
+            found = toml_file.read(named).failures.node_mtbf_s / options["nodes"]
             return float(round(found)), f"{counted(options['nodes'], 'node')} of {named}"
         except HpcdistError:  # the estimate says why that file cannot be used
             pass

@@ -12,7 +12,7 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.telemetry.trace import Trace
+    from hpcdist.telemetry.trace.summary import Trace
 
 
 class _Steps(click.ParamType):
@@ -72,19 +72,19 @@ def command(
     The trace opens in https://ui.perfetto.dev and chrome://tracing. The clocks of the nodes are put right, also where
     they are hours apart. The run may be under way, or dead.
     """
-    from hpcdist.telemetry import trace, trace_events, trace_text
+    from hpcdist.telemetry.trace import chrome, summary
 
     draw = _prepared(plot)
     if output is not None:
         _check_folder(output)
     with regular.damage(run_dir, regular.FIGURES):
-        found = trace.collect(run_dir, steps, ranks)
-        figures = trace.figures(found)
-        written = trace_events.write(found, output, _about(run_dir)) if output is not None else 0
+        found = summary.collect(run_dir, steps, ranks)
+        figures = summary.figures(found)
+        written = chrome.write(found, output, _about(run_dir)) if output is not None else 0
     if as_json:
         click.echo(json.dumps(figures | {"output": None if output is None else str(output), "events": written}))
     else:
-        click.echo(trace_text.text(figures))
+        click.echo(summary.format_text(figures))
         if output is not None:
             click.echo(f"trace          {output}: {written} events, for https://ui.perfetto.dev or chrome://tracing")
     if plot is not None and draw:
@@ -95,7 +95,7 @@ def _prepared(plot: Path | None) -> bool:
     """Raise what keeps the plot from being drawn before anything else is done; whether there is one."""
     if plot is None:
         return False
-    from hpcdist.telemetry import trace_plot
+    from hpcdist.telemetry.trace import plot as trace_plot
 
     trace_plot.check(plot)
     return True
@@ -107,7 +107,7 @@ def _check_folder(file: Path) -> None:
 
 
 def _draw(found: "Trace", plot: Path, *, quiet: bool) -> None:
-    from hpcdist.telemetry import trace_plot
+    from hpcdist.telemetry.trace import plot as trace_plot
 
     step = trace_plot.draw(found, plot)
     if not quiet:
@@ -116,13 +116,13 @@ def _draw(found: "Trace", plot: Path, *, quiet: bool) -> None:
 
 def _about(run_dir: Path) -> dict[str, str]:
     """Return versions of this hpcdist, and of what made the run where its metrics tell."""
-    from hpcdist.telemetry import metrics
+    from hpcdist.telemetry.metrics import step_metrics
 
     about = {"hpcdist": __version__}
     path = run_dir / "metrics.h5"
     if path.exists():
         try:
-            attributes = metrics.read(path).attributes
+            attributes = step_metrics.read(path).attributes
         except StorageError:
             return about
         keys = ("hpcdist_version", "git_commit", "mpi_library", "numpy_version", "python_version", "strategy")

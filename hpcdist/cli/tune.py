@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.arrays.sizes import counted, parse_bytes
+from hpcdist.reporting.units import counted, parse_bytes
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.collectives.tuning_cache import Tuning
-    from hpcdist.comm.session import Session
+    from hpcdist.collectives.tuning.cache import Tuning
+    from hpcdist.comm.start import Session
 
 
 class Bytes(click.ParamType):
@@ -65,17 +65,17 @@ def command(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
 
 def _look(clear: bool, as_json: bool) -> None:
     """Print, or remove, what is kept."""
-    from hpcdist.collectives import tuning_cache
+    from hpcdist.collectives.tuning import cache
 
     if clear:
-        count = tuning_cache.clear()
+        count = cache.clear()
         click.echo(json.dumps({"removed": count}) if as_json else f"{count} files removed")
         return
     found: dict[Path, dict[str, Any]] = {}
-    for path in sorted(tuning_cache.directory().glob("*.json")):
+    for path in sorted(cache.directory().glob("*.json")):
         try:
-            key, tuning = tuning_cache.load(path)
-            found[path] = tuning_cache.content_of(tuning, key)
+            key, tuning = cache.load(path)
+            found[path] = cache.content_of(tuning, key)
         except (OSError, ValueError) as error:
             found[path] = {"error": str(error)}
     if as_json:
@@ -89,7 +89,7 @@ def _look(clear: bool, as_json: bool) -> None:
         about = {name: value for name, value in content["key"].items() if value}
         click.echo("".join(f"  {name}: {value}\n" for name, value in about.items()), nl=False)
         click.echo(f"  chosen on {content['created_utc']}: {content['text']}")
-    click.echo(f"{len(found)} in {tuning_cache.directory()}")
+    click.echo(f"{len(found)} in {cache.directory()}")
 
 
 def _measure(
@@ -105,31 +105,32 @@ def _measure(
     """Measure on all ranks, keep the result and print it. Collective."""
     import numpy as np
 
-    from hpcdist.collectives import node_shared, tuning
+    from hpcdist.collectives.node import shared_memory
+    from hpcdist.collectives.tuning import autotune
     from hpcdist.comm.start import start
     from hpcdist.errors import OK
 
     session = start("gpu" if buffer == "device" else "cpu", ranks_per_node)
     of = np.dtype(dtype)
-    wanted = tuning.Wanted(
+    wanted = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=of,
-        kind=tuning.SHARDED_KIND if sharded else tuning.ALLREDUCE_KIND,
+        kind=autotune.SHARDED_KIND if sharded else autotune.ALLREDUCE_KIND,
         buffer=buffer,
-        allocate=(lambda size: node_shared.allocate(session.comm, size, of)) if buffer == "shared" else None,
-        budget_s=budget_s or tuning.BUDGET_S,
+        allocate=(lambda size: shared_memory.allocate(session.comm, size, of)) if buffer == "shared" else None,
+        budget_s=budget_s or autotune.BUDGET_S,
     )
     comm = session.comm
-    found = tuning.select(comm, comm, wanted, session.library, cached=not no_cache, renewed=True)
+    found = autotune.select(comm, comm, wanted, session.library, cached=not no_cache, renewed=True)
     if comm.rank == 0:
         click.echo(json.dumps(_as_json(found, session)) if as_json else _table(found, session))
     session.leave(OK)
 
 
 def _as_json(found: "Tuning", session: "Session") -> dict[str, Any]:
-    from hpcdist.collectives import tuning_cache
+    from hpcdist.collectives.tuning import cache
 
-    content = tuning_cache.content_of(found, {})
+    content = cache.content_of(found, {})
     del content["key"]
     return {**content, "ranks": session.comm.size, "mpi_library": session.library, "note": found.note or None}
 

@@ -1,26 +1,33 @@
-"""Collective algorithms: functions of a communicator and a buffer, one file each.
+"""Collective operations: allreduce, its two halves, broadcast and all-to-all on numpy and cupy buffers.
 
-`allreduce` is what strategies call. The algorithms behind its names can be called by themselves, and so can the two
-halves of the ring: `reduce_scatter` and `all_gather`. `SHARDED` has the two halves by algorithm, for shards.
+Floor 2: imports comm, arrays and errors. `algorithms` are the message algorithms, `node` works through memory that
+the ranks of a node share, `gpu` moves buffers of GPUs, `nonblocking` runs operations beside a computation, `tuning`
+selects an algorithm by measurement. Begin with `dispatch.allreduce`, which strategies call, and `sharded.Sharding`,
+its two halves for shards. This package re-exports the functions that users call.
 
 Costs in the docstrings are for n bytes on p ranks: α is the latency of a message in s, β the time on the wire in
 s/byte, γ the time to reduce in s/byte.
 """
 
-from hpcdist.collectives import node_flow_shared, node_shared, on_device, workspace
-from hpcdist.collectives.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
-from hpcdist.collectives.broadcast import BROADCAST, BroadcastFunction, broadcast
-from hpcdist.collectives.calls import ALLREDUCE, ON_GPUS, allreduce
-from hpcdist.collectives.circulant import circulant_allreduce
-from hpcdist.collectives.double_tree import double_tree_allreduce
-from hpcdist.collectives.fixed_tree import FixedTree
-from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce
-from hpcdist.collectives.native import native_allreduce
-from hpcdist.collectives.node_shared import node_shared_allreduce
-from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
-from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
-from hpcdist.collectives.reduction import AllreduceFunction
-from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
+from hpcdist.collectives import workspace
+from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
+from hpcdist.collectives.algorithms.broadcast import BROADCAST, BroadcastFunction, broadcast
+from hpcdist.collectives.algorithms.circulant import circulant_allreduce
+from hpcdist.collectives.algorithms.double_tree import double_tree_allreduce
+from hpcdist.collectives.algorithms.fixed_tree import FixedTree
+from hpcdist.collectives.algorithms.hierarchical import hierarchical, hierarchical_allreduce
+from hpcdist.collectives.algorithms.hypercube import rabenseifner_allreduce, recursive_doubling_allreduce
+from hpcdist.collectives.algorithms.ring import (
+    all_gather,
+    reduce_scatter,
+    ring_allreduce,
+    ring_bidirectional_allreduce,
+)
+from hpcdist.collectives.dispatch import ALLREDUCE, ON_GPUS, allreduce
+from hpcdist.collectives.gpu import staging
+from hpcdist.collectives.node import flow, shared_memory
+from hpcdist.collectives.node.shared_memory import node_shared_allreduce
+from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import Communicator
@@ -63,7 +70,7 @@ def release(comm: Communicator) -> None:
 
     Only needed where the memory is wanted for something else: later calls take it again.
     """
-    node_flow_shared.release(comm)
-    node_shared.release(comm)
-    on_device.release(comm)
+    flow.release(comm)
+    shared_memory.release(comm)
+    staging.release(comm)
     workspace.release()

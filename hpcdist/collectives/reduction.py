@@ -1,7 +1,8 @@
-"""The elementwise step of every reduction: a ufunc of the library that owns the buffer, numpy or cupy.
+"""Reduction operators and buffer checks that all algorithms share, and the MPI library's own allreduce.
 
-An algorithm that has several ranks compute the same element must hand it the operands in the same order on each: the
-sign of a zero and the payload of a NaN depend on it.
+The operator is a ufunc of the library that owns the buffer, numpy or cupy. An algorithm in which several ranks
+compute the same element must pass the operands in the same order on each of them: the sign of a zero and the payload
+of a NaN depend on the order. `AllreduceFunction` is the protocol of an algorithm.
 """
 
 from collections.abc import Callable
@@ -91,3 +92,12 @@ def check_buffer(buffer: Array) -> None:
         )
     if isinstance(buffer, np.ndarray) and not buffer.flags.writeable:
         raise BufferHandoverError("the buffer is read-only, and a collective works in place; pass a writable array")
+
+
+def native_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
+    """Reduce ``buffer`` in place by MPI_Allreduce. Collective over ``comm``.
+
+    The library chooses the algorithm by size and topology, so neither cost nor bytes sent are known here. The
+    MPI standard requires that all ranks receive identical results.
+    """
+    comm.allreduce(buffer, op)  # which refuses what every other algorithm does

@@ -1,6 +1,6 @@
-"""A buffer shared out over the ranks: who owns what, the sum to its owners, and the owners' parts back to all.
+"""Sharded reductions by name: reduce-scatter to the owners of shares, and all-gather back to all ranks.
 
-These are the two halves of an allreduce, for strategies that work on a shard in between. By name:
+These are the two halves of an allreduce, for strategies (ZeRO) that update a shard in between. By name:
 
     native        the MPI library's; shares in the order of the ranks
     ring          (p-1) α + (p-1)/p n β for each half; shares in the order of the ranks
@@ -9,15 +9,15 @@ These are the two halves of an allreduce, for strategies that work on a shard in
     hierarchical  much traffic inside the nodes, little between them
     nccl          NCCL's, between GPUs; shares in the order of the ranks
 
-Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and a
-reduce-scatter between the ranks i of all nodes leaves sub-chunk j of k of that chunk to the one on node j. The
+Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and
+a reduce-scatter between the ranks i of all nodes leaves sub-chunk j of k of that chunk to the one on node j. The
 all-gather is the way back. Each half costs
 
     inside   (m-1) α + (m-1)/m n β        between  (k-1) α + (k-1)/k (n/m) β
 
-Between nodes each rank sends its part of 1/m, all ranks of a node at once; in a flat ring one rank sends for all of its
-node, in p-1 steps. These are the two halves of the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), with the
-reduction between the nodes halved as well.
+Between nodes each rank sends its part of 1/m, all ranks of a node at once; in a flat ring one rank sends for all of
+its node, in p-1 steps. These are the two halves of the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), with
+the reduction between the nodes halved as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,13 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import circulant, nccl, node_shared, ring
-from hpcdist.collectives.all_to_all import all_to_all_reduce_scatter
+from hpcdist.collectives.algorithms import circulant, ring
+from hpcdist.collectives.algorithms.all_to_all import all_to_all_reduce_scatter
+from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives.gpu.staging import staged_all_gather, staged_reduce_scatter
+from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner
-from hpcdist.collectives.staged import staged_all_gather, staged_reduce_scatter
-from hpcdist.comm import checked
+from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
@@ -90,16 +92,16 @@ def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range
 
 def _node_shared_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
     if is_device(buffer):
-        staged_reduce_scatter(node_shared.reduce_scatter, comm, buffer, shares, op)
+        staged_reduce_scatter(shared_memory.reduce_scatter, comm, buffer, shares, op)
     else:
-        node_shared.reduce_scatter(comm, buffer, shares, op)
+        shared_memory.reduce_scatter(comm, buffer, shares, op)
 
 
 def _node_shared_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
     if is_device(buffer):
-        staged_all_gather(node_shared.all_gather, comm, buffer, shares)
+        staged_all_gather(shared_memory.all_gather, comm, buffer, shares)
     else:
-        node_shared.all_gather(comm, buffer, shares)
+        shared_memory.all_gather(comm, buffer, shares)
 
 
 def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
@@ -185,13 +187,13 @@ def _watched(
             else:
                 combiner(buffer, op)
         except HpcdistError as error:
-            checked.refuse(comm, checked.described("reduce_scatter", name, buffer, op), error)
+            checks.announce_refusal(comm, checks.describe_call("reduce_scatter", name, buffer, op), error)
             raise
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_reduce_scatter", name_of(buffer.dtype), buffer.size, 0, -1, 0)
             if comm.checked:
-                known = checked.fingerprint(shares)
-                checked.compare(comm, checked.described("reduce_scatter", name, buffer, op, known))
+                known = checks.ranges_fingerprint(shares)
+                checks.compare_calls(comm, checks.describe_call("reduce_scatter", name, buffer, op, known))
             run = all_to_all_reduce_scatter if halves and name not in SUM_16_BITS else reduce_scatter
             _end_with(comm, token, lambda: run(comm, buffer, shares, op))
 
@@ -199,13 +201,13 @@ def _watched(
         try:
             check_buffer(buffer)
         except HpcdistError as error:
-            checked.refuse(comm, checked.described("all_gather", name, buffer), error)
+            checks.announce_refusal(comm, checks.describe_call("all_gather", name, buffer), error)
             raise
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_all_gather", name_of(buffer.dtype), buffer.size, 0, -1, 0)
             if comm.checked:
-                known = checked.fingerprint(shares)
-                checked.compare(comm, checked.described("all_gather", name, buffer, extra=known))
+                known = checks.ranges_fingerprint(shares)
+                checks.compare_calls(comm, checks.describe_call("all_gather", name, buffer, extra=known))
             _end_with(comm, token, lambda: all_gather(comm, buffer, shares))
 
     return Sharding(shares, watched_reduce_scatter, watched_all_gather)

@@ -1,6 +1,6 @@
-"""Scratch memory of the algorithms, kept from call to call.
+"""Scratch memory of the algorithms, reused from call to call.
 
-A fresh array in every step would be page-faulted in again and again, and caches of registered memory in the message
+A fresh array in every step would cause page faults again and again, and caches of registered memory in the message
 layer are keyed by address. Each thread has its own, so that a collective may run beside another one.
 """
 
@@ -9,16 +9,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays import backend, staging
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.gpu import staging
+from hpcdist.arrays.memory import Ledger
 
-Kept: TypeAlias = dict[tuple[str, str], Array]  # (name, "cpu" or "gpu") -> bytes
+Buffers: TypeAlias = dict[tuple[str, str], Array]  # (name, "cpu" or "gpu") -> bytes
 
 
 class _Workspace(threading.local):
     def __init__(self) -> None:
-        self.arrays: Kept = {}
+        self.arrays: Buffers = {}
         self.ledger: Ledger | None = None
 
 
@@ -33,17 +34,17 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
-def scratch_in(kept: Kept, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
+def scratch_in(kept: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return what `scratch` does, out of ``kept``, which belongs to the caller (local)."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in kept or kept[key].nbytes < nbytes:
         kept.pop(key, None)  # not both at once
-        kept[key] = count(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
+        kept[key] = count_in_ledger(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
     return kept[key][:nbytes].view(dtype)
 
 
-def count(array: Array) -> Array:
+def count_in_ledger(array: Array) -> Array:
     """Enter ``array`` in this thread's ledger, if it has one, and return it (local)."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 

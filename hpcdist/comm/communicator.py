@@ -1,8 +1,8 @@
-"""The seam between algorithms and messages: what every communicator can do.
+"""Communicator protocol: the operations that every transport offers to the algorithms above.
 
 Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator unless its docstring
-says "local" or names a peer: then every member must make it, in the same order. Implementations: `mpi`, `solo` and
-`threads` (N ranks in one process).
+says "local" or names a peer: then every member must make it, in the same order. Implementations:
+`mpi.communicator.MpiCommunicator`, and `threads.communicator` for N ranks in one process and for a single rank.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ class Communicator(Protocol):
     size: int
     events: EventSink
     checked: bool  # the ranks compare their calls before each collective; the same on every rank
-    is_comparing: bool  # in the exchange for that: see `hpcdist.comm.checked`
+    is_comparing: bool  # in the exchange for that: see `hpcdist.comm.checks`
     settled: dict[Any, Any]  # what callers keep for this communicator, by keys of their own; a new `checked` empties it
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:

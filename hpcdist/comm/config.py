@@ -50,7 +50,7 @@ BUCKET_BYTES: Final = 4 << 20
 class CommunicationConfig:
     """How ranks exchange gradients.
 
-    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.selection`), or ``auto``,
+    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.dispatch`), or ``auto``,
     which is chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is how gradients
     travel between replicas (see the section ``[compression]``); with ``auto`` they are compressed where it is measured
     to be faster. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are complete;

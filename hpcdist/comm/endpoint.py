@@ -1,29 +1,55 @@
-"""What all communicators share: hand-over of buffers, one event per operation, the cut by node.
+"""Endpoint: the base of all communicators, with hand-over of buffers, one event per operation, nodes.
 
 An implementation adds the bare transport (methods with a leading underscore), which sees only buffers that may be
-read or written as they are.
+read or written as they are. A `PendingRequest` is a message under way with its event and the copy that may still have
+to be made.
 """
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import checked
+from hpcdist.comm import checks
 from hpcdist.comm.checks import check_reduction, check_tiling, is_plain
 from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
-from hpcdist.comm.events import UNKNOWN_BYTES
+from hpcdist.comm.events import UNKNOWN_BYTES, EventSink
+from hpcdist.comm.failure.fault_tolerant import FaultTolerant
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mortal import Mortal
-from hpcdist.comm.pending import Pending
-from hpcdist.comm.window import LateWindow, Transfers, WatchedWindow, Window
+from hpcdist.comm.window import DeferredWindow, ObservedWindow, Transfers, Window
 from hpcdist.errors import UsageError
 
 
-class Endpoint(Mortal):
+class PendingRequest:
+    """A request together with its event and the copy that may still have to be made."""
+
+    def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
+        self._events, self._token, self._transport, self._finish = events, token, transport, finish
+        self.done = False
+
+    def _complete(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        self._events.end(self._token)
+        self.done = True
+
+    def wait(self) -> None:
+        """Return when the message is complete."""
+        if not self.done:
+            self._transport.wait()
+            self._complete()
+
+    def test(self) -> bool:
+        """Whether the message is complete."""
+        if not self.done and self._transport.test():
+            self._complete()
+        return self.done
+
+
+class Endpoint(FaultTolerant):
     """Base of the communicators; see `communicator.Communicator` for what each method promises."""
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
@@ -67,13 +93,13 @@ class Endpoint(Mortal):
         """Begin to send."""
         message = self.handover.outgoing(buffer)
         token = self._begin("isend", buffer, buffer.nbytes, peer, tag)
-        return Pending(self.events, token, self._isend(message, peer, tag), None)
+        return PendingRequest(self.events, token, self._isend(message, peer, tag), None)
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
         """Begin to receive."""
         message, finish = self.handover.incoming(buffer)
         token = self._begin("irecv", buffer, 0, peer, tag)
-        return Pending(self.events, token, self._irecv(message, peer, tag), finish)
+        return PendingRequest(self.events, token, self._irecv(message, peer, tag), finish)
 
     def wait_any(self, requests: Sequence[Request]) -> int:
         """Wait for one of ``requests``."""
@@ -103,7 +129,7 @@ class Endpoint(Mortal):
     def barrier(self) -> None:
         """Wait for every member."""
         if self._checked:
-            checked.compare_own(self, "barrier", checked.NOTHING)
+            checks.compare_native(self, "barrier", checks.NO_BUFFER)
         token = self.events.begin(self.name, "barrier", "uint8", 0, 0, -1, 0)
         self._barrier()
         self.events.end(token)
@@ -111,7 +137,7 @@ class Endpoint(Mortal):
     def broadcast(self, buffer: Array, root: int = 0) -> None:
         """Broadcast in place."""
         if self._checked:
-            checked.compare_own(self, "broadcast", buffer, extra=f"from rank {root}")
+            checks.compare_native(self, "broadcast", buffer, extra=f"from rank {root}")
         message, finish = self.handover.both(buffer, "broadcast")
         token = self._begin("broadcast", buffer, UNKNOWN_BYTES, root)
         self._broadcast(message, root)
@@ -122,7 +148,7 @@ class Endpoint(Mortal):
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce natively in place."""
         if self._checked:
-            checked.compare_own(self, "allreduce", buffer, op)
+            checks.compare_native(self, "allreduce", buffer, op)
         message, finish = buffer, None
         if op not in REDUCTIONS or not is_plain(buffer):  # the hand-over of a few bytes would cost as much as the rest
             check_reduction(buffer, op)
@@ -139,12 +165,12 @@ class Endpoint(Mortal):
         check_reduction(buffer, op)
         message, finish = self.handover.both(buffer)
         token = self._begin("iallreduce", buffer, UNKNOWN_BYTES)
-        return Pending(self.events, token, self._iallreduce(message, op), finish)
+        return PendingRequest(self.events, token, self._iallreduce(message, op), finish)
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
         """Reduce natively; the own range is defined afterwards."""
         if self._checked:
-            checked.compare_own(self, "reduce_scatter", buffer, op, checked.fingerprint(ranges))
+            checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
         check_reduction(buffer, op)
         check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer, "reduce_scatter")
@@ -157,7 +183,7 @@ class Endpoint(Mortal):
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
         """Gather natively in place."""
         if self._checked:
-            checked.compare_own(self, "all_gather", buffer, extra=checked.fingerprint(ranges))
+            checks.compare_native(self, "all_gather", buffer, extra=checks.ranges_fingerprint(ranges))
         check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer, "all_gather")
         token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
@@ -171,7 +197,7 @@ class Endpoint(Mortal):
     ) -> None:
         """Exchange a part with every member; the event counts what goes to the others."""
         if self._checked:
-            checked.compare_own(self, "all_to_all", send[:0])  # parts differ from rank to rank
+            checks.compare_native(self, "all_to_all", send[:0])  # parts differ from rank to rank
         outgoing = self.handover.outgoing(send, "all_to_all")
         incoming, finish = self.handover.incoming(receive, "all_to_all")
         sent = sum(part.size for peer, part in enumerate(send_ranges) if peer != self.rank) * send.itemsize
@@ -252,10 +278,10 @@ class Endpoint(Mortal):
         token = self.events.begin(self.name, "window", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
         transfers = self._window(nbytes)
         self.events.end(token)
-        return WatchedWindow(transfers, self.name, sizes, lambda: self.events)
+        return ObservedWindow(transfers, self.name, sizes, lambda: self.events)
 
     def _window(self, nbytes: int) -> Transfers:
-        return LateWindow(self._shared(nbytes).views, self.rank)
+        return DeferredWindow(self._shared(nbytes).views, self.rank)
 
     @abstractmethod
     def _send(self, message: Array, peer: int, tag: int) -> None: ...

@@ -1,6 +1,9 @@
-"""What a communicator reports of every operation, and to whom."""
+"""Events of a communicator: the sink that is told of every operation, and the base class that holds it.
 
-from typing import Final, Protocol
+The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
+"""
+
+from typing import Any, Final, Protocol
 
 UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm: how much it sends is its own affair
 
@@ -33,3 +36,32 @@ class _NullSink:
 
 
 NULL_SINK: Final[EventSink] = _NullSink()
+
+
+class Observable:
+    """Base of `endpoint.Endpoint`."""
+
+    def __init__(self) -> None:
+        self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
+        self._checked = False
+        self.is_comparing = False  # in the exchange before a collective, by which the ranks compare their calls
+        self.settled: dict[Any, Any] = {}
+
+    @property
+    def events(self) -> EventSink:
+        """Where operations of this communicator, and of all that were made from it, are reported."""
+        return self._looking_on[0]
+
+    @events.setter
+    def events(self, sink: EventSink) -> None:
+        self._looking_on[0] = sink
+
+    @property
+    def checked(self) -> bool:
+        """Whether the ranks compare their calls before each collective. Those made from this one take it over."""
+        return self._checked
+
+    @checked.setter
+    def checked(self, checked: bool) -> None:
+        self._checked = checked
+        self.settled.clear()

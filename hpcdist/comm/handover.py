@@ -1,11 +1,11 @@
-"""The one place where a buffer is handed to messages: contiguity, dtype, stream and staging are decided here.
+"""Hand-over of a buffer to messages: contiguity, dtype, stream and staging are decided here alone.
 
 mpi4py synchronises no stream and checks no layout; callers must not have to remember either. For a buffer on a GPU:
 
 - What is sent was produced by kernels that may still run. An event is recorded behind them on the current stream, and
   the host waits for that event before the message layer reads: not for the device, nor for kernels launched later.
-- Where the message layer takes device pointers for the operation (`cuda_aware` asks it, operation by operation), the
-  same event also stands before it writes.
+- Where the message layer takes device pointers for the operation (`mpi.cuda_aware` tests it, operation by operation),
+  the same event also stands before it writes.
 - Elsewhere the data goes through pinned memory: the copy to the host waits for the event on a stream of its own, and
   the copy back is made on the current stream, so that kernels launched afterwards see it and no host waits for it.
 """
@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import is_16bit_float, is_supported, name_of
+from hpcdist.arrays.gpu import device, staging
 from hpcdist.errors import BufferHandoverError
 
 MESSAGES: Final = "send"  # messages of all kinds: send, recv, sendrecv, isend, irecv, probe

@@ -1,4 +1,4 @@
-"""Where this rank runs: its node, its place in the node, and the GPU that follows from it."""
+"""Placement of this rank: its node, its local rank, and the GPU that follows from it."""
 
 import os
 import socket
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launcher import Announced
+from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.errors import ConfigurationError
 
 MOST_SHOWN: Final = 8
@@ -26,7 +26,7 @@ class Placement:
     cores: tuple[int, ...]
 
 
-def choose_gpu(announced: Announced | None) -> int:
+def choose_gpu(announced: LaunchEnvironment | None) -> int:
     """Make a GPU current by the launcher's local rank, before MPI starts; return its index (local).
 
     A CUDA-aware MPI opens its context on the current device during MPI_Init, when no communicator exists yet.
@@ -39,7 +39,7 @@ def choose_gpu(announced: Announced | None) -> int:
     return device.choose(0 if announced is None or announced.local_rank is None else announced.local_rank)
 
 
-def locate(comm: Communicator, announced: Announced | None) -> Placement:
+def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
     """Return the placement of this rank. Collective over ``comm``.
 
     The local rank is the announced one, since the GPU was chosen by it, else the rank's index on the node. The two may

@@ -1,7 +1,8 @@
-"""Starting and leaving: MPI at the thread level asked for, one world or a clear refusal, nobody left waiting.
+"""Start and end of a job: MPI at the thread level asked for, one world or a clear refusal, nobody left waiting.
 
-Entry points call `start` once; everything below takes the communicator it returns. Importing this module starts
-nothing.
+Entry points call `start` once and get a `Session`: the world as one rank sees it, what records it, and the ways to
+leave it or to go on without the ranks that died. Everything below takes the communicator of the session. Importing
+this module starts nothing.
 """
 
 import contextlib
@@ -11,17 +12,134 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from hpcdist.comm import cuda_aware, ending, failfast, growth, launcher, output, placement
+from hpcdist.comm import placement
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.events import NULL_SINK
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
+from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mpi import MpiCommunicator
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
-from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+from hpcdist.comm.launch import environment, exit_file, standard_streams
+from hpcdist.comm.mpi import cuda_aware, spawn
+from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.comm.record import flight_file
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.spans import NULL_SPANS, Spans, SpanSink
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.reporting import atomic
+
+
+@dataclass
+class Session:
+    """A started job: its world, this rank's place, and what looks on."""
+
+    comm: Communicator
+    place: placement.Placement
+    library: str  # the MPI library's own version string; "none" for a process on its own
+    abort: Callable[[int], None]
+    recorder: Recorder | None = None
+    watchdog: Watchdog | None = None
+    device_pointers: cuda_aware.DevicePointerSupport | None = (
+        None  # what MPI takes of GPU memory; None for a run on the CPU
+    )
+    outlives: bool = False  # the job goes on when a rank dies: see `survive`, and `hpcdist run --survive`
+    _finalise: Callable[[], None] = field(default=lambda: None)
+    spans: SpanSink = NULL_SPANS  # what this rank does beside its messages
+
+    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
+        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective.
+
+        With ``spans``, keep there what this rank does between them, too.
+        """
+        folder = directory / "recorder"
+        if self.comm.rank == 0:
+            try:
+                atomic.own_directory(folder)
+                flight_file.remove_others(folder, self.comm.size)
+            except OSError as error:
+                raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
+        self.comm.barrier()
+        failfast.set_recovery_limit(None)
+        self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
+        self.comm.events = self.recorder
+        if spans:
+            self.spans = Spans(folder / f"rank-{self.comm.rank:05d}.spans", self.comm.rank, self.comm.size)
+        self.watchdog = Watchdog(self.recorder, deadline_s)
+        self.watchdog.relax()  # the first step compiles kernels and opens connections
+        self.watchdog.start()
+        failfast.attach(self.recorder)
+
+    def stop_recording(self) -> None:
+        """End what `record` began: its files are let go, and no operation has a deadline any more (local).
+
+        Where deaths are outlived the next `record`, or the end, must come within that of a first step.
+        """
+        if self.watchdog is not None and self.recorder is not None:
+            if self.outlives:
+                failfast.set_recovery_limit(self.watchdog.deadline_s * self.watchdog.first_step_factor)
+            self.watchdog.stop()
+            self.comm.events = NULL_SINK
+            failfast.detach()
+            self.recorder.note("finished", "end of the record")
+            self.recorder.close()
+        if isinstance(self.spans, Spans):
+            self.spans.close()
+        self.watchdog = self.recorder = None
+        self.spans = NULL_SPANS
+
+    def survive(self, comm: Communicator) -> "Session":
+        """Return the session of those who go on as ``comm``, under their ranks there. Collective over ``comm``.
+
+        From here on a failure speaks for them. This session must not be used any more; where it recorded, it stopped,
+        and `record` begins anew.
+        """
+        self.stop_recording()
+        session = replace(self, comm=comm, place=placement.locate(comm, None))
+        if failfast.is_installed():  # not where ranks are threads of a test
+            failfast.set_rank(comm.rank)
+            session.speak_as_one()
+        return session
+
+    def speak_as_one(self) -> None:
+        """Tell failures that all ranks have once; where deaths are outlived, tell none of a thread (local)."""
+        if self.comm.size > 1:
+            failfast.set_agreement(lambda text: all_agree(self.comm, text), self.withdraw)
+        if self.outlives:
+            failfast.set_survivable(is_rank_failure)
+
+    def leave(self, code: int) -> None:
+        """End together with exit code ``code``, all ranks having agreed on it. Collective.
+
+        The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes
+        and finalises first. Where deaths are outlived, nobody waits for the dead, and `hpcdist run` is told the code.
+        """
+        if self.outlives:
+            self.comm.agree(True)
+        else:
+            self.comm.barrier()
+        if self.recorder is not None:
+            self.recorder.note("finished", f"exit code {code}")
+        self.withdraw()
+        failfast.agreed_exit(code)
+
+    def withdraw(self) -> None:
+        """End the watch and MPI: nothing may be sent afterwards. Collective.
+
+        MPI is not finalised where deaths are outlived: that may wait for the dead, or for spares, for ever.
+        """
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not self.outlives:
+            self._finalise()
+
 
 __all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "fail_alike", "start", "start_alone", "start_joined"]
 
@@ -41,15 +159,15 @@ def start(
     Raises ConfigurationError when MPI's world is not the announced one, nor the local ranks, where the caller has not
     asked to get them ``examined`` by itself.
     """
-    output.protect()
-    said = launcher.announced()
+    standard_streams.protect()
+    said = environment.launch_environment()
     _refuse_unknown_launcher(said)
     failfast.answer_requests_for_stacks()
     announce_pid(None if said is None else said.rank)
     pointers = None
     if device == "gpu":
         placement.choose_gpu(said)
-        pointers = cuda_aware.find_out(said)
+        pointers = cuda_aware.detect(said)
     if said is None:
         return start_alone()
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)  # needs no Python, which may wait
@@ -57,7 +175,7 @@ def start(
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, None, world.Get_rank())
-    ending.announce_segments()
+    exit_file.announce_segments()
     said_library = library(mpi)
     check_world(said, world.Get_size(), said_library)
     own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
@@ -82,7 +200,7 @@ def fail_alike() -> None:
     A launcher that sees one of its processes leave ends the others.
     """
     if not failfast.is_installed():
-        said = launcher.announced()
+        said = environment.launch_environment()
         failfast.install(_exit_process, None, 0 if said is None else said.rank or 0)
 
 
@@ -96,7 +214,7 @@ def start_joined() -> Session:
     signal.alarm(JOINING_S)  # its default action needs no Python, which waits within MPI
     try:
         mpi = import_mpi()
-        comm = growth.join_parent(mpi)
+        comm = spawn.join_parent(mpi)
         if comm is None:
             raise ConfigurationError("no job started this process to join it; use start")
     except Exception as error:  # noqa: BLE001 - whatever it was
@@ -104,7 +222,7 @@ def start_joined() -> Session:
     signal.alarm(0)
     failfast.install(mpi.COMM_WORLD.Abort, None, comm.rank)
     announce_pid(uuid.uuid4().hex)
-    ending.announce_segments()
+    exit_file.announce_segments()
     session = Session(comm, placement.alone(), library(mpi), mpi.COMM_WORLD.Abort, outlives=True)
     session.speak_as_one()
     return session
@@ -119,11 +237,11 @@ def end_alone(error: Exception) -> NoReturn:
 
 def outlives(comm: Communicator) -> bool:
     """Whether this job shall go on when a rank dies (local). Raises MissingCapabilityError where it cannot."""
-    wanted = os.environ.get(ending.SURVIVE, "")
+    wanted = os.environ.get(exit_file.SURVIVE, "")
     if wanted and not comm.supports("ulfm"):
         raise MissingCapabilityError(
-            f"{ending.SURVIVE}={wanted} asks to go on after deaths, and this MPI was not started to; start the job by "
-            "`hpcdist run --survive` with Open MPI 5, or unset it"
+            f"{exit_file.SURVIVE}={wanted} asks to go on after deaths, and this MPI was not started to; start the job "
+            "by `hpcdist run --survive` with Open MPI 5, or unset it"
         )
     return bool(wanted)
 
@@ -148,7 +266,7 @@ def start_alone() -> Session:
     return Session(comm, placement.locate(comm, None), "none", _exit_process)
 
 
-def check_world(said: launcher.Announced, size: int, library: str) -> None:
+def check_world(said: environment.LaunchEnvironment, size: int, library: str) -> None:
     """Raise ConfigurationError when ``size``, which MPI found, is not what the launcher announced (local)."""
     if size != said.size:
         raise ConfigurationError(
@@ -159,7 +277,7 @@ def check_world(said: launcher.Announced, size: int, library: str) -> None:
         )
 
 
-def _refuse_unknown_launcher(said: launcher.Announced | None) -> None:
+def _refuse_unknown_launcher(said: environment.LaunchEnvironment | None) -> None:
     """Stop when this process is one of several whose number nobody tells: each would train alone in one directory."""
     signs = [name for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if name in os.environ]
     if said is None and signs:
@@ -174,7 +292,7 @@ def announce_pid(name: object) -> None:
 
     A launcher need not forward signals.
     """
-    folder = os.environ.get(ending.LAUNCH_DIR)
+    folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
         path = Path(folder) / f"pid-{name}"
         with contextlib.suppress(OSError):  # on another host the launcher's directory does not exist
@@ -183,7 +301,7 @@ def announce_pid(name: object) -> None:
 
 def import_mpi() -> Any:
     """Import mpi4py, which starts MPI: THREAD_MULTIPLE is asked for, and a lower level is accepted."""
-    launcher.provide_home()
+    environment.provide_home()
     try:
         import mpi4py
     except ImportError as error:

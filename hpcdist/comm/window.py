@@ -1,11 +1,11 @@
-"""Memory that other ranks write into and read out of by themselves: put, get, flush (MPI-3 passive target RMA).
+"""One-sided memory windows: put, get and flush (MPI-3 passive target RMA).
 
 Nobody on the other side takes part in a transfer, so nobody there learns of it either: whoever has put something
 flushes it and then says so by a message, and whoever got that message may look, after `sync`. That order is all the
 synchronisation there is; two ranks must never touch the same bytes without such a message between them.
 
-mpi4py is handed in by `mpi.MpiCommunicator`, never imported. Ranks that are threads have `LateWindow`, which moves
-nothing before it is flushed: code that forgets to flush fails there too.
+mpi4py is handed in by `mpi.communicator.MpiCommunicator`, never imported. Ranks that are threads have
+`DeferredWindow`, which moves nothing before it is flushed: code that forgets to flush fails there too.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hpcdist.comm import ulfm
 from hpcdist.comm.events import EventSink
+from hpcdist.comm.mpi import ulfm
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 PROBE_BYTES: Final = 8  # behind the memory of each rank: the window is tried out there when it is made
@@ -76,7 +76,7 @@ class Transfers(Protocol):
         ...
 
 
-class WatchedWindow:
+class ObservedWindow:
     """A window whose operations are checked and reported. What is put or got counts as sent by the rank that asked."""
 
     def __init__(self, transfers: Transfers, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
@@ -164,7 +164,7 @@ class MpiTransfers:
             self._window.Free()
 
 
-class LateWindow:
+class DeferredWindow:
     """Memory of ranks that all see each other's, as threads do. What is begun happens in `flush`, and not before."""
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:
@@ -208,7 +208,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
     reasons = comm.allgather(reason)
     if not any(reasons):
         assert found is not None
-        reasons = comm.allgather(_tried(mpi, comm, found, nbytes))
+        reasons = comm.allgather(_verify_window(mpi, comm, found, nbytes))
     told = [f"rank {rank}: {said}" for rank, said in enumerate(reasons) if said]
     if told:
         raise MissingCapabilityError(
@@ -220,7 +220,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
     return found
 
 
-def _tried(mpi: Any, comm: Any, window: MpiTransfers, nbytes: int) -> str:
+def _verify_window(mpi: Any, comm: Any, window: MpiTransfers, nbytes: int) -> str:
     """Write to the next rank and read from the one before; return what went wrong, "" where nothing did. Collective."""
     rank, size = comm.rank, comm.size
     sizes = comm.allgather(nbytes)

@@ -1,10 +1,10 @@
-"""16-bit floats: half the bytes, rounded to nearest, ties to even.
+"""16-bit floats as a compressor: half the bytes, rounded to nearest, ties to even.
 
 float16 has 11 bits of precision and ends at 65504; bfloat16 has 8 and the range of float32. What is beyond the range
 becomes the largest finite value: the values are finite, and an infinity would take error feedback with it.
 
-Bytes: 2 n. Error of a value v: at most |v| / 2^11 (float16, from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half of
-2^-133 below 2^-126). Payloads may be summed: as 16-bit floats in float32, rounded once.
+Bytes: 2 n. Error of a value v: at most |v| / 2^11 (float16, from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half
+of 2^-133 below 2^-126). Payloads may be summed: as 16-bit floats in float32, rounded once.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.half import (
+from hpcdist.collectives.half_precision import (
     bfloat16_to_float32,
     float16_to_float32,
     float32_to_bfloat16,
     float32_to_float16,
-    widen,
+    widen_on_host,
 )
-from hpcdist.compression.compressor import Compressor, Key
+from hpcdist.compression.compressor import Compressor, RandomKey
 
 LARGEST16: Final = np.float32(65504.0)
 LARGEST_BFLOAT16: Final = np.float32(3.3895313892515355e38)
@@ -42,7 +42,7 @@ class _Cast(Compressor):
         if is_device(out):
             out[...] = _widened(self.summable(payload))
         else:
-            widen(self.summable(payload), out)
+            widen_on_host(self.summable(payload), out)
 
     def summable(self, payload: Array) -> Array:
         """Return ``payload`` as 16-bit floats (n,), a view."""
@@ -56,7 +56,7 @@ class Float16(_Cast):
     name: ClassVar[str] = "float16"
     dtype: ClassVar[np.dtype] = np.dtype(np.float16)
 
-    def encode(self, values: Array, payload: Array, key: Key) -> None:
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         """Write ``values`` to ``payload`` (local)."""
         self.check(values, payload)
         if is_device(values):
@@ -80,7 +80,7 @@ class BFloat16(_Cast):
     name: ClassVar[str] = "bfloat16"
     dtype: ClassVar[np.dtype] = BFLOAT16
 
-    def encode(self, values: Array, payload: Array, key: Key) -> None:
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         """Write ``values`` to ``payload`` (local)."""
         self.check(values, payload)
         if is_device(values):

@@ -1,21 +1,46 @@
-"""The seam of compression: what turns the values of one tensor, or of a piece of one, into bytes and back.
+"""Compressor protocol: encode the values of a tensor, or of a piece of one, as bytes, and decode them.
 
 A payload is a 1-D uint8 array that holds everything the receiver needs but the number of values: scales, codes,
-indices. It begins at a multiple of `ALIGNMENT` bytes, since its head is read as words; `align` says where the next one
-in a message may begin. All methods are local. On numpy they are loops under `arrays.jit` (one thread, without the GIL)
-that allocate nothing as large as the values; on cupy they are array operations that give the same bits. Values are
-finite: the caller looks for NaN and infinity before, because signs and codes hide them.
+indices. It begins at a multiple of `ALIGNMENT` bytes, since its head is read as words; `align` says where the next
+one in a message may begin. All methods are local. On numpy they are loops under `arrays.jit` (one thread, without the
+GIL) that allocate nothing as large as the values; on cupy they are array operations that give the same bits. Values
+are finite: the caller looks for NaN and infinity before, because signs and codes hide them.
+
+`is_finite` is the check that the caller makes before.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import align_up
 from hpcdist.errors import UsageError
+
+_MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
+_INFINITE: Final = np.uint32(0x7F80_0000)
+
+
+def is_finite(values: Array) -> bool:
+    """Return whether no value of the float32 ``values`` (n,) is NaN or infinite (local; waits for a GPU)."""
+    if is_device(values):
+        return bool(namespace(values).isfinite(values).all())
+    return bool(_largest(values.view(np.uint32)) < _INFINITE)
+
+
+@jit
+def _largest(words: Any) -> Any:
+    largest = np.uint32(0)
+    for i in range(words.size):
+        largest = max(largest, np.uint32(words[i] & _MAGNITUDE))
+    return largest
+
+
+_largest.sample(lambda: (np.zeros(2, np.uint32),))
+
 
 ALIGNMENT: Final = 4  # bytes: a word. Lines of the cache would cost small tensors more than their payload saves
 _WORD: Final = 0xFFFFFFFF
@@ -24,7 +49,7 @@ _DOMAIN: Final = 0x636F6D70
 
 
 @dataclass(frozen=True)
-class Key:
+class RandomKey:
     """The name of a stream of random numbers: everything that is encoded once has its own.
 
     ``tensor`` numbers what is encoded: tensors, and pieces or phases of one where they are encoded by themselves.
@@ -72,7 +97,7 @@ class Compressor(ABC):
         return int(payload.size)
 
     @abstractmethod
-    def encode(self, values: Array, payload: Array, key: Key) -> None:
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         """Write the float32 ``values`` (n,) to ``payload`` (payload_bytes(n),); the values are kept."""
 
     @abstractmethod
@@ -83,7 +108,7 @@ class Compressor(ABC):
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
         """Add ``factor`` times what ``payload`` says to the float32 ``out`` (n,): one rounding of each, in one pass."""
 
-    def poison(self, payload: Array, key: Key) -> None:
+    def poison(self, payload: Array, key: RandomKey) -> None:
         """Write a payload of some values that decodes to NaN: the message of a rank whose values are not finite.
 
         What others add to it is NaN too, so that whoever looks at the sum learns of it.

@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor lost of a gradient is added to the next one.
+"""Error feedback: add what a compressor lost of a gradient to the next gradient.
 
 Seide et al. 2014; Karimireddy et al., arXiv:1901.09847. With C a compressor, D what its payload decodes to, and e = 0
 at first:
@@ -6,12 +6,12 @@ at first:
     p = g + e;  send C(p);  e <- p - D(C(p))
 
 so that after any number of steps the sum of what was sent is the sum of all gradients less the last e (but for the
-rounding of float32). Residuals are named by where they lie in the layout, which is by tensor, never by bucket: buckets
-may be cut anew. They are in unscaled units (g is multiplied by ``unscale``, one over the loss scale), so another loss
-scale changes nothing. Gradients must be finite: one NaN would stay in e for ever.
+rounding of float32). Residuals are named by where they lie in the layout, which is by tensor, never by bucket:
+buckets may be cut anew. They are in unscaled units (g is multiplied by ``unscale``, one over the loss scale), so
+another loss scale changes nothing. Gradients must be finite: one NaN would stay in e for ever.
 
-A step that is skipped must not have happened: `rollback` brings back the residuals of before it, to the bit.
-4 bytes for an element, and 4 more where steps can be rolled back.
+A step that is skipped must not have happened: `rollback` brings back the residuals of before it, to the bit. 4 bytes
+for an element, and 4 more where steps can be rolled back.
 
 Ranks have residuals of their own. Of those of P ranks only what they add to the reduced gradient counts, so a
 checkpoint for another number of ranks keeps their sum, and each of P' ranks takes the sum over P where the reduced
@@ -27,11 +27,11 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.compression.compressor import Compressor, Key
+from hpcdist.compression.compressor import Compressor, RandomKey
 from hpcdist.errors import UsageError
 
 RESIDUAL: Final = "residual"
@@ -62,7 +62,13 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(
-        self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: Key, unscale: float = 1.0
+        self,
+        where: Range,
+        gradient: Array,
+        compressor: Compressor,
+        payload: Array,
+        key: RandomKey,
+        unscale: float = 1.0,
     ) -> None:
         """Write ``unscale * gradient`` plus the residual of ``where`` to ``payload``, and keep what that loses.
 

@@ -1,18 +1,18 @@
-"""PowerSGD: a gradient matrix as the product of two thin ones, Vogels, Karimireddy & Jaggi 2019 (arXiv:1905.13727).
+"""PowerSGD: a gradient matrix as a product of two thin ones, Vogels, Karimireddy & Jaggi 2019 (arXiv:1905.13727).
 
-A tensor is read as a matrix M (a, b): its first dims by the others, cut so that a + b is least, which is what travels:
-query, key and value of (3, h, h) are (3h, h), a convolution (out, in, 3, 3) is (out, 9 in). With rank r, clamped to
-min(r, a, b), a step is one step of subspace iteration, warm-started with the Q (b, r) of the step before, the same on
-all ranks:
+A tensor is read as a matrix M (a, b): its first dims by the others, cut so that a + b is least, which is what
+travels: query, key and value of (3, h, h) are (3h, h), a convolution (out, in, 3, 3) is (out, 9 in). With rank r,
+clamped to min(r, a, b), a step is one step of subspace iteration, warm-started with the Q (b, r) of the step before,
+the same on all ranks:
 
     P = M Q       mean of P over the ranks      P <- orthonormal columns      (Algorithm 1)
     Q = M^T P     mean of Q over the ranks      M is taken as P Q^T
 
-Both rounds are linear: plain allreduces, of r a and then r b float32 values. For replicas of one M the result is
-P P^T M, the projection of the mean gradient on a subspace that follows its leading singular vectors. 4 r (a + b) bytes
-instead of 4 a b; vectors, and matrices where that does not pay by ``least_saving``, are sent as they are. It is biased:
-error feedback takes e <- M - P Q^T with the mean Q, so that no part of the mean gradient is lost. The whole tensor is
-needed, not a shard; another shape is another result.
+Both rounds are linear: plain allreduces, of r a and then r b float32 values. For replicas of one M the result is P
+P^T M, the projection of the mean gradient on a subspace that follows its leading singular vectors. 4 r (a + b) bytes
+instead of 4 a b; vectors, and matrices where that does not pay by ``least_saving``, are sent as they are. It is
+biased: error feedback takes e <- M - P Q^T with the mean Q, so that no part of the mean gradient is lost. The whole
+tensor is needed, not a shard; another shape is another result.
 
 P is made orthonormal by modified Gram-Schmidt in float64, the same operations in the same order on every CPU: ranks
 hold the same P after the first round, and must after this. A column that depends on those before it becomes 0 rather
@@ -68,7 +68,7 @@ def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float =
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
 
-class LowRank:
+class PowerSgd:
     """The state of one matrix: Q of the step before, (columns, rank) of float32, equal on all ranks (local).
 
     A step calls `project`, `orthogonalise` after the first allreduce, `project_back`, and after the second

@@ -1,6 +1,6 @@
 """HDF5 files: opened for reading, edited in one go, or written as contiguous datasets.
 
-Every file of ours has the root attributes ``schema`` and ``schema_version``. Files open with old tools
+Every file of hpcdist has the root attributes ``schema`` and ``schema_version``. Files open with old tools
 (``libver=("earliest", "v110")``), and no file is held open for writing: open, change, close.
 """
 
@@ -18,11 +18,11 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.ranges import Range, cut, gaps
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import filters
-from hpcdist.hdf5.making import Maker
+from hpcdist.hdf5 import datasets
+from hpcdist.hdf5.datasets import DatasetMaker
 from hpcdist.hdf5.overlay import Overlay, journal_of
 from hpcdist.reporting import atomic
-from hpcdist.reporting.regular import BROKEN, DamagedFileError, damage, is_damage
+from hpcdist.reporting.regular import BROKEN_LIBRARY_ERRORS, DamagedFileError, damage, is_damage
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
 CHECKSUMMED: Final = ("v108", "v110")  # metadata has checksums, so readers refuse damage; for files that never change
@@ -41,7 +41,7 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
     for name in file.attrs:
         try:
             value = file.attrs[name]
-        except BROKEN:
+        except BROKEN_LIBRARY_ERRORS:
             continue
         value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MOST_TEXT):
@@ -118,7 +118,7 @@ def resolved(file: h5py.File, name: str) -> Any:
             name = link.path
         elif isinstance(link, h5py.ExternalLink):
             own = Path(file.filename)
-            path = _beside(own, link.filename, "HDF5_EXT_PREFIX", own.parent)
+            path = _external_path(own, link.filename, "HDF5_EXT_PREFIX", own.parent)
             if not path.exists():
                 return None
             file, name = open_read(path), link.path
@@ -184,7 +184,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
 
     ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a circle until the stack is full.
     """
-    filters.check(dataset)
+    datasets.check_filters(dataset)
     own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     place = own.resolve(), str(dataset.name)
     if place in outer:
@@ -193,13 +193,13 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
         sizes.setdefault(own, own.stat().st_size)
     rest = dataset.nbytes
     for name, offset, size in dataset.external or ():
-        path = _beside(own, name, "HDF5_EXTFILE_PREFIX", Path())
+        path = _external_path(own, name, "HDF5_EXTFILE_PREFIX", Path())
         used = min(rest, size)  # the last may have no limit
         sizes[path] = max(sizes.get(path, 0), offset + used)
         rest -= used
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         file_name, name = source.file_name, source.dset_name
-        path = own if file_name == "." else _beside(own, file_name, "HDF5_VDS_PREFIX", own.parent)
+        path = own if file_name == "." else _external_path(own, file_name, "HDF5_VDS_PREFIX", own.parent)
         if (path, name) in seen:
             continue
         seen.add((path, name))
@@ -214,7 +214,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
     return complete
 
 
-def _beside(own: Path, name: str, variable: str, folder: Path) -> Path:
+def _external_path(own: Path, name: str, variable: str, folder: Path) -> Path:
     """Return where HDF5 looks for the file ``name`` that ``own`` refers to."""
     prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(own.resolve().parent))
     places = [Path(prefix) / name] if prefix else []
@@ -252,7 +252,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
     if not created and not path.is_file():
         raise DamagedFileError(f"{path}: it is not a regular file")
     # A new file gets its name when it is complete: a writer killed before that leaves nothing that looks like one.
-    written = atomic.unfinished(path) if created else path
+    written = atomic.temporary_path(path) if created else path
     try:
         overlay = Overlay(written, create=created)
     except OSError as error:
@@ -326,14 +326,16 @@ def write_contiguous(
             aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
             with h5py.File(overlay, "w", libver=CHECKSUMMED, **aligned) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
-                make = Maker(file).contiguous
+                make = DatasetMaker(file).contiguous
                 offsets = {}
                 for name, array in datasets.items():
                     stored = storable(np.empty(0, array.dtype)).dtype
                     told = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
                     offsets[name] = make(name, array.shape, stored, told)
             if outside is not None:
-                _digest_outside(overlay, [_place(array, offsets[name]) for name, array in datasets.items()], outside)
+                _digest_outside(
+                    overlay, [_range_in_file(array, offsets[name]) for name, array in datasets.items()], outside
+                )
             overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
@@ -349,7 +351,7 @@ def write_contiguous(
     return offsets
 
 
-def _place(array: np.ndarray | Blocks, offset: int) -> Range:
+def _range_in_file(array: np.ndarray | Blocks, offset: int) -> Range:
     return Range(offset, offset + math.prod(array.shape) * array.dtype.itemsize)
 
 

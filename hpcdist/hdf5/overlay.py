@@ -1,10 +1,11 @@
-"""A file whose changes are kept in memory until they are committed.
+"""Overlay of a file: changes are kept in memory until they are committed.
 
 libhdf5 does not survive a full disk: a failed write leaves open identifiers behind, and the process ends in a
 segmentation fault at exit. So libhdf5 never writes to a disk here. It writes to an overlay, and the overlay is
 committed with plain calls that fail cleanly: first what extends the file, then a journal of what changes it in place,
 then the changes themselves. A full disk is met before the first byte is changed, and undone. A writer that is killed
-in between leaves its journal behind: the next one completes the work, and readers look through the journal until then.
+in between leaves its journal behind: the next one completes the work, and readers look through the journal until
+then.
 """
 
 import io

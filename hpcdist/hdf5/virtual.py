@@ -1,7 +1,7 @@
-"""A file of virtual datasets: whole tensors out of parts that lie in other files, for h5ls, h5dump, h5py and viewers.
+"""Virtual datasets (VDS): whole tensors out of parts that lie in other files, for h5ls, h5dump, h5py and viewers.
 
-Where such a file is missing, HDF5 shows the fill value without a word, so that is one that is seen: NaN, and of
-integers the extreme one.
+Where a file with a part is missing, HDF5 shows the fill value without a word. So the fill value is one that is
+noticed: NaN, and of integers the extreme one.
 """
 
 import math
@@ -15,13 +15,13 @@ import h5py
 import numpy as np
 
 from hpcdist.errors import StorageError
+from hpcdist.hdf5.datasets import Box, DatasetMaker, Region
 from hpcdist.hdf5.files import CHECKSUMMED, FAILURES, storable
-from hpcdist.hdf5.making import Box, Maker, Region
 from hpcdist.hdf5.overlay import Overlay
 
 
 @dataclass(frozen=True)
-class Part:
+class VirtualSource:
     """Elements ``flat`` (row-major) of ``box`` of the whole, stored in ``shape`` in a dataset of another file."""
 
     file: str  # relative to the directory of the virtual one
@@ -32,12 +32,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
+class VirtualDataset:
     """A virtual dataset, and the parts that it is made of."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: Sequence[Part]
+    parts: Sequence[VirtualSource]
     attributes: Mapping[str, Any]
 
 
@@ -62,7 +62,7 @@ def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 def write(
     path: str | os.PathLike[str],
-    wholes: Mapping[str, Whole],
+    wholes: Mapping[str, VirtualDataset],
     attributes: Mapping[str, Any],
     *,
     schema: str,
@@ -74,7 +74,7 @@ def write(
         with Overlay(path, create=True) as overlay:
             with h5py.File(overlay, "w", libver=CHECKSUMMED) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
-                maker = Maker(file)
+                maker = DatasetMaker(file)
                 for name, whole in wholes.items():
                     if whole.shape:
                         _make(maker, name, whole)
@@ -87,14 +87,14 @@ def write(
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _make(maker: Maker, name: str, whole: Whole) -> None:
+def _make(maker: DatasetMaker, name: str, whole: VirtualDataset) -> None:
     regions = (region for part in whole.parts for region in _regions(part))
     maker.virtual(
-        name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, _fill(whole.dtype), whole.attributes
+        name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, _fill_value(whole.dtype), whole.attributes
     )
 
 
-def _fill(dtype: np.dtype) -> np.ndarray:
+def _fill_value(dtype: np.dtype) -> np.ndarray:
     """Return what stands, as HDF5 has it, where nothing can be read."""
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
@@ -102,7 +102,7 @@ def _fill(dtype: np.dtype) -> np.ndarray:
     return storable(np.array([np.nan]).astype(dtype))
 
 
-def _regions(part: Part) -> Iterator[Region]:
+def _regions(part: VirtualSource) -> Iterator[Region]:
     """Yield the boxes of the whole that ``part`` fills, and where in its dataset each of them lies."""
     extent = tuple(stop - start for start, stop in part.box)
     if part.shape == extent:

@@ -1,4 +1,10 @@
-"""Models: lists of stages with explicit forward and backward, pure maths on arrays (no rank, no message)."""
+"""Models: lists of stages with explicit forward and backward, pure mathematics on arrays (no rank, no message).
+
+Floor 3: imports arrays and errors only. `layers` and `attention` compute, `runtime` holds activations, recomputes and
+splits a backward, `counts` has parameters, operations and memory in closed form, `cuda` the sources of the kernels.
+`config` stays light: `build` imports everything else when it is called.
+Begin with `build` and `model.Model`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +33,7 @@ def build(
     or, on a GPU, "bfloat16" or "float16". Raises ConfigurationError when one of them is missing or not supported.
     """
     # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
-    from hpcdist.models import convnet, encoder, gpt, mlp
+    from hpcdist.models import classifiers, transformer
     from hpcdist.models.model import Model
 
     if config.kind in FOREIGN:
@@ -37,10 +43,10 @@ def build(
         given |= {"height": height, "width": width, "channels": channels}
         return factory.make(config, dtype, {name: value for name, value in given.items() if value})
     if config.kind == "gpt":
-        return Model(gpt.stages(config, context), dtype, tokens_per_sample=context)
+        return Model(transformer.gpt_stages(config, context), dtype, tokens_per_sample=context)
     if config.kind == "encoder":
-        stages, said = encoder.stages(config, context), encoder.predictions(context)
+        stages, said = transformer.encoder_stages(config, context), transformer.masked_predictions(context)
         return Model(stages, dtype, tokens_per_sample=said)
     if config.kind == "convnet":
-        return Model(convnet.stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
-    return Model(mlp.stages(config, features, classes), dtype, tokens_per_sample=1)
+        return Model(classifiers.convnet_stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
+    return Model(classifiers.mlp_stages(config, features, classes), dtype, tokens_per_sample=1)

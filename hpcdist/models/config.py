@@ -1,4 +1,4 @@
-"""The ``[model]`` section of a recipe."""
+"""The ``[model]`` section of a recipe. Light: imports nothing but the errors."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""What a model has and does, in closed form from its configuration: parameters, operations, memory of activations.
+"""Parameters, operations and activation memory of a model, in closed form from its configuration.
 
 Operations are those that the mathematics asks for, 2 for each multiplication and addition of a matrix product, of a
 sample of s tokens. Norms, activations, embeddings and the loss are not counted, and neither is what an implementation
@@ -15,35 +15,217 @@ The first layer of an mlp or a convnet has no gradient of its input. A step of a
 N parameters of matrices (Kaplan et al., arXiv:2001.08361), and 6 L h s more for causal attention. PaLM
 (arXiv:2204.02311, appendix B) counts attention as if it were not causal, 12 L h s: utilisations after it are higher.
 
-Memory is that of the arena (`hpcdist.models.arena`): what forward leaves for backward, and scratch that all stages
-share, each name as large as the largest of them. In numbers a sample, with a heads, f' = 2 f for "swiglu", and n = 2
-statistics of a row for the norm "layer", 1 for "rms":
+Memory is that of the arena (`hpcdist.models.runtime.arena`): what forward leaves for backward, and scratch that all
+stages share, each name as large as the largest of them. In numbers a sample, with a heads, f' = 2 f for "swiglu", and
+n = 2 statistics of a row for the norm "layer", 1 for "rms":
 
     block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
-With recomputation (`hpcdist.models.recompute`) a block keeps s h, and one of them has the rest beside it. Tiles of
-attention and unfolded pictures, of which there are a cache full, come on top; small integers that the data has, and
+With recomputation (`hpcdist.models.runtime.recompute`) a block keeps s h, and one of them has the rest beside it. Tiles
+of attention and unfolded pictures, of which there are a cache full, come on top; small integers that the data has, and
 what a BLAS takes, are not counted.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
+from typing import NamedTuple
 
-from hpcdist.models.arena import WASTE
+from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, TILE
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.convolution import output_side
-from hpcdist.models.counts_units import Unit, block, convolution, dense, embedding, head, pooled, statistics_of
+from hpcdist.models.layers.convolution import CACHE_BYTES, SIZE, output_side
+from hpcdist.models.runtime.arena import MAX_WASTE
+
+
+class KeptArray(NamedTuple):
+    """An array that a forward leaves for its backward: numbers a sample; what cuts it is as for `Scratch`."""
+
+    size: int
+    cut: bool = False
+    whole: bool = False
+
+
+class Scratch(NamedTuple):
+    """Memory that stages share: numbers a sample, but no more than ``most`` for all of them (0: no limit).
+
+    Tensor parallelism cuts it, or where it is ``whole``, nothing does: not even one by tokens.
+    """
+
+    each: int
+    most: int = 0
+    cut: bool = False
+    whole: bool = False
+
+    def of(self, samples: int) -> int:
+        """Return the numbers for so many samples."""
+        return min(self.each * samples, self.most) if self.most else self.each * samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCounts:
+    """One stage: its own parameters; operations, and numbers kept from forward to backward, for a sample.
+
+    ``kept`` has the arrays in the order in which they are taken, the output last; ``scratch`` goes by name.
+    """
+
+    parameters: int
+    linear: int = 0  # operations forward
+    attention: int = 0
+    first: bool = False  # its input is data: it has no gradient
+    kept: tuple[KeptArray, ...] = ()
+    scratch: Mapping[str, Scratch] = field(default_factory=dict)
+
+    @property
+    def forward(self) -> int:
+        """Operations forward."""
+        return self.linear + self.attention
+
+    @property
+    def backward(self) -> int:
+        """Operations of both gradients: attention, which has no weights, does four products instead of two."""
+        return (1 if self.first else 2) * self.linear + 2 * self.attention
+
+
+def attention_pairs(context: int, *, causal: bool) -> int:
+    """Return how many pairs of tokens an attention over ``context`` tokens looks at."""
+    return context * (context + 1) // 2 if causal else context * context
+
+
+def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
+    """Return the first stage of a transformer."""
+    wide = context * config.hidden
+    return UnitCounts(
+        parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
+        kept=(KeptArray(wide),),
+        scratch=_dropout_scratch(config, wide),
+    )
+
+
+def head_counts(config: ModelConfig, context: int) -> UnitCounts:
+    """Return the last stage of a transformer, with the loss."""
+    wide, matrix = context * config.hidden, config.vocabulary * config.hidden
+    rows = norm_statistics(config)
+    return UnitCounts(
+        parameters=rows * config.hidden + (0 if config.tied else matrix),
+        linear=2 * context * matrix,
+        kept=(
+            KeptArray(wide),
+            KeptArray(rows * context),
+            KeptArray(context * config.vocabulary, cut=True),
+            KeptArray(context, whole=True),
+        ),
+        scratch={"linear.dx": Scratch(wide, whole=True), "norm.dx": Scratch(wide)},
+    )
+
+
+def block_counts(config: ModelConfig, context: int) -> UnitCounts:
+    """Return one of the blocks of a transformer."""
+    hidden, wide, inner = config.hidden, config.hidden + 2 * config.kv_width, config.inner
+    grouped = config.kv_width != hidden
+    rises = 2 * inner if config.activation == "swiglu" else inner
+    matrices = hidden * wide + hidden * hidden + hidden * rises + inner * hidden
+    biases = wide + hidden + rises + hidden if config.bias else 0
+    like = KeptArray(context * hidden)
+    columns: tuple[int, ...] = (hidden, wide - hidden) if grouped else (wide,)
+    normal = like, KeptArray(norm_statistics(config) * context)
+    heads = *(KeptArray(context * each, cut=True) for each in columns), KeptArray(context * hidden, cut=True)
+    sums = KeptArray(2 * config.heads * context, cut=True)
+    return UnitCounts(
+        parameters=matrices + biases + 2 * norm_statistics(config) * hidden,
+        linear=2 * context * matrices,
+        attention=4 * hidden * attention_pairs(context, causal=config.kind == "gpt"),
+        kept=(
+            *(*normal, *heads, sums, like),
+            *(*normal, KeptArray(context * rises, cut=True), KeptArray(context * inner, cut=True), like),
+        ),
+        scratch={
+            "linear.dx": Scratch(context * max(inner, hidden), cut=True),
+            "attention.dqkv": Scratch(context * columns[0], cut=True),
+            **({"attention.dkv": Scratch(context * columns[1], cut=True)} if grouped else {}),
+            **({"block.dquery": Scratch(context * hidden)} if grouped else {}),
+            "attention.dots": Scratch(context * config.heads, cut=True),
+            **_tile_scores(config, context),
+            **_dropout_scratch(config, context * hidden),
+        },
+    )
+
+
+def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
+    """Return the scores that attention has at a time, forward and back: samples, or heads of one, that fit a tile."""
+    short, long = min(QUERY_BLOCK, context), min(LONG, context)
+    shared = config.kv_heads or config.heads
+    each = config.heads * short * long
+    some = TILE // each * each or min(shared, max(1, TILE * shared // each)) * each // shared
+    size = config.hidden // config.heads
+    return {
+        "attention.scores": Scratch(each, some),
+        "attention.gradients": Scratch(each, some),
+        "attention.part": Scratch(each // short * size, some // short * size),
+        "attention.shrink": Scratch(each // long, some // long),
+    }
+
+
+def norm_statistics(config: ModelConfig) -> int:
+    """Return how many vectors a norm has, and how many numbers it keeps of a row."""
+    return 1 if config.norm == "rms" else 2
+
+
+def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
+    return {"dropout.dx": Scratch(size)} if config.dropout else {}
+
+
+def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
+    """Return a layer of an mlp: with an activation, or with the loss."""
+    return UnitCounts(
+        parameters=(inputs + 1) * outputs,
+        linear=2 * inputs * outputs,
+        first=first,
+        kept=(KeptArray(outputs), KeptArray(1 if last else outputs)),
+        scratch={"linear.dx": Scratch(0 if first else inputs), **({} if last else _dropout_scratch(config, outputs))},
+    )
+
+
+def convolution_counts(
+    before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
+) -> UnitCounts:
+    """Return a convolution from pictures (height, width, channels) to others, with its norm and activation."""
+    pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
+    row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
+    y = KeptArray(prod(after))
+    return UnitCounts(
+        parameters=weight + (1 + statistics) * after[2],
+        linear=2 * weight * pixels,
+        first=first,
+        kept=(y, y, KeptArray(statistics * pixels), y),
+        scratch={
+            "convolution.rows": Scratch(row, max(row, CACHE_BYTES // 4 // row * row)),
+            "convolution.dx": Scratch(0 if first else prod(before)),
+            "convolution.dweight": Scratch(weight, weight),
+            "norm.dx": Scratch(prod(after)),
+        },
+    )
+
+
+def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
+    """Return the head of a convnet: the mean over all pixels, and a linear, with the loss."""
+    channels = picture[2]
+    return UnitCounts(
+        parameters=(channels + 1) * classes,
+        linear=2 * channels * classes,
+        kept=(KeptArray(channels), KeptArray(classes), KeptArray(1)),
+        scratch={"linear.dx": Scratch(channels), "convnet.dx": Scratch(prod(picture))},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """A model in numbers: by stage, with properties for all of it. Operations are those for one sample."""
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitCounts, ...]
 
     @property
     def parameters(self) -> int:
@@ -75,10 +257,10 @@ class Counts:
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
         )
         kept = chain.from_iterable([array.size for array in unit.kept] for unit in self.units)
-        return ((kept_again(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
+        return ((peak_with_recomputation(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
 
 
-def kept_again(units: tuple[Unit, ...]) -> int:
+def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
 
     Memory that one stage gives back serves the next, where it is no more than `WASTE` times too large: as the arena
@@ -92,7 +274,7 @@ def kept_again(units: tuple[Unit, ...]) -> int:
         taken = []
         for size in sizes:
             place = bisect_left(free, size)
-            if place < len(free) and free[place] <= WASTE * size:
+            if place < len(free) and free[place] <= MAX_WASTE * size:
                 taken.append(free.pop(place))
             else:
                 total += size
@@ -128,20 +310,24 @@ def counts(
     return Counts(units=_transformer(config, context))
 
 
-def _transformer(config: ModelConfig, context: int) -> tuple[Unit, ...]:
-    return embedding(config, context), *[block(config, context)] * config.layers, head(config, context)
+def _transformer(config: ModelConfig, context: int) -> tuple[UnitCounts, ...]:
+    return (
+        embedding_counts(config, context),
+        *[block_counts(config, context)] * config.layers,
+        head_counts(config, context),
+    )
 
 
-def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[Unit, ...]:
+def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[UnitCounts, ...]:
     widths = [features] + [config.hidden] * config.layers + [classes]
     layers = enumerate(zip(widths, widths[1:], strict=False))
-    return tuple(dense(config, *sizes, first=not layer, last=layer == config.layers) for layer, sizes in layers)
+    return tuple(dense_counts(config, *sizes, first=not layer, last=layer == config.layers) for layer, sizes in layers)
 
 
-def _convnet(config: ModelConfig, picture: tuple[int, int, int], classes: int) -> tuple[Unit, ...]:
+def _convnet(config: ModelConfig, picture: tuple[int, int, int], classes: int) -> tuple[UnitCounts, ...]:
     shape, found = picture, []
     for layer in range(config.layers):
         outputs, stride = config.hidden << layer // 2, 2 if layer and layer % 2 == 0 else 1
         before, shape = shape, (output_side(shape[0], stride), output_side(shape[1], stride), outputs)
-        found.append(convolution(before, shape, statistics_of(config), first=not layer))
-    return (*found, pooled(shape, classes))
+        found.append(convolution_counts(before, shape, norm_statistics(config), first=not layer))
+    return (*found, pooling_counts(shape, classes))

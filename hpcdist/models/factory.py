@@ -1,9 +1,9 @@
-"""Models that a recipe imports: a function of the user makes them.
+"""Import of models that a function of the user makes, and the seal of its file.
 
-A recipe may come from somebody else, and to make its model runs code. So a training seals the file of its factory: a
-digest of path and content, keyed with 32 random bytes that only this user can read. Who looks at the run later executes
-the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a run
-directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
+A recipe may come from somebody else, and making its model runs code. So a training seals the file of its factory: a
+digest of path and content, keyed with 32 random bytes that only this user can read. Whoever looks at the run later
+executes the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a
+run directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
 """
 
 import contextlib

@@ -1,5 +1,12 @@
-"""A model: its stages, its address space, and where its tensors lie in a store."""
+"""Model: its stages, its address space, and the places of its tensors in a store.
 
+`Model` runs forward and backward of all stages on one rank and binds their tensors to stores; strategies bind single
+stages. Skip connections: a stage that declares ``takes``, the indices of earlier stages, finds their outputs in its
+`hpcdist.models.stage.Saved` as "skip.INDEX", which it leaves unchanged, and leaves their gradients there as
+"skip.INDEX.gradient".
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, TypeAlias
@@ -12,11 +19,44 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.operations import LOCAL, Operations
-from hpcdist.models.skips import Skips
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Parameters, Saved, Stage
+
+
+class SkipConnections:
+    """What goes over the pairs (stage, later stage that takes its output too), of one micro-batch. Local."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._into: dict[int, list[int]] = defaultdict(list)
+        for source, target in sorted(pairs):
+            self._into[target].append(source)
+        self._sources = {source for source, _ in pairs}
+        self._values: dict[int, Array] = {}
+        self._gradients: dict[int, list[Array]] = defaultdict(list)
+
+    def bring(self, unit: int, saved: Saved) -> None:
+        """Give stage ``unit`` what it takes, before its forward."""
+        for source in self._into.get(unit, ()):
+            saved.keep(f"skip.{source}", self._values[source])
+
+    def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
+        """Take the output of a stage; a ``copy`` where its memory is given back before others take it."""
+        if unit in self._sources:
+            self._values[unit] = y.copy() if copy else y
+
+    def send_back(self, unit: int, saved: Saved) -> None:
+        """Take the gradients that the backward of stage ``unit`` has left."""
+        for source in self._into.get(unit, ()):
+            self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
+
+    def add(self, unit: int, dy: Array) -> Array:
+        """Add to ``dy``, in place, what came back to stage ``unit``, in the order of those that took its output."""
+        for gradient in reversed(self._gradients.pop(unit, [])):
+            dy += gradient
+        return dy
+
 
 DTYPES: Final = ("float32", "float64", "bfloat16", "float16")  # those of 16 bits on a GPU alone
 StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store that holds its tensors now
@@ -116,7 +156,7 @@ class Model:
 
         Without a ``draw`` nothing is dropped.
         """
-        skips = Skips(self.skips)
+        skips = SkipConnections(self.skips)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch)
             saved.draw = draw
@@ -140,7 +180,7 @@ class Model:
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
-        skips = Skips(self.skips)
+        skips = SkipConnections(self.skips)
         for unit in reversed(range(len(self.stages))):
             assert d is not None
             stage = self.stages[unit]
@@ -159,7 +199,7 @@ class Model:
         The memory of a stage is given back as soon as the next one is done.
         """
         before: Saved | None = None
-        skips = Skips(self.skips)
+        skips = SkipConnections(self.skips)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch=-1)
             skips.bring(unit, saved)

@@ -1,4 +1,4 @@
-"""The table of operations that the stages call. `LOCAL` computes everything on this rank; strategies replace entries.
+"""Table of operations that the stages call. `LOCAL` computes everything on this rank; strategies replace entries.
 
 Every operation has an explicit ``forward`` and ``backward``. Operations with tensors take the whole mapping and the
 prefix of their names, so that a replacement may own other shapes. What a backward needs is kept in ``saved`` under
@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hpcdist.arrays.backend import Array, Scalar
-from hpcdist.models.activation import LocalActivation
-from hpcdist.models.attention import LocalAttention
-from hpcdist.models.cross_entropy import LocalCrossEntropy
-from hpcdist.models.dropout import LocalDropout
-from hpcdist.models.embedding import LocalEmbedding, LocalPositions
-from hpcdist.models.linear import LocalLinear
-from hpcdist.models.norm import LocalNorm
-from hpcdist.models.rotary import LocalRotary
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.layers.activation import LocalActivation
+from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
+from hpcdist.models.layers.dropout import LocalDropout
+from hpcdist.models.layers.embedding import LocalEmbedding, LocalPositions, LocalRotary
+from hpcdist.models.layers.linear import LocalLinear
+from hpcdist.models.layers.norm import LocalNorm
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
-class Linear(Protocol):
+class LinearOperation(Protocol):
     """``y = x weight^T + bias`` over the last dim; a tensor ``PREFIX.bias`` that does not exist is left out."""
 
     @property
@@ -56,7 +55,7 @@ class Linear(Protocol):
         """
 
 
-class Embedding(Protocol):
+class EmbeddingOperation(Protocol):
     """Rows of a table by token."""
 
     @property
@@ -70,7 +69,7 @@ class Embedding(Protocol):
         """Add the rows of dy to the gradient of the table."""
 
 
-class Positions(Protocol):
+class PositionsOperation(Protocol):
     """Rows of a table by the place in the sample."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
@@ -80,8 +79,8 @@ class Positions(Protocol):
         """Add dy, summed over samples, to the gradient of the table."""
 
 
-class Rotary(Protocol):
-    """Positions as rotations of the heads of queries and keys; see `hpcdist.models.rotary`."""
+class RotaryOperation(Protocol):
+    """Positions as rotations of the heads of queries and keys; see `hpcdist.models.layers.embedding`."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Turn the heads in columns [0, rotated) of x (batch, context, columns), in place; return x."""
@@ -90,7 +89,7 @@ class Rotary(Protocol):
         """Turn columns [0, rotated) of the gradient back, in place; return it. Nothing of the forward is needed."""
 
 
-class Norm(Protocol):
+class NormOperation(Protocol):
     """Normalisation over the last dim: "layer" with scale and bias, "rms" with a scale alone."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
@@ -108,7 +107,7 @@ class Norm(Protocol):
         """Return dx, a scratch array; with ``residual`` dx is added to that instead, and that is returned."""
 
 
-class Attention(Protocol):
+class AttentionOperation(Protocol):
     """Attention of all heads that it is given; no square of the context is stored."""
 
     def forward(
@@ -134,7 +133,7 @@ class Attention(Protocol):
         """Return dqkv, or (dq, dkv), scratch arrays; with ``keep`` they stay, and are what ``saved`` owns."""
 
 
-class Activation(Protocol):
+class ActivationOperation(Protocol):
     """An elementwise function."""
 
     def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
@@ -147,8 +146,8 @@ class Activation(Protocol):
         """Return dx, written over the x that was kept."""
 
 
-class Dropout(Protocol):
-    """What is dropped follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.dropout`."""
+class DropoutOperation(Protocol):
+    """What is dropped follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.layers.dropout`."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return x (samples, ..., columns) with elements dropped at ``rate``, in the memory of x."""
@@ -157,7 +156,7 @@ class Dropout(Protocol):
         """Return dx, a scratch array that the next dropout backward overwrites, or dy where nothing was dropped."""
 
 
-class CrossEntropy(Protocol):
+class CrossEntropyOperation(Protocol):
     """Softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
@@ -174,16 +173,16 @@ class CrossEntropy(Protocol):
 class Operations:
     """One implementation of each operation. Column and row name how a tensor-parallel one would cut the weight."""
 
-    linear_column: Linear
-    linear_row: Linear
-    embed: Embedding
-    positions: Positions
-    rotary: Rotary
-    norm: Norm
-    attention: Attention
-    activation: Activation
-    dropout: Dropout
-    cross_entropy: CrossEntropy
+    linear_column: LinearOperation
+    linear_row: LinearOperation
+    embed: EmbeddingOperation
+    positions: PositionsOperation
+    rotary: RotaryOperation
+    norm: NormOperation
+    attention: AttentionOperation
+    activation: ActivationOperation
+    dropout: DropoutOperation
+    cross_entropy: CrossEntropyOperation
 
 
 LOCAL: Final = Operations(

@@ -1,9 +1,12 @@
-"""What a model is made of: stages, and the places where their numbers live.
+"""Protocols of a stage, of its gradients and of what its forward saves, and the tensors that stages declare.
 
 Rules that every stage and operation keeps, so that no buffer is copied:
 - forward returns an array that `Saved` owns; it stays valid until that `Saved` is released;
 - an operation's backward leaves ``dy`` alone, and may overwrite what its forward saved;
 - a stage's backward may overwrite ``dy`` and may return it as ``dx``.
+
+The specs at the end (norm, column and row linear) say along which dim tensor parallelism cuts a tensor, and
+`draw_normal` writes initial values.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +18,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 
 if TYPE_CHECKING:
-    from hpcdist.models.dropout import Draw
+    from hpcdist.models.layers.dropout import Draw
     from hpcdist.models.operations import Operations
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
@@ -92,3 +95,31 @@ class Stage(Protocol):
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: "Operations", saved: Saved
     ) -> Array | None:
         """Write or add the gradients; return that of the input, None where the input is data."""
+
+
+def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
+    """Write normal draws of so large a deviation, in float64 and rounded once."""
+    parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
+
+
+def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec, ...]:
+    """Return the scale of a norm over ``width`` numbers and, of a "layer" norm, its bias."""
+    scale = TensorSpec(layer, f"{name}.scale", (width,), False)
+    return (scale,) if kind == "rms" else (scale, TensorSpec(layer, f"{name}.bias", (width,), False))
+
+
+def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
+    """Return weight and bias that tensor parallelism cuts by outputs, along the last dim of those.
+
+    ``outputs`` are those of one linear, or before them how many are stacked.
+    """
+    last = len(outputs) - 1
+    stacked = outputs[0] if last else 1
+    weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last, stacked=stacked)
+    return (weight, TensorSpec(layer, f"{name}.bias", outputs, False, cut=last, stacked=stacked)) if bias else (weight,)
+
+
+def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
+    """Return a weight that tensor parallelism cuts by inputs, and a bias that all ranks have."""
+    weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
+    return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)

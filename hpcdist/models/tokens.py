@@ -1,4 +1,4 @@
-"""Tokens and classes: integers that index a table."""
+"""Tokens and classes: integers that index a table, checked against its size and made int64 for kernels."""
 
 from typing import Final
 

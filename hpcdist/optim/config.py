@@ -1,4 +1,7 @@
-"""The optimizer section of a recipe. Light: imports nothing but the errors, so that a login node can read recipes."""
+"""The ``[optimizer]`` section of a recipe.
+
+Light: imports nothing but the errors, so that a login node can read recipes.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,7 +25,7 @@ OF: Final[dict[str, tuple[Name, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ParameterGroup:
     """Tensors with options of their own: those whose names ``LAYER.NAME`` match one of ``patterns``.
 
     ``weight_decay`` takes the place of that of the section, for biases and norm scales too; None: as without a group.
@@ -34,7 +37,7 @@ class Group:
     rate_factor: float = 1.0
 
     @classmethod
-    def of(cls, text: str) -> "Group":
+    def of(cls, text: str) -> "ParameterGroup":
         """Return the group that ``text`` describes: patterns, a colon, and options ``name=value``."""
         names, _, options = text.rpartition(":")
         values: dict[str, float] = {}
@@ -82,7 +85,7 @@ class OptimizerConfig:
     its peak, then falls to ``final_fraction`` of it at the last step of the run; ``power`` shapes the polynomial. The
     peak is ``learning_rate``; where ``scaling`` is linear or sqrt, ``learning_rate`` is that of a global batch of
     ``base_batch`` samples, and one of k times as many has the peak k or sqrt(k) times as high (see
-    `hpcdist.optim.scaling`). An update takes one global batch of the recipe, so the schedule is the same for every
+    `hpcdist.optim.rates`). An update takes one global batch of the recipe, so the schedule is the same for every
     world size.
     """
 
@@ -142,9 +145,9 @@ class OptimizerConfig:
         self._check_batch()
 
     @property
-    def parsed_groups(self) -> tuple[Group, ...]:
+    def parsed_groups(self) -> tuple[ParameterGroup, ...]:
         """The groups, in their order."""
-        return tuple(map(Group.of, self.groups))
+        return tuple(map(ParameterGroup.of, self.groups))
 
     def _check_batch(self) -> None:
         if (self.scaling == "none") != (self.base_batch == 0):

@@ -1,12 +1,12 @@
-"""The two-phase interface of every optimizer, and the table from name to class.
+"""Two-phase optimizer interface, and the table of optimizers by name.
 
 A layer-wise optimizer needs norms of whole tensors, but a rank may own any part of the flat space. So an update is
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
-and equals the undivided update for every partition, up to the order of summation of the norms, or to the bit where they
-are summed exactly. Without norms to wait for, `direction` takes note of the scale, and `apply` does everything in one
-pass over memory.
+and equals the undivided update for every partition, up to the order of summation of the norms, or to the bit where
+they are summed exactly. Without norms to wait for, `direction` only stores the scale, and `apply` does everything in
+one pass over memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +15,13 @@ from typing import Final, Protocol
 import numpy as np
 
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim.adamw import AdamW
+from hpcdist.optim.adam import AdamW, Lamb
+from hpcdist.optim.base import SegmentWise
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.lamb import Lamb
-from hpcdist.optim.lars import Lars
-from hpcdist.optim.segmentwise import SegmentWise
-from hpcdist.optim.sgd import Sgd
+from hpcdist.optim.sgd import Lars, Sgd
 
 OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb, "lars": Lars, "sgd": Sgd}
 
@@ -53,7 +51,7 @@ class Optimizer(Protocol):
         """Begin an update, at ``factor`` times the rate. Call it once it is certain that this one is not skipped."""
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.clip`): one in each update.
+        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.norms`): one in each update.
 
         Where norms are needed the buffer of ``gradient``, in the master dtype, holds the direction u afterwards; else
         it must stay as it is until `apply`. Each element of the owned part is given once in an update; pieces may cut
@@ -67,8 +65,8 @@ class Optimizer(Protocol):
         """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64.
 
         On the host. The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0.
-        After `sum_exactly` they are accumulators of `hpcdist.optim.exact` (segments, 2, exact.SLOTS), int64, which the
-        caller sums and rounds.
+        After `sum_exactly` they are accumulators of `hpcdist.optim.update.exact` (segments, 2, exact.SLOTS), int64,
+        which the caller sums and rounds.
         """
 
     def apply(

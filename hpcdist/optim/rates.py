@@ -1,15 +1,88 @@
-"""The learning rate of each update: a linear warm-up, then cosine, polynomial or constant decay.
+"""Learning rate of each update: warm-up and decay, and scaling of the rate and the warm-up to the batch size.
 
-Warm-up is that of Goyal et al. 2017 (arXiv:1706.02677), section 2.2, the cosine equation 5 of Loshchilov & Hutter 2017
-(SGDR, arXiv:1608.03983) without restarts. Updates count from 1 and include neither skipped ones nor micro-batches.
+The warm-up is linear, then follows a cosine, polynomial or constant decay. Warm-up is that of Goyal et al. 2017
+(arXiv:1706.02677), section 2.2, the cosine equation 5 of Loshchilov & Hutter 2017 (SGDR, arXiv:1608.03983) without
+restarts. Updates count from 1 and include neither skipped ones nor micro-batches.
+
+A rate is tuned for some batch of b samples. For B = k b samples the first guess, to be tuned again, is
+
+    linear   k rate         sgd and lars: k steps of b and one step of B move as far, while gradients change little
+                            (Goyal et al. 2017, arXiv:1706.02677, section 2.1; Krizhevsky 2014, arXiv:1404.5997)
+    sqrt     sqrt(k) rate   adamw and lamb: their step has the length of the gradient's noise divided out, which is
+                            1 / sqrt(k) as large (Malladi et al. 2022, arXiv:2205.10287; You et al., arXiv:1904.00962)
+
+Either ends where the batch reaches the critical one (`hpcdist.optim.batch_size`): beyond, more samples a step help
+little at any rate. A warm-up over N samples is N / B updates: update t has min(1, t B / N) of the peak, so that the
+rate after as many samples is the same share of it for every B. Where the batch grows in the run
+(`hpcdist.optim.batch_size`), the rate of each update is scaled to its own batch, and the warm-up counts the samples
+that were really taken.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.scaling import Staged
+from hpcdist.optim.batch_size import BatchSchedule
+from hpcdist.optim.config import OptimizerConfig, Scaling
+
+# rule -> what the rate is multiplied by, for a batch that is so many times as large
+RULES: Final[dict[Scaling, Callable[[float], float]]] = {
+    "none": lambda growth: 1.0,
+    "linear": lambda growth: growth,
+    "sqrt": lambda growth: growth**0.5,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedOptimizerConfig(OptimizerConfig):
+    """The section, resolved for ``batches`` that grow: its rate is that of the final ones.
+
+    ``rule`` scales the rate of the others; ``ramp_samples`` are those of a warm-up that counts samples, 0 for updates.
+    """
+
+    batches: BatchSchedule
+    rule: Scaling
+    ramp_samples: int
+
+    def growth(self, update: int) -> float:
+        """Return what the rate of an update, counted from 1, is multiplied by."""
+        return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
+
+    def ramp(self, update: int) -> float:
+        """Return the share of the peak in an update of the warm-up."""
+        if self.ramp_samples:
+            return min(1.0, self.batches.samples_before(update) / self.ramp_samples)
+        return update / self.warmup_steps
+
+
+def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
+    """Return ``config`` for updates of ``batches``: with the peak, and the warm-up in updates (local)."""
+    growth = batches.final / config.base_batch if config.base_batch else 1.0
+    warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
+    rate = config.learning_rate * RULES[config.scaling](growth)
+    found = replace(config, learning_rate=rate, base_batch=0, scaling="none", warmup_steps=warmup, warmup_samples=0)
+    if not batches.stages:
+        return found
+    values = {item.name: getattr(found, item.name) for item in fields(found)}
+    return StagedOptimizerConfig(**values, batches=batches, rule=config.scaling, ramp_samples=config.warmup_samples)
+
+
+def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
+    """Return what `resolved` makes of ``config``, as a line for people; "" where that is nothing (local)."""
+    found, told = resolve_rate(config, batches), []
+    if batches.stages:
+        last = batches.stages[-1][0]
+        told.append(f"steps of {', '.join(map(str, batches.sizes))} samples, the last from sample {last} on")
+    if config.base_batch:
+        told.append(
+            f"learning rate {found.learning_rate:g} at its peak: {config.learning_rate:g} of a batch of "
+            f"{config.base_batch} samples, scaled to {batches.final} ({config.scaling})"
+        )
+    if config.warmup_samples:
+        told.append(f"warm-up over {config.warmup_samples} samples: {found.warmup_steps:g} updates")
+    return "; ".join(told)
+
 
 # share of the way from the final rate to the peak, by progress in [0, 1] through the decay
 SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
@@ -29,7 +102,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> flo
     """
     assert not (config.base_batch or config.warmup_samples), "a rate per batch: see `scaling.resolved`"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0
-    if isinstance(config, Staged):
+    if isinstance(config, StagedOptimizerConfig):
         peak, ramp = peak * config.growth(update), config.ramp(update)
     if update <= config.warmup_steps:
         return peak * ramp

@@ -1,12 +1,13 @@
-"""Stochastic gradient descent with momentum, in PyTorch's convention."""
+"""SGD with momentum in PyTorch's convention, and LARS, its layer-wise adaptive rate scaling."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import kernels, updates
+from hpcdist.optim.base import ElementWise, LayerWise
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.elementwise import ElementWise
+from hpcdist.optim.update import fused, kernels
 
 
 class Sgd(ElementWise):
@@ -51,9 +52,9 @@ class Sgd(ElementWise):
         working: Array | None,
     ) -> None:
         if not self.slots:
-            updates.plain(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
+            fused.sgd(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
             return
-        updates.momentum(
+        fused.momentum(
             weights,
             gradient,
             self.slots["momentum"].range(where),
@@ -63,4 +64,64 @@ class Sgd(ElementWise):
             nesterov=self.config.nesterov,
             decay=decay,
             working=working,
+        )
+
+
+class Lars(LayerWise):
+    """LARS: You, Gitman & Ginsburg 2017 (arXiv:1708.03888), Algorithm 1.
+
+    local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
+    v = momentum c v + rate local (g + weight_decay w);  w -= v.
+
+    The rate is inside the velocity, as in the paper, so a changed rate does not concern what is there already: each
+    past gradient would keep the rate of its own time, and v lag behind a rising rate, and last beyond a falling one.
+    c = rate / (rate of the update before) is the momentum correction of Goyal et al. 2017 (arXiv:1706.02677, section 3,
+    remark 2), with which v is rate times a velocity that knows no rates. The paper has none: ``momentum_correction`` =
+    false, or c = 1. The rate before is part of a checkpoint, since a run may go on with another schedule.
+
+    Choices: epsilon is added (the paper has none); local is 1, not the trust coefficient, when either norm is 0 and for
+    tensors that are not adapted, which have no decay either; it is not clipped from above. g is the gradient after
+    clipping by the global norm. The direction is g itself: velocity and decay enter with the ratio, when the norms are
+    known.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
+    slots_in_apply: ClassVar[bool] = True
+    _rate = 0.0  # of the last update; 0: there was none, or it moved nothing
+    _correction = 1.0
+
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Count one update more, and relate its rate to that of the one before."""
+        super().begin_step(factor)
+        before, self._rate = self._rate, self.learning_rate
+        # Behind a rate of 0 a corrected velocity is 0 itself.
+        self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
+
+    def state(self) -> dict[str, float]:
+        """Return also the rate that is inside the velocity."""
+        return {**super().state(), "rate": self._rate}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue after the update that `state` describes, at the rate of the schedule where it tells none."""
+        super().restore(state)
+        self._factor = 1.0
+        self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        kernels.scale_in_place(gradient, scale)
+
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
+        if not (weight_norm > 0.0 and step_norm > 0.0):
+            return 1.0
+        config = self.config
+        return config.trust_coefficient * weight_norm / (step_norm + decay * weight_norm + config.epsilon)
+
+    def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
+        kernels.descend_with_velocity(
+            weights,
+            step,
+            self.slots["momentum"].range(where),
+            rate=rate,
+            momentum=self.config.momentum * self._correction,
+            decay=decay,
         )

@@ -1,4 +1,4 @@
-"""Joules of a step: what the devices draw in each of its phases, their hosts, the network, and what cooling adds.
+"""Joules of a step: power of devices by phase, of hosts and of the network, and the overhead of cooling.
 
 A device draws between its idle and its peak power, linear in a utilisation, which is that of the phase:
 
@@ -8,34 +8,34 @@ A device draws between its idle and its peak power, linear in a utilisation, whi
     waiting     WAITING: the bubble of a pipeline, the input, saves and restarts
 
 COMPUTE_FLOOR is such that eight H100 that train draw, with their host, the 76 % of 10.2 kW that were measured
-(arXiv:2506.14551, host as in `clusters/h100-hgx.toml`) when they reach 45 % of their peak. That devices draw much less
-between the computations, down to little above idle, is measured, too (Patel et al., arXiv:2308.12908); the three other
-numbers are assumptions within that. Messages that hide behind computation are not counted once more.
+(arXiv:2506.14551, host as in `clusters/h100-hgx.toml`) when they reach 45 % of their peak. That devices draw much
+less between the computations, down to little above idle, is measured, too (Patel et al., arXiv:2308.12908); the three
+other numbers are assumptions within that. Messages that hide behind computation are not counted once more.
 
-Processors and switches are taken to draw the same all the time. Whole nodes count: devices of a node that a layout
-leaves out idle. What is not known is left out, and `unknown` says so.
+Processors and switches are taken to draw the same all the time. Whole nodes count: the devices of a node that a
+layout does not use are idle. What is not known is left out, and `unknown` says so.
 """
 
 from typing import Final
 
-from hpcdist.planner.cluster import Cluster, Device
-from hpcdist.planner.estimate import UNPROVEN, Energy, Timing
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster.hardware import Cluster, Device
+from hpcdist.planner.estimate import UNPROVEN, StepEnergy, TimeEstimate
+from hpcdist.planner.layout import ParallelLayout
 
 COMPUTE_FLOOR: Final = 0.75
-MEMORY: Final = 0.6
-MESSAGES: Final = 0.35
-WAITING: Final = 0.15
+MEMORY_UTILISATION: Final = 0.6
+MESSAGE_UTILISATION: Final = 0.35
+WAITING_UTILISATION: Final = 0.15
 COMPUTING: Final = ("forward", "backward", "recompute")
 SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows")
 JOULES_PER_KWH: Final = 3.6e6
 ASSUMED: Final = (
-    f"energy: assumption: of the power between idle and peak, a device draws {MEMORY:.0%} in updates, "
-    f"{MESSAGES:.0%} in exposed messages and {WAITING:.0%} while it waits"
+    f"energy: assumption: of the power between idle and peak, a device draws {MEMORY_UTILISATION:.0%} in updates, "
+    f"{MESSAGE_UTILISATION:.0%} in exposed messages and {WAITING_UTILISATION:.0%} while it waits"
 )
 
 
-def energy(timing: Timing, layout: Layout, cluster: Cluster, peak_share: float) -> Energy:
+def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
     """Return the joules of a step of ``timing`` on all nodes of ``layout``.
 
     ``peak_share`` (0 to 1) is the part of their peak that the devices reach while they compute: operations of the
@@ -47,12 +47,12 @@ def energy(timing: Timing, layout: Layout, cluster: Cluster, peak_share: float) 
     worker_j = 0.0
     for name, seconds in timing.terms.items():
         is_served = name == "update" and layout.servers
-        worker_j += seconds * power_w(device, WAITING if is_served else utilisation(name, peak_share))
+        worker_j += seconds * power_w(device, WAITING_UTILISATION if is_served else utilisation(name, peak_share))
     exchange_s, update_s = timing.terms.get("data", 0.0), timing.terms.get("update", 0.0)
-    server_j = exchange_s * power_w(device, MESSAGES) + update_s * power_w(device, MEMORY)
-    server_j += (step_s - exchange_s - update_s) * power_w(device, WAITING)
+    server_j = exchange_s * power_w(device, MESSAGE_UTILISATION) + update_s * power_w(device, MEMORY_UTILISATION)
+    server_j += (step_s - exchange_s - update_s) * power_w(device, WAITING_UTILISATION)
     workers = layout.devices - layout.servers
-    unused = held(layout, cluster) - layout.devices
+    unused = devices_held(layout, cluster) - layout.devices
     terms = {}
     if device.peak_w:
         terms["devices"] = workers * worker_j + layout.servers * server_j + unused * device.idle_w * step_s
@@ -62,7 +62,7 @@ def energy(timing: Timing, layout: Layout, cluster: Cluster, peak_share: float) 
         terms["network"] = nodes * cluster.node.network_w * step_s
     if cluster.site.pue is not None:
         terms["cooling"] = (cluster.site.pue - 1) * sum(terms.values())
-    return Energy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
+    return StepEnergy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
 
 
 def utilisation(term: str, peak_share: float) -> float:
@@ -70,8 +70,8 @@ def utilisation(term: str, peak_share: float) -> float:
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):
-        return MEMORY
-    return MESSAGES if term in SENDING else WAITING
+        return MEMORY_UTILISATION
+    return MESSAGE_UTILISATION if term in SENDING else WAITING_UTILISATION
 
 
 def power_w(device: Device, busy: float) -> float:
@@ -79,24 +79,26 @@ def power_w(device: Device, busy: float) -> float:
     return device.idle_w + (device.peak_w - device.idle_w) * busy
 
 
-def waiting_w(layout: Layout, cluster: Cluster) -> float:
+def waiting_w(layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the watts of all nodes of ``layout``, with cooling, while the devices wait, as for a save or a restart."""
     nodes, site = nodes_of(layout, cluster), cluster.site
-    devices_w = held(layout, cluster) * power_w(cluster.device, WAITING) if cluster.device.peak_w else 0.0
+    devices_w = (
+        devices_held(layout, cluster) * power_w(cluster.device, WAITING_UTILISATION) if cluster.device.peak_w else 0.0
+    )
     return (devices_w + nodes * (cluster.node.host_w + cluster.node.network_w)) * (site.pue or 1.0)
 
 
-def nodes_of(layout: Layout, cluster: Cluster) -> int:
+def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
     """Return how many nodes hold the devices of ``layout``."""
     return -(-layout.devices // cluster.node.devices)
 
 
-def held(layout: Layout, cluster: Cluster) -> int:
+def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
     """Return how many devices are on the nodes of ``layout``, used or not."""
     return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
 
 
-def unknown(cluster: Cluster) -> tuple[str, ...]:
+def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
     """Return what of the energy is assumed, or not known for this cluster and left out, for the flags of a plan."""
     parts = (
         (cluster.device.peak_w, "the power of a device is not known: its joules are left out"),

@@ -1,18 +1,21 @@
-"""What the planner says of one layout: memory, time, operations, bytes, energy, a run. `plan` puts it together."""
+"""Estimate of one layout as data: memory, time, operations, bytes, energy, and a whole run.
+
+Light: dataclasses only. `hpcdist.planner.plan.plan` fills them; reports, comparisons and the search read them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.layout import ParallelLayout
 
 UNPROVEN: Final = "unproven"  # a term of `Timing`
-# How much longer published steps with ZeRO-3 took than planned ones: `hpcdist.planner.exchange`.
+# How much longer published steps with ZeRO-3 took than planned ones: `hpcdist.planner.time.exchange`.
 ZERO3_ERROR: Final = (1.26, 1.92)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on the device that needs most, by what they are.
 
     Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
@@ -41,7 +44,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class TimeEstimate:
     """Seconds of a step on the critical path, by what they are, which add up to ``step_s``.
 
     "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
@@ -75,7 +78,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class FlopEstimate:
     """Operations of a step, of all devices: of the model, and of the hardware, which computes some again.
 
     By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not. ``exact_flops``
@@ -90,7 +93,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Energy:
+class StepEnergy:
     """Joules of a step, by what uses them: "devices", "hosts", "network", "cooling" (what PUE adds)."""
 
     terms: Mapping[str, float]
@@ -103,7 +106,7 @@ class Energy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunEstimate:
     """A whole training: ``steps``, with saves and failures. None: not known for this cluster."""
 
     steps: int
@@ -121,18 +124,18 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class PlanEstimate:
     """The answer for one layout. ``flags``: extrapolations, assumptions, what hpcdist cannot run."""
 
-    layout: Layout
+    layout: ParallelLayout
     global_batch: int
     tokens: int  # of a step
     parameters: int
-    memory: Memory
-    timing: Timing
-    work: Work
-    energy: Energy
-    run: Run
+    memory: MemoryEstimate
+    timing: TimeEstimate
+    work: FlopEstimate
+    energy: StepEnergy
+    run: RunEstimate
     peak_flops: float  # of all devices that compute
     step_range_s: tuple[float, float] | None = None  # of seconds, where such plans are known to be too fast
     flags: tuple[str, ...] = ()

@@ -1,42 +1,44 @@
-"""A whole training: steps, saves, failures and restarts; how long it takes, what it draws, emits and costs.
+"""Expected course of a run: steps, checkpoints, failures and restarts; its duration, energy, carbon and price.
 
-Nodes fail independently and at random: n of them n times as often as one. A save holds the steps up for as long as the
-storage takes its bytes; a failure costs the work since the last save and a restart, which reads them back. Interval and
-slowdown are Daly's (`hpcdist.strategies.daly_interval`), on whole steps.
+Nodes fail independently and at random: n of them fail n times as often as one. A save holds the steps up for as long
+as the storage takes its bytes. A failure costs the work since the last save and a restart, which reads the
+checkpoint. The checkpoint interval and the slowdown are Daly's (`hpcdist.strategies.daly_interval`), on whole steps.
 """
 
 import math
 from typing import Final
 
 from hpcdist.errors import UsageError
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.energy import JOULES_PER_KWH, held, nodes_of, waiting_w
-from hpcdist.planner.estimate import Energy, Run
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.energy import JOULES_PER_KWH, devices_held, nodes_of, waiting_w
+from hpcdist.planner.estimate import RunEstimate, StepEnergy
+from hpcdist.planner.layout import ParallelLayout
 from hpcdist.strategies import daly_interval
 
 ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
 
 
-def mtbf_s(layout: Layout, cluster: Cluster) -> float:
+def mtbf_s(layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the mean seconds between two failures that end a job of ``layout``."""
     return cluster.failures.node_mtbf_s / nodes_of(layout, cluster)
 
 
-def save_s(checkpoint_bytes: float, layout: Layout, cluster: Cluster) -> float:
+def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the seconds in which all nodes of ``layout`` write their equal shares of a checkpoint."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     return checkpoint_bytes / min(storage.write_bytes_per_s, nodes * storage.node_write_bytes_per_s)
 
 
-def restart_s(checkpoint_bytes: float, layout: Layout, cluster: Cluster) -> float:
+def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the seconds from a failure to the next step: what the site needs, then reading the checkpoint once."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s
 
 
-def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layout: Layout, cluster: Cluster) -> Run:
+def run(
+    steps: int, step_s: float, energy: StepEnergy, checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster
+) -> RunEstimate:
     """Return the expected course of ``steps`` steps of ``step_s`` seconds and of ``energy`` each.
 
     ``checkpoint_bytes`` are those of all that is saved. A run that is shorter than the best interval saves once, at its
@@ -63,7 +65,7 @@ def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layo
     site = cluster.site
     known = cluster.device.peak_w > 0
     carbon = site.carbon_g_per_kwh
-    return Run(
+    return RunEstimate(
         steps=steps,
         work_s=work_s,
         wall_s=wall_s,
@@ -85,7 +87,7 @@ def _joules(wall_s: float, waiting_s: float, computing_w: float, waiting_power_w
     return (wall_s - waiting_s) * computing_w + waiting_s * waiting_power_w
 
 
-def _price(wall_s: float, joules: float | None, layout: Layout, cluster: Cluster) -> float | None:
+def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster: Cluster) -> float | None:
     """Return what devices of whole nodes and electricity cost; None without any price, or without the joules for one.
 
     A price of a device's hour that holds its electricity stands alone in a file: `kwh_price` is added to it.
@@ -93,7 +95,7 @@ def _price(wall_s: float, joules: float | None, layout: Layout, cluster: Cluster
     site = cluster.site
     if site.device_hour_price is None and site.kwh_price is None:
         return None
-    price = held(layout, cluster) * wall_s / 3600 * (site.device_hour_price or 0.0)
+    price = devices_held(layout, cluster) * wall_s / 3600 * (site.device_hour_price or 0.0)
     if site.kwh_price is None:
         return price
     return None if joules is None else price + joules / JOULES_PER_KWH * site.kwh_price

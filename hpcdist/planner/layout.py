@@ -1,4 +1,7 @@
-"""How a training is laid out over devices, as the planner sees it: degrees, sharding, micro-batches, schedule."""
+"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule.
+
+Light: imports nothing. The tuples beside the class are the values that a field may have.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +17,7 @@ LIBRARIES = ("", "mpi", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """One way to train on ``data x pipeline x tensor x context`` devices, and ``servers`` more.
 
     Ranks count as in `hpcdist.strategies.core.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
@@ -59,12 +62,12 @@ class Layout:
     tensor_overlap: float = 0.0
     gradient_fusion: bool = True
 
-    def but(self, **changed: Any) -> "Layout":
+    def but(self, **changed: Any) -> "ParallelLayout":
         """Return this layout with other values of the fields that are ``changed`` (local).
 
         It is `dataclasses.replace` in a sixth of its time: a search makes a hundred thousand of them.
         """
-        found = object.__new__(Layout)
+        found = object.__new__(ParallelLayout)
         found.__dict__.update(self.__dict__, **changed)
         if len(found.__dict__) > len(self.__dict__):
             raise TypeError(f"a layout has no {', '.join(changed.keys() - self.__dict__.keys())}")

@@ -1,22 +1,26 @@
-"""The whole answer for one layout: memory, time, operations, energy and the course of a run, each by its own module."""
+"""Plan one layout: put memory, time, operations, energy and the course of a run together.
+
+`plan` is what `hpcdist plan` calls, and what a search calls for each of its candidates. Each figure comes from its
+own module. Added here: the flags that say how far an estimate can be trusted, the largest MFU that measurements
+support (`CHECKED_MFU`), and the bytes of a checkpoint.
+"""
 
 from dataclasses import replace
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.buffers import with_buckets
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Description
-from hpcdist.planner.energy import COMPUTING, energy, unknown
-from hpcdist.planner.estimate import UNPROVEN, ZERO3_ERROR, Estimate, Memory, Timing, Work
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.energy import COMPUTING, energy, unknown_terms
+from hpcdist.planner.estimate import UNPROVEN, ZERO3_ERROR, FlopEstimate, MemoryEstimate, PlanEstimate, TimeEstimate
 from hpcdist.planner.failures import run
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.limits import flags
-from hpcdist.planner.limits_built import unbuilt
-from hpcdist.planner.memory import memory
-from hpcdist.planner.states import whole
-from hpcdist.planner.timing import Flow, timing
-from hpcdist.planner.work import work
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits.checks import flags
+from hpcdist.planner.limits.unsupported import unsupported
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.memory.model_states import unsharded, with_buckets
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.stage_split import step_flops
+from hpcdist.planner.time.step import MicrobatchFlow, timing
 
 CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
 
@@ -25,34 +29,35 @@ HIDDEN: Final = 0.05  # of a step
 
 
 def plan(
-    description: Description,
-    layout: Layout,
+    description: ModelDescription,
+    layout: ParallelLayout,
     cluster: Cluster,
     global_batch: int,
     steps: int,
     *,
     simulate: bool = False,
     limit_bytes: float = 0.0,
-    known: Flow | None = None,
-) -> Estimate:
+    known: MicrobatchFlow | None = None,
+) -> PlanEstimate:
     """Return what ``steps`` steps of ``global_batch`` samples need, and take (local).
 
     With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
     form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
-    (`hpcdist.planner.limits.problems`) should not come here. Buckets of gradients are longer than by default only where
-    they fit into ``limit_bytes``, or into all the memory (0). ``known``: as `hpcdist.planner.timing.timing` takes it.
-    Raises ConfigurationError for a precision that the device of ``cluster`` has no peak for.
+    (`hpcdist.planner.limits.checks.problems`) should not come here. Buckets of gradients are longer than by default
+    only where they fit into ``limit_bytes``, or into all the memory (0). ``known``: as
+    `hpcdist.planner.time.step.timing` takes it. Raises ConfigurationError for a precision that the device of
+    ``cluster`` has no peak for.
     """
     needed = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or needed.limit_bytes) - needed.bytes)
     took = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, known=known)
     needed = with_buckets(needed, layout, took.bucket_bytes)
-    work_ = work(description, layout, global_batch)
+    work_ = step_flops(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     took = _capped(took, least_s(work_, layout, cluster))
     joules = energy(took, layout, cluster, peak_share(work_, took, peak_flops))
     mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
-    return Estimate(
+    return PlanEstimate(
         layout=layout,
         global_batch=global_batch,
         tokens=global_batch * description.tokens,
@@ -70,20 +75,20 @@ def plan(
             *_unproven(layout, cluster, mfu),
             *_errors(took, layout, cluster, work_.model_flops / (took.modelled_s * peak_flops)),
             *flags(layout, cluster),
-            *unbuilt(layout),
-            *unknown(cluster),
+            *unsupported(layout),
+            *unknown_terms(cluster),
         ),
     )
 
 
-def _step_range_s(took: Timing, layout: Layout, cluster: Cluster) -> tuple[float, float] | None:
+def _step_range_s(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster) -> tuple[float, float] | None:
     if not errors_known(layout, cluster):
         return None
     least, most = (max(took.step_s, error * took.modelled_s) for error in ZERO3_ERROR)
     return least, most
 
 
-def least_s(work_: Work, layout: Layout, cluster: Cluster) -> float:
+def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
     """Return the seconds of a step with the most MFU that a plan on ``cluster`` may have; 0 where there is no limit."""
     if not cluster.most_mfu:
         return 0.0
@@ -91,13 +96,13 @@ def least_s(work_: Work, layout: Layout, cluster: Cluster) -> float:
     return work_.model_flops / (cluster.most_mfu * peak_flops)
 
 
-def _capped(took: Timing, least: float) -> Timing:
+def _capped(took: TimeEstimate, least: float) -> TimeEstimate:
     """Return ``took`` with what is missing up to ``least`` seconds."""
     missing = least - took.step_s
     return replace(took, terms={**took.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else took
 
 
-def peak_of(cluster: Cluster, layout: Layout) -> float:
+def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     """Return what a device could do at most, in operations a second, with the numbers that ``layout`` computes in."""
     known = cluster.device.peak_flops
     if layout.computes_in not in known:
@@ -108,14 +113,14 @@ def peak_of(cluster: Cluster, layout: Layout) -> float:
     return known[layout.computes_in]
 
 
-def checkpoint_bytes(description: Description, layout: Layout) -> float:
+def checkpoint_bytes(description: ModelDescription, layout: ParallelLayout) -> float:
     """Return what is saved of the model: its parameters, in float32 at least, and the optimizer's state."""
-    each = whole(layout)
+    each = unsharded(layout)
     is_half = each.parameter < 4  # then the master is with the optimizer's bytes, and the working copy is not saved
     return description.parameters * float(each.optimizer + (0 if is_half else each.parameter))
 
 
-def _narrow(needed: Memory, took: Timing, layout: Layout) -> tuple[str, ...]:
+def _narrow(needed: MemoryEstimate, took: TimeEstimate, layout: ParallelLayout) -> tuple[str, ...]:
     """Return what the answer hangs on: memory that is nearly full, messages that have to hide."""
     found = []
     if FULL * needed.limit_bytes < needed.bytes <= needed.limit_bytes:
@@ -132,7 +137,7 @@ def _narrow(needed: Memory, took: Timing, layout: Layout) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
+def _unproven(layout: ParallelLayout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
     """Return where an estimate goes beyond the trainings that estimates were compared with."""
     if cluster.calibrated:
         return ()
@@ -150,7 +155,7 @@ def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _errors(took: Timing, layout: Layout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
+def _errors(took: TimeEstimate, layout: ParallelLayout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
     """Return what is known of how far such estimates are off."""
     found = []
     if UNPROVEN in took.terms:
@@ -167,12 +172,12 @@ def _errors(took: Timing, layout: Layout, cluster: Cluster, modelled_mfu: float)
     return tuple(found)
 
 
-def errors_known(layout: Layout, cluster: Cluster) -> bool:
+def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
     """Whether estimates of such layouts are known to be too fast: ZeRO-3 on devices that nobody has measured."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
-def peak_share(work_: Work, took: Timing | Flow, peak_flops: float) -> float:
+def peak_share(work_: FlopEstimate, took: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
     """Return the part of their peak that the devices reach while they compute (local)."""
     computing_s = sum(took.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0

@@ -1,8 +1,8 @@
-"""Files that take their place whole or not at all.
+"""Atomic replacement of files: each takes its place whole or not at all.
 
-Each is written beside its place, under a random name that nothing has yet (``O_EXCL``), and renamed: whatever lies at
-the place, be it a link, is replaced and never followed. A writer that is killed in between leaves a file of that name,
-which `sweep` removes.
+A file is written beside its place, under a random name that nothing has yet (``O_EXCL``), and renamed: whatever lies
+at the place, be it a link, is replaced and never followed. A writer that is killed in between leaves a file of that
+name, which `sweep` removes.
 """
 
 import os
@@ -18,7 +18,7 @@ LEFT_S: Final = 3600.0  # what is older belongs to a writer that was killed
 _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
 
 
-def unfinished(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return a new name beside ``path`` for what is to take its place; nothing is made."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{SUFFIX}")
 
@@ -34,7 +34,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
     ``durable`` waits for the disk: the old content or the new one is there even where the machine fails meanwhile.
     """
-    new = unfinished(path)
+    new = temporary_path(path)
     descriptor = create(new, mode)
     try:
         with open(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""Small files of settings and figures, read whole: regular ones only, up to a size.
+"""Regular files of settings and figures, read whole up to a size.
 
 A pipe in the place of a file blocks whoever opens it, a device has no end, and a sparse file of a terabyte takes no
 more room on the disk than an empty one. So a file is opened without waiting, looked at, and read up to a limit.
@@ -17,7 +17,7 @@ from typing import Any, Final
 from hpcdist.errors import HpcdistError, StorageError
 
 # What a file leads to whose values are of other types, shapes or sizes than those that were written (h5py raises some).
-BROKEN: Final = (
+BROKEN_LIBRARY_ERRORS: Final = (
     *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError),
     struct.error,
 )
@@ -51,7 +51,7 @@ def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[N
         yield
     except HpcdistError:
         raise
-    except BROKEN as error:
+    except BROKEN_LIBRARY_ERRORS as error:
         if not is_damage(error):
             raise StorageError(f"{path}: cannot be read: {str(error) or type(error).__name__}"[:1000]) from error
         raise DamagedFileError(f"{path}: {what}: {type(error).__name__}: {error}"[:1000]) from error

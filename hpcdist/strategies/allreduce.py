@@ -6,7 +6,8 @@ sends 2 Psi (p-1)/p a step on the ring.
 
 `FixedTreeExchange` gives the same bits on any number of ranks: it sums in a fixed tree over the L logical shards of
 `hpcdist.strategies.core.logical_shards`. It also sends 2 Psi (p-1)/p a step where L/p is a power of two, and keeps
-log2(L/p) partial sums of Psi bytes beside the gradients; see `hpcdist.collectives.fixed_tree` for other numbers.
+log2(L/p) partial sums of Psi bytes beside the gradients; see `hpcdist.collectives.algorithms.fixed_tree` for other
+numbers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from hpcdist.errors import ConfigurationError, ScheduleError
-from hpcdist.models.arena import Arena
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange

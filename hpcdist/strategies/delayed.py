@@ -28,7 +28,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
@@ -147,7 +147,7 @@ class DelayedExchange(AllreduceExchange):
             )
         limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
         bounded = limit or normalizes
-        self.begin_update(clip.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
+        self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
         for op in self.owner.plan():
             self.owner.carries_out[op.kind](op)
         self._is_pending = False

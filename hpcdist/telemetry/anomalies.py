@@ -1,4 +1,4 @@
-"""Flags for what a person would want to know of a run at once: each with its reason, told once until it is over.
+"""Detection of anomalies in a run: each with its reason, reported once until it is over.
 
 What is usual is learnt from the steps before, by medians: a few odd steps do not change it. A loss that does not fall
 is no anomaly.
@@ -11,26 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.arrays.sizes import counted
-from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.derived import PHASES
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import PHASES
 
 KINDS: Final = ("loss_spike", "gradient_spike", "throughput_drop", "straggler", "skipped_steps", "slow_data")
 WINDOW: Final = 100  # steps from which is learnt what is usual; after so many without it, an anomaly is over
-LEAST: Final = 20  # before so many steps nothing is usual
+MIN_STEPS: Final = 20  # before so many steps nothing is usual
 WARM_STEPS: Final = 10  # of a start: kernels are compiled and caches filled
 BLOCK_STEPS: Final = 10  # speeds are those of blocks of so many steps,
 BLOCK_S: Final = 10.0  # and so many seconds: what is over sooner needs nobody's attention
 BLOCKS: Final = 60  # from which is learnt what speed is usual
-FEW_BLOCKS: Final = 5  # before so many no speed is usual; after so many without it, an anomaly is over
+MIN_BLOCKS: Final = 5  # before so many no speed is usual; after so many without it, an anomaly is over
 LOSS_RISE: Final = 0.1  # of the median: less is no spike, however little the loss varies
 NORM_RISE: Final = 2.0  # the norm of a gradient varies by much
 NORM_DEVIATIONS: Final = 10.0
 STRAGGLER: Final = 1.3  # of the compute time of the median rank
-SKIPPED: Final = 10  # in a row: the scale of the loss was divided by 1024, and still the gradient overflows
+MAX_SKIPPED: Final = 10  # in a row: the scale of the loss was divided by 1024, and still the gradient overflows
 DATA_SHARE: Final = 0.3  # of the time, spent waiting for batches
-_PHASES: Final = tuple(catalogue.key("phase_seconds", phase) for phase in (*PHASES, "data", "other"))
-_DATA: Final = catalogue.key("phase_seconds", "data")
+_PHASES: Final = tuple(quantities.key("phase_seconds", phase) for phase in (*PHASES, "data", "other"))
+_DATA: Final = quantities.key("phase_seconds", "data")
 _MAD: Final = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 
 
@@ -53,7 +53,7 @@ class Anomalies:
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, window: int = WINDOW) -> None:
-        assert window >= LEAST
+        assert window >= MIN_STEPS
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
         self._loss = _Spikes("loss_spike", "loss", window, loss_spike, LOSS_RISE) if loss_spike else None
         self._norm = _Spikes("gradient_spike", "norm of the gradient", window, NORM_DEVIATIONS, NORM_RISE)
@@ -89,7 +89,7 @@ class Anomalies:
         return told
 
 
-class _Usual:
+class _RollingBaseline:
     """Median and robust standard deviation of the last values, brought up to date every tenth of the window."""
 
     def __init__(self, window: int) -> None:
@@ -101,7 +101,7 @@ class _Usual:
         """Take a value, which is finite."""
         self.values.append(value)
         self._since += 1
-        if len(self.values) >= LEAST and (self._since >= self._every or math.isnan(self.median)):
+        if len(self.values) >= MIN_STEPS and (self._since >= self._every or math.isnan(self.median)):
             self.refresh()
 
     def refresh(self) -> None:
@@ -116,7 +116,7 @@ class _Spikes:
 
     def __init__(self, kind: str, what: str, window: int, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
-        self._usual = _Usual(window)
+        self._usual = _RollingBaseline(window)
         self._calm, self._over = window, window  # steps since the last one, and how many make an end of it
 
     def _limit(self) -> float:
@@ -154,7 +154,7 @@ class _Speeds:
         self._before: deque[float] = deque(maxlen=BLOCKS)
         self._steps: list[float] = []  # tokens a second of each step of the block
         self._seconds = self._phases = self._waited = 0.0
-        self._calm: Counter[str] = Counter(throughput_drop=FEW_BLOCKS, slow_data=FEW_BLOCKS)
+        self._calm: Counter[str] = Counter(throughput_drop=MIN_BLOCKS, slow_data=MIN_BLOCKS)
 
     def look(self, step: int, tokens: float, figures: Mapping[str, float]) -> list[Anomaly]:
         seconds = figures.get("step_seconds", math.nan)
@@ -176,11 +176,11 @@ class _Speeds:
         """Whether it has not been told of, or was over."""
         calm = self._calm[kind]
         self._calm[kind] = 0 if is_odd else calm + 1
-        return is_odd and calm >= FEW_BLOCKS
+        return is_odd and calm >= MIN_BLOCKS
 
     def _slow(self, step: int) -> Anomaly | None:
         now = statistics.median(self._steps)  # a single step that took long is no drop
-        usual = statistics.median(self._before) if len(self._before) >= FEW_BLOCKS else 0.0
+        usual = statistics.median(self._before) if len(self._before) >= MIN_BLOCKS else 0.0
         self._before.append(now)
         if not self._is_new("throughput_drop", self._drop > 0 and now < (1 - self._drop) * usual):
             return None
@@ -237,7 +237,7 @@ class _Skips:
 
     def look(self, step: int, skipped: bool) -> Anomaly | None:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row != SKIPPED:
+        if self._in_a_row != MAX_SKIPPED:
             return None
-        text = f"step {step}: the last {SKIPPED} steps updated nothing, since their gradients overflowed"
-        return Anomaly("skipped_steps", step, float(SKIPPED), 0.0, text)
+        text = f"step {step}: the last {MAX_SKIPPED} steps updated nothing, since their gradients overflowed"
+        return Anomaly("skipped_steps", step, float(MAX_SKIPPED), 0.0, text)

@@ -1,10 +1,12 @@
-"""After a hang or a death: which rank left the common path first, at which operation and line.
+"""Diagnosis of a hang or a death: the rank that left the common path first, at which operation and line.
 
 Works on the files of the flight recorder alone, while the run still hangs or long after. Collectives are made by every
-member of a communicator in the same order: members that differ under the same number took different paths (see
-`alignment`), and a member whose count is behind that of a waiting one is the one waited for.
+member of a communicator in the same order, so calls are aligned by their number: members that differ under the same
+number took different paths, and `first_mismatch` finds the first such collective. A member whose count is behind that
+of a waiting one is the one waited for. `hpcdist hang` calls `load` and `analyse`.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +14,92 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hpcdist.comm.recordfile import FINAL, Event, RankRecord, read
+from hpcdist.comm.record.flight_file import FINAL, RankRecord, RecordedEvent, read
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.telemetry.alignment import Finding, mismatches
+
+EQUAL_COUNT_COLLECTIVES: Final = (
+    "allreduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+)  # sizes agree on all members
+_SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong. ``kind``: skipped, mismatch, raised, stopped, killed, absent, deadlock or missing."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    event: RecordedEvent | None = None  # the operation at which it shows
+
+
+def _signature(event: RecordedEvent) -> tuple[object, ...]:
+    sized = event.op.endswith(EQUAL_COUNT_COLLECTIVES)
+    return event.op, event.dtype if sized else "", event.count if sized else 0, event.peer
+
+
+def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
+    """Return the first collective, in time, that the members of a communicator entered in different ways."""
+    made: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
+    for record in records:
+        for event in record.events:
+            if event.collective:
+                made[event.comm, event.sequence][record.rank] = event
+    differing = [events for events in made.values() if len({_signature(event) for event in events.values()}) > 1]
+    if not differing:
+        return []
+    events = min(differing, key=lambda events: min(event.started_ns for event in events.values()))
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, event in sorted(events.items()):
+        groups[_signature(event)].append(rank)
+    ordered = sorted(groups.values(), key=len)
+    blamed, others = ordered[0], ordered[-1]
+    if len(blamed) == len(others):
+        blamed, others = _blamed_half_first(blamed, others, events, made)
+    return [_mismatch(blamed, others, events)]
+
+
+def _blamed_half_first(
+    a: list[int], b: list[int], events: dict[int, RecordedEvent], made: dict[tuple[str, int], dict[int, RecordedEvent]]
+) -> tuple[list[int], list[int]]:
+    """Put first the half that broke the habit: the way from the operation before was never taken, or jumps ahead."""
+
+    def way(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
+        before = made.get((event.comm, event.sequence - 1), {}).get(rank)
+        return None if before is None else (before.site, event.site)
+
+    here = events[a[0]]
+    habits = {
+        way(rank, event)
+        for (comm, sequence), made_there in made.items()
+        if comm == here.comm and sequence < here.sequence
+        for rank, event in made_there.items()
+    } - {None}
+    known_a, known_b = (way(group[0], events[group[0]]) in habits for group in (a, b))
+    if known_a != known_b:
+        return (b, a) if known_a else (a, b)
+    return (b, a) if _jumped(events[b[0]], here) else (a, b)
+
+
+def _jumped(event: RecordedEvent, over: RecordedEvent) -> bool:
+    """Whether ``event`` stands further down in the same function than ``over``."""
+    mine, other = _SITE.match(event.site), _SITE.match(over.site)
+    if mine is None or other is None or mine["file"] != other["file"] or mine["function"] != other["function"]:
+        return False
+    return int(mine["line"]) > int(other["line"])
+
+
+def _mismatch(blamed: list[int], others: list[int], events: dict[int, RecordedEvent]) -> Finding:
+    event, expected = events[blamed[0]], events[others[0]]
+    ranks = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
+    skipped = event.op != expected.op or _jumped(event, expected)
+    text = f"made {event} where {ranks} made {expected}"
+    text += ": skipped that one, or took another branch" if skipped else ": every member must give the same"
+    return Finding("skipped" if skipped else "mismatch", tuple(blamed), text, expected if skipped else event)
+
 
 NS: Final = 1_000_000_000
 FAILURES: Final = ("raised", "deadline")  # notes of a rank that ends the job
@@ -27,13 +112,13 @@ class RankState:
 
     rank: int
     state: str
-    last: Event | None  # the outermost operation under way, else the last one
+    last: RecordedEvent | None  # the outermost operation under way, else the last one
     waiting_s: float | None  # how long that operation had been under way at the last sign of life
     note: str
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """What `analyse` found; the first finding is the cause, as far as it can be told. No findings: nothing is wrong."""
 
     world: int
@@ -69,7 +154,7 @@ def analyse(
     patience_s: float = 10.0,
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
-) -> Report:
+) -> HangReport:
     """Find what is wrong. In a run that goes on, an operation is waited in when it takes ``patience_s`` or longer.
 
     ``damaged`` are the ranks whose files `load` could not read, and why.
@@ -83,8 +168,8 @@ def analyse(
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
     )
-    suspects = Suspects(records, states, patience_s, now)
-    findings = [*mismatches(records), *_raised(records, states), *_dead(records, states, suspects)]
+    suspects = WaitGraph(records, states, patience_s, now)
+    findings = [*first_mismatch(records), *_raised(records, states), *_dead(records, states, suspects)]
     if missing:
         text = "no record: this rank never came as far as its first operation, or wrote to another directory"
         findings.append(Finding("missing", missing, text))
@@ -93,7 +178,7 @@ def analyse(
     findings += suspects.deadlock()
     symptoms = [finding for finding in findings if _is_symptom(finding)]
     causes = [finding for finding in findings if finding not in symptoms]
-    return Report(world, (*causes, *symptoms), ranks)
+    return HangReport(world, (*causes, *symptoms), ranks)
 
 
 # --- the state of each rank -----------------------------------------------------------------------------------------
@@ -157,7 +242,7 @@ def _end(record: RankRecord, end: int, first_note: int | None) -> str:
     return "killed"
 
 
-def _last(record: RankRecord) -> Event | None:
+def _last(record: RankRecord) -> RecordedEvent | None:
     return next(iter(record.open_events), record.events[-1] if record.events else None)
 
 
@@ -179,7 +264,7 @@ def _is_symptom(finding: Finding) -> bool:
     return finding.kind == "raised" and finding.text.removeprefix("raised ").startswith(SYMPTOMS)
 
 
-def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Suspects") -> list[Finding]:
+def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "WaitGraph") -> list[Finding]:
     """Return the ranks that were stopped or killed, each with the operation that it did not come to or was in."""
     texts = {
         "stopped": "is stopped (SIGSTOP, a debugger or a suspended job): SIGCONT lets it go on",
@@ -189,7 +274,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Susp
     dead = [record for record in records if states[record.rank] in texts]
     # When the launcher has killed all of them after the first, that one is the one waited for, if any is.
     behind = [record for record in dead if states[record.rank] != "killed" or record.rank in suspects.culprits]
-    findings: dict[tuple[str, Event | None], list[int]] = defaultdict(list)
+    findings: dict[tuple[str, RecordedEvent | None], list[int]] = defaultdict(list)
     for record in behind or dead:
         event = suspects.culprits.get(record.rank) or _last(record)
         findings[texts[states[record.rank]], event].append(record.rank)
@@ -200,7 +285,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Susp
 # --- who waits for whom ---------------------------------------------------------------------------------------------
 
 
-class Suspects:
+class WaitGraph:
     """Follows who waits for whom.
 
     ``waits``: rank -> the ranks that it waits for, and in which operation; ``culprits``: rank that others wait for and
@@ -218,7 +303,7 @@ class Suspects:
                 self._members[event.comm].add(record.rank)
                 if event.collective:  # in the order of their numbers: the last one stays
                     self._reached[record.rank, event.comm] = event.sequence
-        self.waits: dict[int, dict[int, Event]] = {}
+        self.waits: dict[int, dict[int, RecordedEvent]] = {}
         for record in records:
             if states[record.rank] in ("finished", "raised"):
                 continue  # the place of a failure stays open
@@ -227,21 +312,21 @@ class Suspects:
                 if not live or now - event.started_ns >= patience_s * NS:
                     for rank in self._awaited(record, event):
                         self.waits.setdefault(record.rank, {}).setdefault(rank, event)
-        self.culprits: dict[int, Event] = {}
+        self.culprits: dict[int, RecordedEvent] = {}
         for waits in self.waits.values():
             for rank, event in waits.items():
                 known = self.culprits.get(rank, event)
                 if rank not in self.waits:  # a message says more than a collective, for which many are waited
                     self.culprits[rank] = min(known, event, key=lambda e: (e.collective, e.sequence))
 
-    def _awaited(self, record: RankRecord, event: Event) -> Iterable[int]:
+    def _awaited(self, record: RankRecord, event: RecordedEvent) -> Iterable[int]:
         members = sorted(self._members[event.comm])
         if event.collective:
             return [rank for rank in members if rank != record.rank and self._behind(rank, event)]
         # Members are numbered in the order of the world, as nodes and grids number them.
         return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
 
-    def _behind(self, rank: int, event: Event) -> bool:
+    def _behind(self, rank: int, event: RecordedEvent) -> bool:
         """Whether ``rank`` has not come to ``event``; what its ring has lost is taken as done."""
         record = self.records.get(rank)
         if record is None:
@@ -253,7 +338,7 @@ class Suspects:
 
     def absent(self) -> list[Finding]:
         """Return the ranks that are alive, or ended as they should, and did not come to what others wait in."""
-        findings: dict[Event, list[int]] = defaultdict(list)
+        findings: dict[RecordedEvent, list[int]] = defaultdict(list)
         for rank, event in self.culprits.items():
             if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
                 findings[event].append(rank)
@@ -263,7 +348,7 @@ class Suspects:
             if (text := self._absence(ranks[0], event))
         ]
 
-    def _absence(self, rank: int, event: Event) -> str:
+    def _absence(self, rank: int, event: RecordedEvent) -> str:
         record = self.records[rank]
         text = "never came to what the others wait in"
         if self.states[rank] == "finished":

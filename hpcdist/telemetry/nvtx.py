@@ -1,4 +1,4 @@
-"""NVTX ranges around what a rank does: Nsight Systems shows them beside the kernels and messages below them.
+"""NVTX ranges around the operations of a rank: Nsight Systems shows them beside the kernels and messages below them.
 
 Without a tool that looks on (``nsys profile ...``) each costs a fraction of a microsecond, and goes nowhere.
 """

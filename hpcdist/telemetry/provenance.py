@@ -1,8 +1,14 @@
-"""Where a result comes from: versions, machine and job, as flat strings for root attributes and reports."""
+"""Provenance of a result: versions, machine and job, as flat strings for root attributes and reports.
+
+`job_number` and `job_owner` read what Slurm or PBS tells the processes of a job. `pss_bytes` is the memory of this
+process as the kernel counts it, its proportional set size.
+"""
 
 import datetime
+import math
 import os
 import platform
+import pwd
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +19,7 @@ from typing import Final
 from hpcdist import __version__
 
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba")
-JOB: Final = ("SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
+JOB_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
 
 
 def provenance(
@@ -40,7 +46,7 @@ def provenance(
         found["mpi_library"] = mpi_library.strip()
     if not anonymous:
         found["hosts"] = ",".join(hosts if hosts is not None else [socket.gethostname()])
-    found |= {name.lower(): environment[name] for name in JOB if name in environment}
+    found |= {name.lower(): environment[name] for name in JOB_VARIABLES if name in environment}
     return found
 
 
@@ -80,3 +86,54 @@ def processor() -> str:
         lines = []  # not Linux
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+JOB_ID_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
+# Labels, and the variables of Slurm and of PBS that they are from.
+OWNER_VARIABLES: Final = {
+    "user": ("SLURM_JOB_USER", "PBS_O_LOGNAME"),
+    "account": ("SLURM_JOB_ACCOUNT", "PBS_ACCOUNT"),
+    "partition": ("SLURM_JOB_PARTITION", "PBS_QUEUE"),
+    "qos": ("SLURM_JOB_QOS",),
+}
+
+
+def job_number(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the number of the job; "" outside of one (local)."""
+    return _first_set(JOB_ID_VARIABLES, environment)
+
+
+def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return user, account, partition and QOS of the job, "" for what is not known (local).
+
+    Outside of a job the user is the one who runs this process, by the database of users.
+    """
+    found = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
+    if not found["user"]:
+        try:
+            found["user"] = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:  # in containers: a number alone
+            found["user"] = str(os.getuid())
+    return found
+
+
+def _first_set(names: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+SMAPS_ROLLUP: Final = Path("/proc/self/smaps_rollup")
+_UNIT_BYTES: Final = 1024  # kB of /proc are KiB
+
+
+def pss_bytes(rollup: Path = SMAPS_ROLLUP) -> float:
+    """Return the proportional set size of this process, NaN where the kernel does not tell (local).
+
+    A page that several processes map counts for each of them by its share, so the sum over the ranks of a node has
+    memory that they share once. The interpreter, libraries and compiled kernels are part of it.
+    """
+    try:
+        lines = rollup.read_text().splitlines()
+    except OSError:
+        return math.nan
+    found = [line.split() for line in lines if line.startswith("Pss:")]
+    return float(found[0][1]) * _UNIT_BYTES if found else math.nan

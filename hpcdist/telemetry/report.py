@@ -1,4 +1,4 @@
-"""The report of a run directory: its figures as text or JSON, and its curves as a picture."""
+"""Report of a run directory: its figures as text or JSON, and its curves as a picture."""
 
 import itertools
 import math
@@ -9,60 +9,61 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.sizes import counted, in_units
-from hpcdist.comm.timing import Moved
+from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import metrics, noise_scales, page_data, page_energy, sampled
-from hpcdist.telemetry.metrics import Metrics
-from hpcdist.telemetry.page_energy import Energy
-from hpcdist.telemetry.sampled import Run
+from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.telemetry.metrics import sampling, side_tables, step_metrics
+from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics.step_metrics import MetricsData
+from hpcdist.telemetry.page import energy_data, run_data
+from hpcdist.telemetry.page.energy_data import RunEnergy
 
 FILE_NAME: Final = "metrics.h5"
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 CURVE_ROWS: Final = 12
-SMOOTHED: Final = 0.02  # of the steps that are shown
+SMOOTHED_SHARE: Final = 0.02  # of the steps that are shown
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """A run in memory: ``figures`` as of `metrics.summarise` with the entropies and provenance of the run.
 
     ``metrics`` are all rows, or of a large run some that are spread evenly; see `sampled.read`.
     """
 
     run_dir: Path
-    metrics: Metrics
+    metrics: MetricsData
     figures: dict[str, Any]
     steps: dict[str, np.ndarray]  # the columns of one number a step, in full
-    energy: Energy
+    energy: RunEnergy
 
 
-def report(run_dir: str | Path) -> Report:
+def report(run_dir: str | Path) -> RunReport:
     """Read a run directory; the run may be under way. Raises StorageError when it holds no readable metrics."""
     run_dir = Path(run_dir)
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise StorageError(f"{run_dir} holds no {FILE_NAME}; give the directory that a training wrote (its --out)")
-    run = sampled.read(path)
+    run = sampling.read(path)
     hidden = {"schema", "schema_version", "NX_class", "default"}
     attributes = {name: value for name, value in run.sample.attributes.items() if name not in hidden}
-    energy = page_energy.read(run_dir, None, attributes, page_data.last_step(run))
-    figures = {"run_dir": str(run_dir)} | attributes | page_data.summarised(run) | _mishaps(run)
+    energy = energy_data.read_energy(run_dir, None, attributes, run_data.last_step(run))
+    figures = {"run_dir": str(run_dir)} | attributes | run_data.summary_figures(run) | _mishaps(run)
     if energy.joules is not None:
         figures |= {"energy_j": energy.joules, "j_per_step": energy.j_per_step}
     figures["energy_j_by_phase"] = {phase.name: phase.joules for phase in energy.phases}
-    if (scale := noise_scales.last(path)) is not None:
+    if (scale := side_tables.last_noise_scale(path)) is not None:
         figures["noise_scale"] = scale
-    return Report(run_dir, run.sample, figures, run.steps, energy)
+    return RunReport(run_dir, run.sample, figures, run.steps, energy)
 
 
-def _mishaps(run: Run) -> dict[str, int]:
+def _mishaps(run: SampledMetrics) -> dict[str, int]:
     skipped = run.tables.get("loss_scale", {}).get("skipped")
     told = sum(note.kind == "anomaly" for note in run.observed.notes)
     return {"skipped_steps": 0 if skipped is None else int(skipped.sum()), "anomalies": told}
 
 
-def text(found: Report) -> str:
+def text(found: RunReport) -> str:
     """Return the report as lines for people."""
     figures = found.figures
     unit = figures.get("speed_unit", "tokens")
@@ -93,11 +94,13 @@ def text(found: Report) -> str:
     if found.energy.joules is not None or "energy_j" in figures:  # else the run has not come so far
         lines += [f"energy     {_energy(found.energy)}", *_phases(found.energy)]
     if figures.get("peak_bytes_total"):
-        lines.append(f"memory     {in_units(round(figures['peak_bytes_total']))} at most, on the rank that holds most")
+        lines.append(
+            f"memory     {format_bytes(round(figures['peak_bytes_total']))} at most, on the rank that holds most"
+        )
     if figures["world"] > 1 and figures["imbalance"] is not None:
         score = f"straggler score {figures['imbalance']:.2f}: its compute time over that of the median rank"
         lines.append(f"slowest    rank {figures['slowest_rank']}, {score}")
-    lines += [f"{name:10} {text}" for name, text in _odd(figures)]
+    lines += [f"{name:10} {text}" for name, text in _anomaly_lines(figures)]
     if len(steps["step"]) < len(found.steps["step"]):
         part = f"{len(steps['step']):,} of {len(found.steps['step']):,} steps"
         lines.append(f"rows       times and bytes are from {part}, spread evenly")
@@ -106,13 +109,13 @@ def text(found: Report) -> str:
 
 def _moved(figures: Mapping[str, Any]) -> str:
     """Return what a rank moved a step; of a run that has not ended, what it sent in messages."""
-    if (known := metrics.moved(figures)) is not None:
+    if (known := step_metrics.moved_bytes(figures)) is not None:
         return f"{known.described()} a step and rank"
     sent, loaded = figures["bytes_sent_per_step"], figures.get("bytes_loaded_per_step", 0)
-    return "not measured" if sent is None else f"{Moved(sent, loaded).described()} a step and rank"
+    return "not measured" if sent is None else f"{BytesMoved(sent, loaded).described()} a step and rank"
 
 
-def _odd(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _anomaly_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if figures["skipped_steps"]:
         yield "skipped", f"{counted(figures['skipped_steps'], 'step')}: the gradient overflowed, nothing was updated"
     if figures["anomalies"]:
@@ -120,7 +123,7 @@ def _odd(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "odd", f"{number} {'anomalies' if number > 1 else 'anomaly'}; the page (--html) lists what was flagged"
 
 
-def _energy(energy: Energy) -> str:
+def _energy(energy: RunEnergy) -> str:
     if energy.joules is None:
         return f"unknown ({energy.reason})"
     label = f" ({energy.label})" if energy.label else ""
@@ -128,7 +131,7 @@ def _energy(energy: Energy) -> str:
     return f"{energy.joules:,.1f} J{label}, training {step}"
 
 
-def _phases(energy: Energy) -> list[str]:
+def _phases(energy: RunEnergy) -> list[str]:
     """Return a line on the phases, of training its parts where they are known."""
     parts = [phase for phase in energy.parts if phase.joules is not None]
     phases = [phase for phase in energy.phases if not parts or phase.name != "training"]
@@ -163,7 +166,7 @@ def _seconds(value: float | None) -> str:
     return _or_unknown(value and value * 1e3, "{:.2f} ms")
 
 
-def jsonable(found: Report) -> dict[str, Any]:
+def jsonable(found: RunReport) -> dict[str, Any]:
     """Return the figures as JSON values; a number that is none becomes None."""
 
     def clean(value: Any) -> Any:
@@ -172,7 +175,7 @@ def jsonable(found: Report) -> dict[str, Any]:
     return {key: clean(value) for key, value in found.figures.items()}
 
 
-def plot(found: Report, file: str | Path) -> None:
+def plot(found: RunReport, file: str | Path) -> None:
     """Draw loss (with the entropies of the data) and times per step into ``file``, whose ending names the format.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
@@ -195,9 +198,9 @@ def plot(found: Report, file: str | Path) -> None:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _plot_loss(axes: Any, found: Report) -> None:
+def _plot_loss(axes: Any, found: RunReport) -> None:
     steps, loss = found.metrics.steps["step"], found.metrics.steps["loss"]
-    window = max(1, int(len(steps) * SMOOTHED))
+    window = max(1, int(len(steps) * SMOOTHED_SHARE))
     axes.plot(steps, loss, color="C0", alpha=0.3, linewidth=0.8)
     smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
     axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training (mean of {window})")
@@ -214,7 +217,7 @@ def _plot_loss(axes: Any, found: Report) -> None:
     axes.legend(fontsize=8)
 
 
-def _plot_times(axes: Any, found: Metrics) -> None:
+def _plot_times(axes: Any, found: MetricsData) -> None:
     """Stack the mean over the ranks of each time."""
     steps = found.steps
     parts, labels = [], []

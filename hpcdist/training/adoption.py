@@ -6,7 +6,7 @@ from typing import Any
 
 from hpcdist import models
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model

@@ -13,7 +13,7 @@ from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Back
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.telemetry.metrics import PER_RANK
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK
 from hpcdist.training.data import Prefetcher, microbatches
 from hpcdist.training.loop import Loop
 from hpcdist.training.outcome import Outcome

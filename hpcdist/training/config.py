@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError, DataError
-from hpcdist.optim.batches import Batches, staged
+from hpcdist.optim.batch_size import BatchSchedule, staged_batches
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
@@ -186,7 +186,7 @@ class RunConfig:
     ``log_every_s`` seconds.
 
     With ``batch_warmup`` the first steps take fewer samples: for each stage it has the sample at which the stage ends,
-    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.batches`.
+    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.batch_size`.
 
     ``logical_shards`` is the deterministic mode: a step is cut into that many equal parts, whose gradients and losses
     are summed in an order of their own, so that losses and weights have the same bits on any number of ranks up to it.
@@ -196,7 +196,8 @@ class RunConfig:
     times its median over the last 50 steps, a step is computed again before its update: other bits are a silent fault
     (0: never).
 
-    Every ``noise_scale_every_steps`` steps the gradient noise scale is measured (0: never): see `hpcdist.optim.noise`.
+    Every ``noise_scale_every_steps`` steps the gradient noise scale is measured (0: never): see
+    `hpcdist.optim.batch_size`.
 
     A run begins with the parameters of the checkpoint, or of the run, in ``init_from``; "": with drawn ones.
     ``allow_partial``: tensors that it lacks, or has in another shape, are drawn.
@@ -241,9 +242,9 @@ class RunConfig:
             )
 
     @property
-    def batches(self) -> Batches:
+    def batches(self) -> BatchSchedule:
         """The samples of each step."""
-        return staged(self.global_batch, self.batch_warmup)
+        return staged_batches(self.global_batch, self.batch_warmup)
 
     @property
     def recomputes(self) -> bool:

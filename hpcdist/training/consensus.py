@@ -6,7 +6,7 @@ from typing import Any
 
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.telemetry import consensus
+from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.metrics import Metrics
 from hpcdist.training.trainer import Trainer
 
@@ -16,7 +16,7 @@ def note(metrics: Metrics, trainer: Trainer) -> None:
     if isinstance(trainer.exchange, Replicas):
         new = trainer.exchange.taken()
         if new:
-            metrics.include(lambda file, session: consensus.append(file, session, new))
+            metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
 
 
 def figures(trainer: Trainer) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
-from hpcdist.telemetry.metrics import METRICS_FILE
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
 from hpcdist.training.recipe import Recipe

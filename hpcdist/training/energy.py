@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.machine import boot_id
+from hpcdist.comm.launch.host import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.accounts import phase_shares
 from hpcdist.energy.accounts.attribution import Attribution, CounterSamples

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.comm import failfast, output
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import standard_streams
 from hpcdist.comm.start import start
 from hpcdist.training import combinations, directory, lives, team
 from hpcdist.training.job import Job
@@ -21,7 +22,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops. A job that `hpcdist
     run --survive` started goes on when ranks die.
     """
-    output.tolerate()
+    standard_streams.tolerate()
     wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
     wishes.listen()
     lock = RunLock()

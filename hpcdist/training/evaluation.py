@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdist.collectives.fixed_tree import shards_of
+from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.training.trainer import Trainer
 
 

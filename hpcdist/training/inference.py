@@ -17,25 +17,26 @@ from typing import Any, Final, Self
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.gpu import device
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.collectives import SHARDED, allreduce
-from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.session import Session
-from hpcdist.comm.start import start, start_alone
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import environment
+from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
-from hpcdist.optim import kernels
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data, directory
 from hpcdist.training import recipe as recipes
@@ -45,7 +46,7 @@ from hpcdist.training.origin import scalars_of
 from hpcdist.training.recipe import Recipe
 
 # These say it all: what was recorded need not be kept.
-EXPECTED: Final = (GeneratorExit, KeyboardInterrupt, *failfast.FOR_THE_USER)
+EXPECTED: Final = (GeneratorExit, KeyboardInterrupt, *failfast.USER_ERRORS)
 RECORDS: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
 
 
@@ -233,7 +234,7 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
     One process draws: the other ranks of a job yield nothing. Raises UsageError for a model that does not read bytes,
     or an empty prompt.
     """
-    said = launcher.announced()
+    said = environment.launch_environment()
     if said is not None and said.rank:
         return
     with Look(path, alone=True) as look:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import FLOATS, dtype_of, name_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
@@ -98,7 +98,7 @@ def _restore_rounded(comm: Communicator, path: Path, wanted: list[tuple[Piece, s
     restore_together(comm, path, read)
     for (piece, _), held in zip(wanted, read, strict=True):
         values = held.array.astype(piece.array.dtype)
-        if isinstance(piece.array, Stretch):
+        if isinstance(piece.array, FileSlice):
             piece.array.write(Range(0, values.size), values)
         elif values.size:
             piece.array[...] = backend.namespace(piece.array).asarray(values)

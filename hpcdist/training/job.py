@@ -8,16 +8,16 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.comm import ending, output
-from hpcdist.comm.session import Session
-from hpcdist.comm.spans import Spans
+from hpcdist.comm.launch import exit_file, standard_streams
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.start import Session
 from hpcdist.errors import OK
 from hpcdist.models.model import Model
-from hpcdist.optim import rates, scaling
+from hpcdist.optim import rates
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.core.grid import ORDER, rank_map, spread_groups
-from hpcdist.telemetry.metrics import MOVED_ATTRIBUTE
+from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
@@ -74,7 +74,7 @@ class Job:
     def introduce(self, session: Session, trainer: Trainer, progress: Progress) -> None:
         """Say what begins (rank 0 does, the others have nothing to do)."""
         if session.comm.rank == 0:
-            ending.trains(self.run.path)
+            exit_file.announce_run(self.run.path)
             _introduce(progress, session, trainer, self.run, self._entropies(trainer))
 
     def progress(self, trainer: Trainer) -> Progress:
@@ -134,7 +134,7 @@ class Job:
             if self.as_json:
                 print(json.dumps(summary))
             sys.stdout.flush()
-            failure = output.failure()
+            failure = standard_streams.failure()
             if failure is not None:
                 print(
                     f"hpcdist: standard output cannot be written ({failure.strerror}); see `hpcdist report "
@@ -142,7 +142,7 @@ class Job:
                     file=sys.stderr,
                 )
             stopped = "" if outcome.wish is None else self._how_to_go_on(outcome.done, trainer)
-            if not ending.trained(stopped) and stopped:
+            if not exit_file.announce_completion(stopped) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
         trainer.close()
         self.lock.release()
@@ -151,9 +151,9 @@ class Job:
     def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
         """Return the line that a stopped run ends with: the very command that goes on, where this process knows it."""
         stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
-        typed = os.environ.get(ending.COMMAND)
+        typed = os.environ.get(exit_file.COMMAND)
         if self.given is not None and typed:
-            return f"{stopped} {shlex.join(ending.resuming(shlex.split(typed), self.run.path, script=True))}"
+            return f"{stopped} {shlex.join(exit_file.resume_command(shlex.split(typed), self.run.path, script=True))}"
         if self.given is not None:
             return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
         words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
@@ -163,7 +163,7 @@ class Job:
             )
         alone = typed or trainer.comm.size == 1
         launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"
-        return f"{stopped} {shlex.join(ending.resuming(words, self.run.path))}{launcher}"
+        return f"{stopped} {shlex.join(exit_file.resume_command(words, self.run.path))}{launcher}"
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _introduce(
         progress.say(f"warning: {gathered}")
     if trainer.recipe.chaos.on:
         progress.say(f"chaos: {trainer.recipe.chaos.described()}")
-    scaled = scaling.described(trainer.recipe.optimizer, trainer.recipe.run.batches)
+    scaled = rates.describe_rate(trainer.recipe.optimizer, trainer.recipe.run.batches)
     if scaled:
         progress.say(scaled)
     for line in trainer.plan.table() if trainer.plan is not None else ():

@@ -19,13 +19,13 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.restoring.restore import newest_complete
-from hpcdist.comm.deaths import is_death
-from hpcdist.comm.session import Session
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.start import Session
 from hpcdist.errors import MissingCapabilityError, TooFewRanksError
-from hpcdist.telemetry import lives as table
-from hpcdist.telemetry.pss import pss_bytes
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics import side_tables as table
+from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training import survivable
 from hpcdist.training.directory import refuse_to_begin_again
 from hpcdist.training.fitting import fitting
@@ -83,7 +83,7 @@ class Lives:
                 self._growth = wish.ranks
                 self._mourn(wish)
             except Exception as error:
-                if not is_death(error, self._team.everyone):
+                if not is_rank_failure(error, self._team.everyone):
                     raise
                 self._mourn(error)
             # Some may have come to the end when a death kept others from it: nobody leaves those alone.
@@ -213,7 +213,7 @@ class Lives:
             row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
             row |= {"world": trainer.comm.size, "seconds": seconds, "pss_bytes": held}
             self._job.lives.append(row)
-            life.loop.metrics.include(lambda file, session: table.append(file, session, row))
+            life.loop.metrics.include(lambda file, session: table.append_life(file, session, row))
             if life.loop.starts is not None:
                 life.loop.starts.survived(len(self._change.lost))
         if trainer.comm.rank == 0:

@@ -10,13 +10,13 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from hpcdist.checkpoint.directory import VAL_LOSS
-from hpcdist.comm.session import Session
-from hpcdist.comm.timing import Timing
+from hpcdist.comm.record.timing import OperationTiming
+from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis, explain_nonfinite
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.telemetry.metrics import METRICS_FILE
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training import chaos, consensus, noise, striping
 from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
@@ -69,7 +69,7 @@ class Loop:
         rank0 = session.comm.rank == 0
         self.wishes = wishes
         self.wishes.stop_file = directory / STOP_FILE if rank0 else None
-        self.traffic = Timing(session.comm.events)
+        self.traffic = OperationTiming(session.comm.events)
         session.comm.events = self.traffic
         self.saver = saver_of(trainer, directory / "checkpoints")
         chaos.arm(trainer, self.saver, directory)

@@ -10,11 +10,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.comm.clocks import Clocks
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.energy.monitor import tables
-from hpcdist.telemetry import clocks, loss_scales, observations, shares
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics import observations, side_tables
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 from hpcdist.training.streaming import Streaming
 
@@ -40,7 +40,7 @@ class Metrics:
     ) -> None:
         self._comm, self._energy, self._streaming = comm, energy, streaming
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
-        self.clocks = Clocks(comm)
+        self.clocks = HostClocks(comm)
         self._common: list[Common] = []
         self._own: list[list[float]] = []
         self._gathered: list[tuple[Common, list[float]]] = []  # of this rank, by the last flush
@@ -121,19 +121,23 @@ class Metrics:
     def shared(self, first_step: int, samples: Sequence[int]) -> None:
         """Write how many samples each replica takes from ``first_step`` on (rank 0 does)."""
         if self._writer is not None:
-            self._writer.include(lambda file, session: shares.append(file, session, first_step, samples))
+            self._writer.include(lambda file, session: side_tables.append_shares(file, session, first_step, samples))
 
     def scaled(self, step: int, scale: float, skipped: bool) -> None:
         """Write the scale of the loss in ``step`` (rank 0 does, the others have nothing to do)."""
         if self._writer is not None:
-            self._writer.include(lambda file, session: loss_scales.append(file, session, step, scale, skipped))
+            self._writer.include(
+                lambda file, session: side_tables.append_loss_scale(file, session, step, scale, skipped)
+            )
 
     def note_clocks(self) -> None:
         """Write how far the clocks of the hosts are apart. Collective."""
         readings = self.clocks.measure()
         if self._writer is not None:
             hosts, wall_ns = self.clocks.hosts, time.time_ns() - time.monotonic_ns()
-            self._writer.include(lambda file, session: clocks.append(file, session, hosts, readings, wall_ns))
+            self._writer.include(
+                lambda file, session: side_tables.append_clocks(file, session, hosts, readings, wall_ns)
+            )
 
     def include(self, append: Callable[[Any, int], None]) -> None:
         """Let ``append(file, session)`` add a table of its own (rank 0 does, the others have nothing to do)."""

@@ -7,8 +7,8 @@ import sys
 
 import hpcdist.training.data.prefetch  # noqa: F401
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.comm import failfast
-from hpcdist.comm.deaths import is_death
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.start import end_alone, start_joined
 from hpcdist.training import team
 from hpcdist.training.job import Job
@@ -24,7 +24,7 @@ def main() -> int:
     try:
         mine, change, told = team.join(session.comm)
     except Exception as error:
-        if is_death(error, session.comm):
+        if is_rank_failure(error, session.comm):
             end_alone(error)  # who started it meets again, and starts others
         raise
     wishes.ends = told["ends"]

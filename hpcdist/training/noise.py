@@ -1,4 +1,4 @@
-"""The gradient noise scale of a run, measured in its steps: see `hpcdist.optim.noise` for what it is.
+"""The gradient noise scale of a run, measured in its steps: see `hpcdist.optim.batch_size` for what it is.
 
 The small batches are what each replica has of a step: the squared norm of its own gradient is taken before the exchange
 overwrites it, that of the global batch is known from clipping. Where gradients are exchanged after each micro-batch
@@ -18,12 +18,12 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim import clip
-from hpcdist.optim.noise import Smoothed, estimate
+from hpcdist.optim import norms
+from hpcdist.optim.batch_size import SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.replicated import counted
-from hpcdist.telemetry import noise_scales
+from hpcdist.telemetry.metrics import side_tables
 
 if TYPE_CHECKING:
     from hpcdist.training.metrics import Metrics
@@ -78,7 +78,7 @@ class NoiseMeter:
         self.looks_at_first = seat.computes and seat.data.size == 1 and self._exchange.accumulates
         self._speaks = seat.computes and seat.pipeline.rank == 0 and seat.tensor.rank == 0  # for its replica
         self._squared = 0.0
-        self.smoothed = Smoothed()
+        self.smoothed = SmoothedNoise()
         self._rows: list[tuple[float, ...]] = []
 
     def went_back(self, op: Operation) -> None:
@@ -120,7 +120,7 @@ class NoiseMeter:
         if part:
             store = self._exchange.gradients_at(self._seat.model.stages[unit].layer)
             own = counted(self._seat.layout, [part], self._seat.tensor)
-            self._squared += weight * clip.sum_of_squares(store, own)
+            self._squared += weight * norms.sum_of_squares(store, own)
 
     def after(self, step: int, found: StepResult) -> None:
         """Take what the ranks have agreed on in ``step``, unless its gradient is none."""
@@ -128,7 +128,7 @@ class NoiseMeter:
         big, big_squared = self._executor.samples, found.gradient_norm**2
         if not self._is_due() or found.skipped or not (math.isfinite(squared) and math.isfinite(big_squared)):
             return
-        self.smoothed.add(estimate(squared, inverse, big_squared, big))
+        self.smoothed.add(estimate_noise(squared, inverse, big_squared, big))
         mean = self.smoothed.mean
         figures = (1.0 / inverse, big, squared, big_squared, mean.gradient_squared, mean.trace, mean.noise_scale)
         self._rows.append((step, *figures))
@@ -142,7 +142,7 @@ class NoiseMeter:
 def note(metrics: "Metrics", trainer: "Trainer") -> None:
     """Write what was measured since the last call (rank 0 does, the others forget it)."""
     if trainer.noise is not None and (rows := trainer.noise.taken()):
-        metrics.include(lambda file, session: noise_scales.append(file, session, rows))
+        metrics.include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
 
 
 def figures(trainer: "Trainer") -> dict[str, Any]:

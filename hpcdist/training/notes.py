@@ -1,7 +1,7 @@
 """What a loop writes down of some of its steps, beside the rows of all: scales of the loss, second looks, shares."""
 
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.telemetry import recomputed
+from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.metrics import Metrics
 from hpcdist.training.progress import Progress
 from hpcdist.training.trainer import Trainer
@@ -38,7 +38,7 @@ class Notes:
             self._progress.say(f"step {step}: {again.suspicion}; computed again, it has the same bits: it is the data")
             self._has_suspected = True  # once is enough: the others are in the metrics
         row = bool(again.suspicion), not again.fault, again.ranks[0] if again.ranks else -1
-        self._metrics.include(lambda file, session: recomputed.append(file, session, step, *row))
+        self._metrics.include(lambda file, session: side_tables.append_recomputed(file, session, step, *row))
 
     def shares(self, done: int, first: int) -> None:
         """Write the shares of the steps after ``done``, of those that are known from the ``first`` on."""

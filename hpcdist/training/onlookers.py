@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from hpcdist.comm.spans import SpanSink, now_ns
+from hpcdist.comm.record.spans import SpanSink, now_ns
 from hpcdist.strategies.schedule.observers import NO_RANGES, ProfilerRanges
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training.energy import Energy

@@ -12,7 +12,7 @@ import numpy as np
 from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import UsageError
 from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS

@@ -6,7 +6,7 @@ import time
 
 from tqdm import tqdm
 
-from hpcdist.comm.ending import TERMINAL_COLUMNS
+from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 
 
 class Progress:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.partner import redundancy
 from hpcdist.checkpoint.partner.redundancy import HeldCopies, PartnerStore
 from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.communicator import Communicator
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.allreduce import AllreduceExchange, FixedTreeExchange
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.operations import Kind

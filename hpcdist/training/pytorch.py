@@ -1,8 +1,7 @@
-"""What a script of PyTorch needs, in one import: `hpcdist.training.script.Training` and `hpcdist.adapters.torch`."""
+"""Names for a PyTorch script in one import: `hpcdist.training.script.Training` and `hpcdist.adapters.torch`."""
 
-from hpcdist.adapters.torch import wrap
-from hpcdist.adapters.torch_recipe import recipe_of
-from hpcdist.adapters.torch_state import load
+from hpcdist.adapters.torch.model import load, wrap
+from hpcdist.adapters.torch.recipe import recipe_of
 from hpcdist.training.script import Training
 
 __all__ = ["Training", "load", "recipe_of", "wrap"]

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator, Message, Request
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import Metrics
 from hpcdist.training.streaming import Streaming

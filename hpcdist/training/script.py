@@ -24,16 +24,17 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from hpcdist.adapters.torch_recipe import DEFAULTS
+from hpcdist.adapters.torch.recipe import DEFAULTS
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.comm import failfast, output
-from hpcdist.comm.launcher import RESUME, RUN_DIR
-from hpcdist.comm.spans import now_ns
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import standard_streams
+from hpcdist.comm.launch.environment import RESUME, RUN_DIR
+from hpcdist.comm.record.spans import now_ns
 from hpcdist.comm.start import fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
@@ -74,7 +75,7 @@ class Training:
         resume: str = "never",
         time_limit_s: float | None = None,
     ) -> None:
-        output.tolerate()
+        standard_streams.tolerate()
         fail_alike()
         out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
@@ -289,12 +290,12 @@ class Training:
 
     def _adopted(self, inputs: Any, targets: Any) -> MicroBatch:
         """Return a batch as arrays (local). Raises UsageError for several of them where the model takes one."""
-        x, y = backend.adopt(inputs), backend.adopt(targets)
+        x, y = backend.as_array(inputs), backend.as_array(targets)
         for several, taker, what in ((x, self._model.stages[0], "input"), (y, self._model.loss, "target")):
-            if isinstance(several, backend.Several) and not getattr(taker, "takes_several", False):
+            if isinstance(several, backend.ArrayGroup) and not getattr(taker, "takes_several", False):
                 raise UsageError(
                     f"got {len(several.arrays)} arrays as {what}, and {type(taker).__name__} takes one; models of "
-                    "hpcdist.adapters.torch take a tuple or a dict, others one array or tensor"
+                    "hpcdist.adapters.torch.model take a tuple or a dict, others one array or tensor"
                 )
         return x, y
 
@@ -350,7 +351,7 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
 def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
     """Return the recipe of a file or of keys, for a ``model`` that is given (local).
 
-    Keys that follow from the model, as those of `hpcdist.adapters.torch.recipe_of`, give way to all others.
+    Keys that follow from the model, as those of `hpcdist.adapters.torch.model.recipe_of`, give way to all others.
     """
     kept = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(given, Mapping):

@@ -7,9 +7,11 @@ from typing import Final
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.collectives import nccl, node_shared, tuning
+from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.session import Session
+from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.models.model import Model
 from hpcdist.strategies import build as parameter_server
@@ -59,21 +61,21 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
         _refuse_on_cpu(wanted, recipe.run.device, data)
         _refuse_over_nodes(wanted, recipe.communication.ranks_per_node, comm, data)
         return Selection(wanted, "recipe", nodes)
-    kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
+    kind = autotune.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else autotune.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
     known = parameter_server.server_algorithms(recipe.parameter_server) if served else None
 
     def is_usable(name: str) -> bool:
         if _needs_gpus(name):
             return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
-        return name in known if known is not None else tuning.usable(name, kind, len(nodes))
+        return name in known if known is not None else autotune.usable(name, kind, len(nodes))
 
     kept, note = _kept(comm, nodes, is_usable, origin)
     if kept:
         return Selection(kept, "checkpoint", nodes)
     if served or is_off(comm):
-        return Selection(tuning.NATIVE, "default", nodes, note=note)
-    found = tuning.select(data, comm, _wanted(recipe, model, data, kind), session.library)
+        return Selection(autotune.NATIVE, "default", nodes, note=note)
+    found = autotune.select(data, comm, _wanted(recipe, model, data, kind), session.library)
     collectives.release(data)  # what is not chosen keeps no memory
     seconds = found.seconds if found.source == "measured" else 0.0
     return Selection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
@@ -95,7 +97,7 @@ def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
 
 def _refuse_over_nodes(wanted: str, declared: int, comm: Communicator, data: Communicator) -> None:
     """Raise, on all ranks of ``comm``, if ``wanted`` needs one node and any has more. Collective over both."""
-    inside = set(tuning.ONE_NODE) & _names(wanted)
+    inside = set(autotune.ONE_NODE) & _names(wanted)
     nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
     if nodes > 1:
         cause = f", with communication.ranks_per_node = {declared}" if declared else ""
@@ -146,17 +148,17 @@ def is_off(comm: Communicator) -> bool:
     return bool(said == "off")
 
 
-def _wanted(recipe: Recipe, model: Model, data: Communicator, kind: str) -> tuning.Wanted:
+def _wanted(recipe: Recipe, model: Model, data: Communicator, kind: str) -> autotune.TuningRequest:
     """Return what buffers the run will reduce: sizes are rounded up to a power of two, so that like models share."""
     dtype, layout = dtype_of(recipe.precision.mode), model.layout
-    parts = len(layout.units) if kind == tuning.SHARDED_KIND else 1
+    parts = len(layout.units) if kind == autotune.SHARDED_KIND else 1
     nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
     on_gpu = recipe.run.device == "gpu"
-    return tuning.Wanted(
+    return autotune.TuningRequest(
         kind=kind,
-        max_bytes=nbytes if kind == tuning.SHARDED_KIND else min(nbytes, recipe.communication.bucket_bytes),
+        max_bytes=nbytes if kind == autotune.SHARDED_KIND else min(nbytes, recipe.communication.bucket_bytes),
         dtype=dtype,
         buffer="device" if on_gpu else "shared",
-        allocate=None if on_gpu else lambda size: node_shared.allocate(data, size, dtype),
-        budget_s=min(tuning.BUDGET_S, DEADLINE_SHARE * recipe.communication.deadline_s),
+        allocate=None if on_gpu else lambda size: shared_memory.allocate(data, size, dtype),
+        budget_s=min(autotune.BUDGET_S, DEADLINE_SHARE * recipe.communication.deadline_s),
     )

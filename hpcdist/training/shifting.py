@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hpcdist.comm.spans import SpanSink, now_ns
+from hpcdist.comm.record.spans import SpanSink, now_ns
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
 
 STEPS: Final = 64  # in so many, all positions are seen equally often; they wait for less than one update together

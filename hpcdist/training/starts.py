@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.comm.ending import LAUNCH_DIR, SURVIVE
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR, SURVIVE
 from hpcdist.reporting import atomic, regular
 
 STARTS_FILE: Final = "starts.json"

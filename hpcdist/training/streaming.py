@@ -10,22 +10,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.session import Session
-from hpcdist.comm.timing import Timing
+from hpcdist.comm.record.timing import OperationTiming
+from hpcdist.comm.start import Session
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.telemetry import catalogue, jobs
+from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
-from hpcdist.telemetry.derived import Derived, Row
-from hpcdist.telemetry.sinks import build
-from hpcdist.telemetry.stream import Event, Run, Stream
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow
+from hpcdist.telemetry.sinks.registry import build_sinks
+from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo
 from hpcdist.training.told import told
 from hpcdist.training.trainer import Trainer
 
 FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
 WAITING: Final = 1 << 16  # steps of this rank whose rows wait for those of slower workers
-_DATA: Final = catalogue.key("phase_seconds", "data")
-_OTHER: Final = catalogue.key("phase_seconds", "other")
+_DATA: Final = quantities.key("phase_seconds", "data")
+_OTHER: Final = quantities.key("phase_seconds", "other")
 Say = Callable[[str], None]
 QUIET_NS: Final = 60 * 10**9
 # Columns of a row of metrics, and what sinks call them.
@@ -44,7 +45,13 @@ class Streaming:
     """
 
     def __init__(
-        self, session: Session, trainer: Trainer, timing: Timing, directory: Path, say: Say, resumed: int | None
+        self,
+        session: Session,
+        trainer: Trainer,
+        timing: OperationTiming,
+        directory: Path,
+        say: Say,
+        resumed: int | None,
     ) -> None:
         self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say
         self._steps: dict[int, tuple[int, float]] = {}  # when it ended, and its gradient norm; of rows to come
@@ -55,42 +62,42 @@ class Streaming:
         self._lines: dict[str, tuple[int, int]] = {}  # by kind of anomaly: when a line was said, and how many were not
         self._skipped: set[int] = set()  # steps, of rows to come,
         self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
-        self._events: list[Event] = []
-        self._rows: list[Row] = []
+        self._events: list[RunEvent] = []
+        self._rows: list[StepRow] = []
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
         self._tokens, self._sent_bytes = 0, 0.0
         self._checkpoints = 0
         self._scale = 1.0  # of the loss, when it was last told
         self._done = trainer.first_step
         self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
-        self._stream: Stream | None = None
+        self._stream: EventStream | None = None
         if session.comm.rank == 0:
             recipe = trainer.recipe
-            run = Run(
+            run = RunInfo(
                 directory.name,
                 directory,
-                jobs.number(),
+                provenance.job_number(),
                 session.comm.size,
                 session.place.nodes,
                 recipe.parallel.strategy,
                 resumed,
-                owner=jobs.owner(),
+                owner=provenance.job_owner(),
             )
-            self._stream = Stream(build(run, recipe.telemetry, say), say)
-            self._derived = Derived(lock_step=trainer.exchange.lock_step)
+            self._stream = EventStream(build_sinks(run, recipe.telemetry, say), say)
+            self._derived = DerivedFigures(lock_step=trainer.exchange.lock_step)
             config = recipe.telemetry
             self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
             self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
             known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
             # Who watches a count sees that it can be told, before there is anything to count.
-            known |= {catalogue.key("anomalies_total", kind): 0 for kind in KINDS}
+            known |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
             known |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
             self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
 
     def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
         if self._stream is not None:
             known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
-            self._events.append(Event(kind, step, known, **more))
+            self._events.append(RunEvent(kind, step, known, **more))
 
     def stepped(self, step: int, found: StepResult, waited_s: float) -> None:
         """Take what this rank knows of a step that is done; it waited for its data for ``waited_s``."""
@@ -118,7 +125,7 @@ class Streaming:
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
         """Take a row of metrics of all ranks, (world,) each (rank 0 has them)."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
-        self._rows.append(Row(step, time_ns, loss, learning_rate, tokens, norm, ranks))
+        self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
         """Take that a checkpoint is complete, which held up the steps for so long."""
@@ -165,7 +172,7 @@ class Streaming:
         figures = {}
         for name, ranks in (("memory_bytes", current), ("memory_peak_bytes", peak)):
             for category in ranks[0]:
-                figures[catalogue.key(name, category)] = max(rank[category] for rank in ranks)
+                figures[quantities.key(name, category)] = max(rank[category] for rank in ranks)
         self._add("memory", self._done, figures)
 
     def _collectives(
@@ -180,14 +187,14 @@ class Streaming:
             made = [rank[name] for rank in operations if name in rank]
             seconds = sum(seconds for _, seconds, _ in made)
             nbytes = sum(nbytes for *_, nbytes in made)
-            figures[catalogue.key("collective_seconds_total", name)] = seconds / len(made)
+            figures[quantities.key("collective_seconds_total", name)] = seconds / len(made)
             if math.isnan(nbytes) or not nbytes:
                 continue
-            figures[catalogue.key("collective_bytes_total", name)] = nbytes
+            figures[quantities.key("collective_bytes_total", name)] = nbytes
             before_s, before = self._before.get(name, (0.0, 0.0))
             if seconds > before_s:
                 rate = (nbytes - before) / (seconds - before_s)
-                figures[catalogue.key("collective_bytes_per_second", name)] = rate
+                figures[quantities.key("collective_bytes_per_second", name)] = rate
             self._before[name] = seconds, nbytes
         totals = Counter[str]()
         for rank in fetched:
@@ -200,7 +207,7 @@ class Streaming:
             figures["hidden_communication_ratio"] = max(0.0, 1 - exposed / total)
         self._add("collectives", self._done, figures)
 
-    def publish(self) -> list[Event]:
+    def publish(self) -> list[RunEvent]:
         """Give what has come together to the sinks, and return it (rank 0 has something)."""
         if self._stream is None:
             return []
@@ -229,7 +236,7 @@ class Streaming:
             self._flag(row, figures)
         self._data_s = math.nan
 
-    def _flag(self, row: Row, figures: Mapping[str, float]) -> None:
+    def _flag(self, row: StepRow, figures: Mapping[str, float]) -> None:
         """Tell a person, and the sinks, what is odd about a step."""
         special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
         self._skipped.discard(row.step)
@@ -237,7 +244,7 @@ class Streaming:
         for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
             self._told(anomaly, row.time_ns)
             count = self._anomalies.counts[anomaly.kind]
-            values: dict[str, float | str] = {catalogue.key("anomalies_total", anomaly.kind): count}
+            values: dict[str, float | str] = {quantities.key("anomalies_total", anomaly.kind): count}
             self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
 
     def _told(self, anomaly: Anomaly, time_ns: int) -> None:

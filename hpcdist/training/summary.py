@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.timing import Moved
+from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.strategies.core.grid import ORDER
-from hpcdist.telemetry.pss import pss_bytes
+from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training import architecture, consensus, noise, stragglers, utilisation
 from hpcdist.training.energy_summary import described
 from hpcdist.training.outcome import Outcome
@@ -254,7 +254,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     made = [rank for rank in ranks if rank["count"]]
     if not made:
         return None
-    most = {way: max(_mean(rank, way) for rank in made) for way in Moved._fields}
+    most = {way: max(_mean(rank, way) for rank in made) for way in BytesMoved._fields}
     most["shared"] = max(most["shared"], *(rank["loaded"] / rank["count"] for rank in made))
     if not math.isnan(sent):
         most["messages"] = sent
@@ -304,7 +304,7 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["communication_hidden_share"] is not None:
         lines.append(_hidden(summary["communication_hidden_share"]))
     lines += [
-        f"memory {in_units(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most",
+        f"memory {format_bytes(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most",
         *utilisation.described(summary),
         *consensus.described(summary),
         *stragglers.described(summary),
@@ -337,7 +337,7 @@ def _moved(summary: dict[str, Any]) -> str:
     moved = summary["bytes_moved_per_step"]
     if moved is None or summary["world"] == 1:
         return "one rank moves nothing" if summary["world"] == 1 else "not measured"
-    return f"{Moved(**moved).described()} a step and rank"
+    return f"{BytesMoved(**moved).described()} a step and rank"
 
 
 def _hidden(share: float) -> str:

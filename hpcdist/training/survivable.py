@@ -1,6 +1,6 @@
 """The message of a job that has outlived the death of ranks."""
 
-from hpcdist.arrays.sizes import counted
+from hpcdist.reporting.units import counted
 from hpcdist.training import architecture
 from hpcdist.training.origin import Origin
 from hpcdist.training.team import Change

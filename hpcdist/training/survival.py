@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist import errors
-from hpcdist.comm.ending import STOP_CODES, LeavingAtOnce
+from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
 from hpcdist.reporting import regular
 
 STOP_FILE = "stop"
@@ -48,7 +48,7 @@ class StopWishes:
         self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
         self._wanted = np.zeros(len(Wish))
         self._before: dict[signal.Signals, Any] = {}
-        self._at_once = LeavingAtOnce()
+        self._at_once = ImmediateExit()
         self.grow_file: Path | None = None  # looked at by one rank only, where the job can take in more
 
     def listen(self) -> None:

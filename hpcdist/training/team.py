@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm import growth
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.deaths import is_death
-from hpcdist.comm.ending import SPARES, SURVIVE, WAYS
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.launch.exit_file import SPARES, SURVIVE, SURVIVE_MODES
+from hpcdist.comm.mpi import spawn
 from hpcdist.errors import ConfigurationError, RankDiedError
 
 IDLE_S: Final = 0.05  # so often a spare looks whether it is needed
@@ -38,8 +38,8 @@ class Change:
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return how a job outlives its ranks ("" where it does not), and how many of its ranks are spares (local)."""
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
-    if mode and mode not in WAYS:
-        raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(WAYS)}, or leave it out")
+    if mode and mode not in SURVIVE_MODES:
+        raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
     if not (spares.isascii() and spares.isdecimal()) or (int(spares) and mode != "replace"):
         raise ConfigurationError(
             f"{SPARES}={spares!r}; give a number of ranks, and {SURVIVE}=replace beside it, or leave it out"
@@ -77,7 +77,7 @@ class Team:
     def wait(self) -> int:
         """Sleep as a spare until the job ends; return its exit code (local). Raises what tells of a death."""
         code = np.zeros(1)
-        growth.wait_asleep(self.everyone, IDLE_S).recv(code)
+        spawn.sleep_until_message(self.everyone, IDLE_S).recv(code)
         return int(code[0])
 
     def dismiss(self, code: int) -> None:
@@ -96,8 +96,8 @@ class Team:
         """Agree on the places of the living anew, after deaths.
 
         Spares take the places of the dead where ``mode`` is "replace"; else the places close up, and whoever lives
-        trains. Raises what `hpcdist.comm.deaths.is_death` knows when another one dies meanwhile: then everyone that is
-        left calls again.
+        trains. Raises what `hpcdist.comm.failure.rank_failures.is_rank_failure` knows when another one dies
+        meanwhile: then everyone that is left calls again.
         """
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
         before.abandon()
@@ -141,9 +141,9 @@ class Team:
         larger: Communicator | None = None
         error: Exception | None = None
         try:
-            larger = growth.spawn(self.everyone, count, NEWCOMER, "everyone")
+            larger = spawn.spawn(self.everyone, count, NEWCOMER, "everyone")
         except Exception as failure:
-            if not is_death(failure, self.everyone):
+            if not is_rank_failure(failure, self.everyone):
                 raise
             self.everyone.revoke()
             error = failure

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 
 from hpcdist import collectives, models
-from hpcdist.arrays import device
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.gpu import device
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.saving.two_phase import save_planned as save
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models import factory as models_factory
 from hpcdist.models.model import Model
-from hpcdist.models.recompute import recomputing
-from hpcdist.optim import rates, scaling
+from hpcdist.models.runtime.recompute import with_recomputation
+from hpcdist.optim import rates
 from hpcdist.strategies import build
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.core import mixed_precision
@@ -253,7 +253,7 @@ def _brought(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[d
         device.check_bfloat16()
     source = data.of_script() if given else data.open_source(recipe.data, recipe.model, comm)
     whole = given or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
-    return source, recomputing(whole) if recipe.parallel.recomputes_layers else whole
+    return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 
 def _microbatches(recipe: Recipe, grid: ProcessGrid) -> int:
@@ -290,7 +290,7 @@ def _seat(
         tensor=tensor,
         model=model,
         placement=None if plan is None else plan.placement,
-        optimizer=scaling.resolved(recipe.optimizer, recipe.run.batches),
+        optimizer=rates.resolve_rate(recipe.optimizer, recipe.run.batches),
         total_steps=recipe.run.steps,
         algorithm=selection.algorithm,
         bucket_bytes=recipe.communication.bucket_bytes,

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.dtypes import is_16bit_float
-from hpcdist.arrays.peak import matmul_flops_per_s
+from hpcdist.arrays.matmul_peak import matmul_flops_per_s
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts

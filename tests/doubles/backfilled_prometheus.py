@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.telemetry.exposition import Figures, Totals
-from hpcdist.telemetry.stream import Event, Run
+from hpcdist.telemetry.sinks.prometheus import CounterTotals, LatestFigures
+from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
 
 START_S = 60.0  # generous: a loaded machine must not fail a test
 Moment = tuple[float, Mapping[str, float]]  # Unix time, figures by their keys in the catalogue
 
 
-def openmetrics(run: Run, moments: Iterable[Moment]) -> str:
+def openmetrics(run: RunInfo, moments: Iterable[Moment]) -> str:
     """Return what the exporter shows at each moment, with its time."""
-    shown = Figures(run, Totals(run.directory / "none"))
+    shown = LatestFigures(run, CounterTotals(run.directory / "none"))
     families: dict[str, list[str]] = {}
     for at, values in moments:
-        shown.update([Event("step", 0, values)])
+        shown.update([RunEvent("step", 0, values)])
         for metric in shown.collect():
             for sample in metric.samples:
                 labels = ",".join(f"{name}={json.dumps(value)}" for name, value in sample.labels.items())

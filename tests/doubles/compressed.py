@@ -3,9 +3,9 @@
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.compression.compressor import Compressor, Key
+from hpcdist.compression.compressor import Compressor, RandomKey
 
-KEY = Key(seed=0x123456789ABCDEF, step=17, rank=3, tensor=5)
+KEY = RandomKey(seed=0x123456789ABCDEF, step=17, rank=3, tensor=5)
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = 2.0**-149
 
@@ -36,7 +36,7 @@ def values() -> dict[str, np.ndarray]:
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
-def encoded(compressor: Compressor, given: Array, key: Key = KEY, fill: int = 0xAA) -> np.ndarray:
+def encoded(compressor: Compressor, given: Array, key: RandomKey = KEY, fill: int = 0xAA) -> np.ndarray:
     """Return the payload of numpy values, in memory that held something else before."""
     payload = np.full(compressor.payload_bytes(given.size), fill, np.uint8)
     compressor.encode(given, payload, key)
@@ -50,7 +50,7 @@ def decoded(compressor: Compressor, payload: np.ndarray, n: int) -> np.ndarray:
     return out
 
 
-def through(compressor: Compressor, given: np.ndarray, key: Key = KEY) -> np.ndarray:
+def through(compressor: Compressor, given: np.ndarray, key: RandomKey = KEY) -> np.ndarray:
     """Return what is left of values on the other side."""
     return decoded(compressor, encoded(compressor, given, key), given.size)
 

@@ -9,9 +9,9 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.layout import Layout
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.core.rank_context import RankContext
@@ -55,7 +55,7 @@ def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
     for op in exchange.plan():
         if op.kind is Kind.AGREE:
             norm_squared = float(exchange.agree(np.array([exchange.norm_squared()]))[0])
-            exchange.begin_update(clip.clip_scale(norm_squared, exchange.seat.optimizer.clip_norm))
+            exchange.begin_update(norms.clip_scale(norm_squared, exchange.seat.optimizer.clip_norm))
         else:
             exchange.carries_out[op.kind](op)
     return float(norm_squared**0.5)

@@ -11,10 +11,10 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.low_precision import round_into, widen
+from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compression.compressor import Key
+from hpcdist.compression.compressor import RandomKey
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import server_exchange
@@ -181,7 +181,7 @@ class OneProcess:
         if self.case.config.error_feedback:
             given = (self.residual[voice, where.slice] + values).astype(np.float32)
         payload = np.zeros(self.made.payload_bytes(given.size), np.uint8)
-        key = Key(SEED, self.steps, 0 if self.case.name in SUMMED else voice, where.start // 16)
+        key = RandomKey(SEED, self.steps, 0 if self.case.name in SUMMED else voice, where.start // 16)
         self.made.encode(given, payload, key)
         out = np.empty_like(given)
         self.made.decode(payload, out)

@@ -23,7 +23,14 @@ import numpy as np
 
 H2D, D2H, SYNCHRONISE = "to device", "to host", "synchronise"
 # Frames that only pass a call on: the site is the one above them.
-_QUIET = (__file__, cuda_double.__file__, "/arrays/backend.py", "/arrays/device.py", "/arrays/staging.py", "/numpy/")
+_QUIET = (
+    __file__,
+    cuda_double.__file__,
+    "/arrays/backend.py",
+    "/arrays/gpu/device.py",
+    "/arrays/gpu/staging.py",
+    "/numpy/",
+)
 
 
 @dataclass(frozen=True)
@@ -588,7 +595,7 @@ __all__ = [
 
 
 def module() -> ModuleType:
-    """Return the double as the module that `hpcdist.arrays.device.cupy` would import: the names of cupy, no others."""
+    """Return the double as the module that `hpcdist.arrays.gpu.device.cupy` would import, with names of cupy alone."""
     made = ModuleType("cupy")
     vars(made).update({name: globals()[name] for name in __all__})
     return made

@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.collectives import device_shared, nccl
+from hpcdist.collectives.gpu import nccl, peer_memory
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 
@@ -17,7 +17,7 @@ COUNTS = (1, 1000, (9 << 20) + 5)  # the last one in several segments
 def main() -> None:
     session = start.start("gpu")
     comm, algorithm = session.comm, sys.argv[1]
-    said: dict[str, object] = {"ranks": comm.size, "shared": device_shared.refusal(comm)}
+    said: dict[str, object] = {"ranks": comm.size, "shared": peer_memory.refusal(comm)}
     assert session.device_pointers is not None
     said |= {"pointers": sorted(session.device_pointers.operations), "reason": session.device_pointers.reason}
     if algorithm == "refusal":

@@ -17,13 +17,13 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.models import split
-from hpcdist.models.arena import Arena
+from hpcdist.comm.start import Session
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.dropout import Draw
-from hpcdist.models.encoder import predictions
+from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.runtime import split_backward
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.training import recipe as recipes
@@ -73,7 +73,7 @@ def batches_of(case: str, rng: np.random.Generator) -> Batches:
         elif config.kind == "encoder":
             tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"])).astype(np.uint8)
             targets = np.full(tokens.shape, IGNORED)
-            targets[:, 2 : 2 + predictions(inputs["context"])] = 5
+            targets[:, 2 : 2 + masked_predictions(inputs["context"])] = 5
             found.append((tokens, targets))
         else:
             features = inputs.get(
@@ -128,7 +128,7 @@ class ModelRun:
 
         Memory that nobody holds any more is spoiled in between.
         """
-        model, two_passes = self.model, split.splitting(self.model.operations)
+        model, two_passes = self.model, split_backward.split_operations(self.model.operations)
         stages = list(zip(model.stages, self.parameters, self.into, strict=True))[::-1]
         for stage in self.into:
             stage.begin_step()
@@ -142,7 +142,7 @@ class ModelRun:
             for stage, views, into in stages:
                 saved = self.arena.saved(stage.layer, number)
                 d = stage.backward(views, into, d, two_passes, saved)
-                split.narrow(saved)
+                split_backward.release_first_pass(saved)
             self._spoil()
             if together:
                 self._weights(number, stages)
@@ -155,7 +155,7 @@ class ModelRun:
     def _weights(self, number: int, stages: list) -> None:
         for stage, views, into in stages:
             saved = self.arena.saved(stage.layer, number)
-            split.weight_gradients(dict.fromkeys(views), into, self.model.operations, saved)
+            split_backward.weight_gradients(dict.fromkeys(views), into, self.model.operations, saved)
             saved.release()
             self._spoil()
 

@@ -69,17 +69,17 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
         {
             (gpu.H2D, "source.place"): 2,
             (gpu.D2H, "stages.losses"): int(any(op.microbatch < samples for op in forwards)),
-            (gpu.D2H, "clip.sum_of_squares"): int(bool(normed)),
-            (gpu.D2H, "segmentwise.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
+            (gpu.D2H, "norms.sum_of_squares"): int(bool(normed)),
+            (gpu.D2H, "base.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
             (gpu.H2D, "handover._take_back"): 0 if pointers else to_device,
             (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
             (gpu.SYNCHRONISE, "handover.incoming"): to_device if pointers else 0,
             (gpu.SYNCHRONISE, "handover.both"): 0 if pointers else both,
-            (gpu.D2H, "staged._fill"): messages[STAGED],
-            (gpu.SYNCHRONISE, "staged.staged_allreduce"): messages[STAGED],
-            (gpu.H2D, "staged.staged_allreduce"): messages[STAGED],
-            (gpu.SYNCHRONISE, "booking.done"): 1 + sum(a != b for a, b in pairwise(phases)),
+            (gpu.D2H, "staging._fill"): messages[STAGED],
+            (gpu.SYNCHRONISE, "staging.staged_allreduce"): messages[STAGED],
+            (gpu.H2D, "staging.staged_allreduce"): messages[STAGED],
+            (gpu.SYNCHRONISE, "observers.done"): 1 + sum(a != b for a, b in pairwise(phases)),
         }
     )

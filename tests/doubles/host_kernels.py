@@ -7,17 +7,17 @@ import cupy_double
 import numpy as np
 import pytest
 
-from hpcdist.arrays import device, fused
+from hpcdist.arrays.gpu import device, kernels
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Let ``modules`` take every array for one of a GPU, and kernels take numpy's."""
-    passed, made = fused._passed, cupy_double.module()
+    passed, made = kernels._kernel_argument, cupy_double.module()
 
     def shown(name: str, arg: Any, real: Any) -> Any:
         return passed(name, cupy_double._device(arg) if isinstance(arg, np.ndarray) else arg, real)
 
     for module in modules:
         monkeypatch.setattr(module, "is_device", lambda array: True)
-    monkeypatch.setattr(fused, "_passed", shown)
+    monkeypatch.setattr(kernels, "_kernel_argument", shown)
     monkeypatch.setattr(device, "cupy", lambda: made)

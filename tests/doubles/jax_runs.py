@@ -11,7 +11,7 @@ from rank_runs import abort, state
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
+from hpcdist.comm.start import Session
 from hpcdist.models.model import Model
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import own_samples

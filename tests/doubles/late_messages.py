@@ -11,9 +11,8 @@ import pytest
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Request
-from hpcdist.comm.delivery import deliver
-from hpcdist.comm.mailbox import Posted
-from hpcdist.comm.threads import ThreadCommunicator
+from hpcdist.comm.threads.communicator import ThreadCommunicator
+from hpcdist.comm.threads.group import PostedReceive, deliver
 
 
 class _Late:
@@ -37,7 +36,7 @@ class _Late:
 
 
 class _Receive:
-    def __init__(self, comm: ThreadCommunicator, message: Array, posted: Posted) -> None:
+    def __init__(self, comm: ThreadCommunicator, message: Array, posted: PostedReceive) -> None:
         self._comm, self._message, self._posted = comm, message, posted
 
     def test(self) -> bool:

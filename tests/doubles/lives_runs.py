@@ -6,10 +6,10 @@ from typing import Any
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.thread_deaths import Death
-from hpcdist.comm.threads import run_threads
-from hpcdist.telemetry import metrics
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.group import RankDeath
+from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training import chaos_faults, directory
 from hpcdist.training import recipe as recipes
 from hpcdist.training.job import Job
@@ -68,7 +68,7 @@ def survive(
     spares: int = 0,
     ranks_per_node: int | None = None,
     resume: str = "never",
-) -> metrics.Metrics:
+) -> step_metrics.MetricsData:
     """Train on ``size`` threads, of which chaos may kill some; return the metrics that the living have written."""
     recipe = recipe_of(path, keys)
     mode = "replace" if spares else "shrink"
@@ -87,8 +87,8 @@ def survive(
     finally:
         chaos_faults.die = before
     assert {code for code in codes if code is not None} == {0}
-    return metrics.read(out / "metrics.h5")
+    return step_metrics.read(out / "metrics.h5")
 
 
 def _die() -> None:
-    raise Death
+    raise RankDeath

@@ -1,9 +1,18 @@
 """A made-up plan: a model, a cluster and an estimate with round numbers, for what shows them."""
 
-from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Site, Storage
-from hpcdist.planner.description import Description, Unit
-from hpcdist.planner.estimate import Energy, Estimate, Memory, Run, Timing, Work
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster.hardware import (
+    Cluster,
+    ClusterNode,
+    ClusterSite,
+    ClusterStorage,
+    Device,
+    EfficiencyCurve,
+    FailureRates,
+    LinkLevel,
+)
+from hpcdist.planner.estimate import FlopEstimate, MemoryEstimate, PlanEstimate, RunEstimate, StepEnergy, TimeEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import ModelDescription, ModelUnit
 
 GB = 1e9
 
@@ -14,22 +23,22 @@ CLUSTER = Cluster(
     device=Device(
         name="card",
         peak_flops={"bfloat16": 300e12},
-        matmul={"bfloat16": Curve(sizes=(64.0, 4096.0), shares=(0.1, 0.8))},
+        matmul={"bfloat16": EfficiencyCurve(sizes=(64.0, 4096.0), shares=(0.1, 0.8))},
         memory_bytes=80 * 2.0**30,
         memory_bytes_per_s=2e12,
         idle_w=60.0,
         peak_w=400.0,
     ),
-    node=Node(devices=8, host_w=1000.0),
+    node=ClusterNode(devices=8, host_w=1000.0),
     levels=(
-        Level(name="inside", devices=8, latency_s=2e-6, bytes_per_s=300e9),
-        Level(name="between", devices=0, latency_s=5e-6, bytes_per_s=25e9),
+        LinkLevel(name="inside", devices=8, latency_s=2e-6, bytes_per_s=300e9),
+        LinkLevel(name="between", devices=0, latency_s=5e-6, bytes_per_s=25e9),
     ),
-    storage=Storage(
+    storage=ClusterStorage(
         write_bytes_per_s=1e11, read_bytes_per_s=1e11, node_write_bytes_per_s=5e9, node_read_bytes_per_s=5e9
     ),
-    failures=Failures(node_mtbf_s=3e7, restart_s=300.0),
-    site=Site(
+    failures=FailureRates(node_mtbf_s=3e7, restart_s=300.0),
+    site=ClusterSite(
         pue=1.1,
         carbon_g_per_kwh=400.0,
         carbon_source="assumption",
@@ -38,13 +47,13 @@ CLUSTER = Cluster(
     ),
 )
 
-DESCRIPTION = Description(
-    name="model", units=(Unit(name="block", count=10, parameters=100_000_000),), tokens=1000, width=64
+DESCRIPTION = ModelDescription(
+    name="model", units=(ModelUnit(name="block", count=10, parameters=100_000_000),), tokens=1000, width=64
 )
 
-LAYOUT = Layout(data=4, pipeline=2, tensor=8, schedule="1f1b", recompute="selective", sequence_parallel=True)
+LAYOUT = ParallelLayout(data=4, pipeline=2, tensor=8, schedule="1f1b", recompute="selective", sequence_parallel=True)
 
-MEMORY = Memory(
+MEMORY = MemoryEstimate(
     terms={
         "parameters": 5 * GB,
         "gradients": 10 * GB,
@@ -59,7 +68,7 @@ MEMORY = Memory(
     stage=1,
 )
 
-TIMING = Timing(
+TIMING = TimeEstimate(
     terms={"forward": 2.0, "backward": 4.0, "recompute": 0.0, "tensor": 1.0, "bubble": 2.0, "data": 0.5, "update": 0.5},
     hidden_s=0.25,
     bubble=0.2,
@@ -67,7 +76,7 @@ TIMING = Timing(
     algorithms={"tensor": "ring", "data": "hierarchical"},
 )
 
-RUN = Run(
+RUN = RunEstimate(
     steps=10_000,
     work_s=100_000.0,
     wall_s=110_000.0,
@@ -82,15 +91,17 @@ RUN = Run(
     currency="EUR",
 )
 
-ESTIMATE = Estimate(
+ESTIMATE = PlanEstimate(
     layout=LAYOUT,
     global_batch=512,
     tokens=512_000,
     parameters=DESCRIPTION.parameters,
     memory=MEMORY,
     timing=TIMING,
-    work=Work(model_flops=64 * 1e15, hardware_flops=64 * 1.2e15, exact_flops=64 * 0.9e15, executed_flops=64 * 1.1e15),
-    energy=Energy(terms={"devices": 250e3, "hosts": 80e3, "network": 0.0, "cooling": 30e3}, device_w=390.0),
+    work=FlopEstimate(
+        model_flops=64 * 1e15, hardware_flops=64 * 1.2e15, exact_flops=64 * 0.9e15, executed_flops=64 * 1.1e15
+    ),
+    energy=StepEnergy(terms={"devices": 250e3, "hosts": 80e3, "network": 0.0, "cooling": 30e3}, device_w=390.0),
     run=RUN,
     peak_flops=64 * 300e12,
     flags=("the curve is an assumption",),

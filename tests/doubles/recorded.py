@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcdist.comm import recordfile, spanfile
-from hpcdist.comm.clocks import Hosts, Reading
-from hpcdist.comm.recordfile import POINT_TO_POINT
+from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
+from hpcdist.comm.record.flight_file import POINT_TO_POINT
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import clocks as table
+from hpcdist.telemetry.metrics import side_tables as table
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Rank:
         (folder / f"rank-{self.rank:05d}.rec").write_bytes(self._record(capacity, finished))
 
     def _spans(self, capacity: int) -> bytearray:
-        data = bytearray(spanfile.size_bytes(capacity))
-        spanfile.HEADER.pack_into(
-            data, 0, spanfile.MAGIC, spanfile.VERSION, self.rank, self.world, capacity, self.host.wall_ns,
+        data = bytearray(spans.size_bytes(capacity))
+        spans.HEADER.pack_into(
+            data, 0, spans.MAGIC, spans.VERSION, self.rank, self.world, capacity, self.host.wall_ns,
             self.host.own_ns(0), self.host.name.encode(), f"boot of {self.host.name}".encode(),
         )  # fmt: skip
         labels: dict[tuple[str, str], int] = {}
@@ -61,20 +61,20 @@ class Rank:
             if (phase, name) not in labels:
                 labels[phase, name] = len(labels)
                 text = name.encode()
-                at = spanfile.TEXTS + used
-                spanfile.TEXT.pack_into(data, at, spanfile.PHASES.index(phase), len(text))
-                data[at + spanfile.TEXT.size : at + spanfile.TEXT.size + len(text)] = text
-                used += spanfile.TEXT.size + len(text)
-            at = spanfile.RING + index % capacity * spanfile.SPAN.size
+                at = spans.TEXTS + used
+                spans.TEXT.pack_into(data, at, spans.PHASES.index(phase), len(text))
+                data[at + spans.TEXT.size : at + spans.TEXT.size + len(text)] = text
+                used += spans.TEXT.size + len(text)
+            at = spans.RING + index % capacity * spans.SPAN.size
             own = self.host.own_ns
-            spanfile.SPAN.pack_into(data, at, index, own(begin), own(end), step, labels[phase, name], -1, -1)
-        data[spanfile.TEXT_USED * 8 : spanfile.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
+            spans.SPAN.pack_into(data, at, index, own(begin), own(end), step, labels[phase, name], -1, -1)
+        data[spans.TEXT_USED * 8 : spans.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
         return data
 
     def _record(self, capacity: int, finished: bool) -> bytearray:
-        data = bytearray(recordfile.size_bytes(capacity))
-        recordfile.HEADER.pack_into(
-            data, 0, recordfile.MAGIC, recordfile.VERSION, self.rank, self.world, 1, capacity, 0, self.host.wall_ns,
+        data = bytearray(flight_file.size_bytes(capacity))
+        flight_file.HEADER.pack_into(
+            data, 0, flight_file.MAGIC, flight_file.VERSION, self.rank, self.world, 1, capacity, 0, self.host.wall_ns,
             self.host.own_ns(0), self.host.name.encode(),
         )  # fmt: skip
         labels: dict[str, int] = {}
@@ -84,23 +84,23 @@ class Rank:
             text = f"{comm}\t{op}\tfloat32"
             if text not in labels:
                 labels[text] = len(labels) + 1
-                at = recordfile.TEXTS + used
-                recordfile.TEXT.pack_into(data, at, recordfile.LABEL, len(text))
-                data[at + recordfile.TEXT.size : at + recordfile.TEXT.size + len(text)] = text.encode()
-                used += recordfile.TEXT.size + len(text)
+                at = flight_file.TEXTS + used
+                flight_file.TEXT.pack_into(data, at, flight_file.LABEL, len(text))
+                data[at + flight_file.TEXT.size : at + flight_file.TEXT.size + len(text)] = text.encode()
+                used += flight_file.TEXT.size + len(text)
             numbers[comm, op in POINT_TO_POINT] += 1
             own_begin, own_end = self.host.own_ns(begin), 0 if end is None else self.host.own_ns(end)
             last = max(last, own_begin, own_end)
-            at = recordfile.RING + index % capacity * recordfile.RECORD.size
-            recordfile.RECORD.pack_into(
+            at = flight_file.RING + index % capacity * flight_file.RECORD.size
+            flight_file.RECORD.pack_into(
                 data, at, index, own_begin, own_end, numbers[comm, op in POINT_TO_POINT], sent // 4, sent, 0,
                 labels[text], peer, tag,
             )  # fmt: skip
-        data[recordfile.BEAT * 8 : recordfile.BEAT * 8 + 8] = last.to_bytes(8, "little", signed=True)
-        data[recordfile.TEXT_USED * 8 : recordfile.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
+        data[flight_file.BEAT * 8 : flight_file.BEAT * 8 + 8] = last.to_bytes(8, "little", signed=True)
+        data[flight_file.TEXT_USED * 8 : flight_file.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
         if finished:
-            at = recordfile.NOTES + recordfile.KINDS.index("finished") * recordfile.NOTE_BYTES
-            recordfile.NOTE.pack_into(data, at, last + 1, 0)
+            at = flight_file.NOTES + flight_file.KINDS.index("finished") * flight_file.NOTE_BYTES
+            flight_file.NOTE.pack_into(data, at, last + 1, 0)
         return data
 
 
@@ -110,13 +110,13 @@ def write_clocks(
     """Write the table of clocks, measured at the true ``times``; each offset is wrong by ``error()``."""
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     first = hosts[0]
-    told = Hosts(
+    told = HostTable(
         tuple(hosts.index(rank.host) for rank in ranks),
         tuple(host.name for host in hosts),
         tuple(f"boot of {host.name}" for host in hosts),
     )
     readings = [
-        Reading(
+        ClockReading(
             place,
             first.own_ns(t),
             host.own_ns(t) - first.own_ns(t) + (error() if place else 0),
@@ -126,7 +126,7 @@ def write_clocks(
         for place, host in enumerate(hosts)
     ]
     with files.edit(run_dir / "metrics.h5", "hpcdist.metrics", 1) as file:
-        table.append(file, 0, told, readings, first.wall_ns - first.own_ns(0))
+        table.append_clocks(file, 0, told, readings, first.wall_ns - first.own_ns(0))
 
 
 @dataclass

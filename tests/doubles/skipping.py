@@ -9,8 +9,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.models.mlp import Dense
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.models.classifiers import Dense
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist.batch import ledger
-from hpcdist.comm import mpirun
-from hpcdist.telemetry import metrics
+from hpcdist.comm.launch import mpirun
+from hpcdist.telemetry.metrics import step_metrics
 
 # How the jobs of each MPI are started: with the srun of Slurm, and with the launcher of its own.
 SITES = {
@@ -34,7 +34,7 @@ def newest(run_dir: Path) -> int:
 
 def same_bits(one: Path, two: Path) -> bool:
     """Whether two runs have had the same losses and have the same parameters."""
-    losses = [metrics.read(run / metrics.METRICS_FILE).steps["loss"] for run in (one, two)]
+    losses = [step_metrics.read(run / step_metrics.METRICS_FILE).steps["loss"] for run in (one, two)]
     return np.array_equal(*losses) and tensors(one) == tensors(two)
 
 

@@ -16,8 +16,7 @@ import pytest
 from rank_runs import trainer_of
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import ThreadCommunicator, run_threads
+from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads, solo
 from hpcdist.training.trainer import Trainer
 
 WARM = 3  # steps after which everything is there; the second has the first gradient that is summed up late

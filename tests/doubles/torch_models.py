@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator

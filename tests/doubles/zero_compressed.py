@@ -14,9 +14,9 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.compression.blockwise import Blockwise
-from hpcdist.compression.compressor import Key
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.quantise.uniform import Blockwise
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.config import CompressionConfig
@@ -201,7 +201,7 @@ class Defined:
             given = values[where.slice].astype(np.float32)
             if self.config.error_feedback:
                 given = given + self.owed[rank, where.slice]
-            key = Key(SEED, step - 1 + (micro << 24), 0 if self.name == "randomk" else rank, where.start // 16)
+            key = RandomKey(SEED, step - 1 + (micro << 24), 0 if self.name == "randomk" else rank, where.start // 16)
             payload = np.zeros(self.compressor.payload_bytes(where.size), np.uint8)
             self.compressor.encode(given, payload, key)
             got = np.zeros(where.size, np.float32)
@@ -324,7 +324,7 @@ def rounded(
             for part in {tuple(own)[level + 1] for own in cuts}:
                 for _, where in layout.within(part):
                     payload = np.zeros(way.payload_bytes(where.size), np.uint8)
-                    way.encode(found[where.slice].copy(), payload, Key(0, 0, 0, 0))
+                    way.encode(found[where.slice].copy(), payload, RandomKey(0, 0, 0, 0))
                     way.decode(payload, found[where.slice])
                     found[where.slice] = found[where.slice].astype(dtype)
     return found

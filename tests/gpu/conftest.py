@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.errors import MissingCapabilityError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.arrays import backend, device, ipc, staging
-from hpcdist.collectives import device_shared, nccl, staged
-from hpcdist.collectives.native import native_allreduce
-from hpcdist.comm import cuda_aware, mpirun
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device, ipc, staging
+from hpcdist.collectives.gpu import nccl, peer_memory
+from hpcdist.collectives.gpu import staging as gpu_staging
+from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import OPERATIONS
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.mpi import cuda_aware
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 COUNT = (1 << 20) + 3
@@ -50,7 +53,7 @@ def one_gpu(cupy: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("segment_bytes", [1 << 16, 1 << 20, 1 << 30])
 def test_segments_through_pinned_memory(segment_bytes: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(gpu_staging, "SEGMENT_BYTES", segment_bytes)
     for _ in range(3):  # the blocks are used again
         reduced(3, lambda comm, buffer: collectives.allreduce(comm, buffer, "ring"), dtype)
     assert not staging.refusal()
@@ -68,7 +71,7 @@ def test_a_copy_to_pinned_memory_is_not_waited_for(cupy: ModuleType) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_kernels_read_the_memory_of_the_others(cupy: ModuleType, ranks: int, dtype: str) -> None:
     one_gpu(cupy)
-    reduced(ranks, device_shared.device_shared_allreduce, dtype)
+    reduced(ranks, peer_memory.device_shared_allreduce, dtype)
 
 
 def test_memory_of_a_pool_is_not_exported(cupy: ModuleType) -> None:
@@ -137,9 +140,9 @@ def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Whatever MPI this is: the probe ends, and device pointers are then used in what it allows."""
     monkeypatch.delenv(cuda_aware.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    verdict = cuda_aware.probed()
+    verdict = cuda_aware.probe_cached()
     assert len(list((tmp_path / "hpcdist" / "device_pointers").iterdir())) == 1
-    again = cuda_aware.probed()
+    again = cuda_aware.probe_cached()
     assert again.operations == verdict.operations and again.reason.startswith(f"{verdict.reason}; found on ")
     assert verdict.operations <= set(OPERATIONS) and verdict.reason
     found = job(2, "native")
@@ -147,4 +150,4 @@ def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_staged_and_native_agree() -> None:
-    reduced(2, lambda comm, buffer: staged.staged_allreduce(native_allreduce, comm, buffer))
+    reduced(2, lambda comm, buffer: gpu_staging.staged_allreduce(native_allreduce, comm, buffer))

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.energy.sources import nvml
 from hpcdist.energy.sources.counters import CounterReader, IntegratedPower
 from hpcdist.errors import MissingCapabilityError

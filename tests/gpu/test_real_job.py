@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gpu_runs import write_text
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import HpcdistError
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_pipeline.py"

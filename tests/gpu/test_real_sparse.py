@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression import sparse
-from hpcdist.compression.compressor import Compressor, Key
-from hpcdist.compression.dgc import Dgc
-from hpcdist.compression.onebit import Moments, OneBitAdam
-from hpcdist.compression.powersgd import LowRank
-from hpcdist.compression.randomk import RandomK
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.powersgd import PowerSgd
+from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
+from hpcdist.compression.sparsify import coo
+from hpcdist.compression.sparsify.dgc import DeepGradientCompression
+from hpcdist.compression.sparsify.randomk import RandomK
+from hpcdist.compression.sparsify.topk import TopK
 
 BYTES, REAL = np.dtype(np.uint8), np.dtype(np.float32)
 N = 100_003
@@ -27,7 +27,7 @@ def test_compressors(cupy: ModuleType, compressor: Compressor, levels: int, rng:
     found = {}
     for on in ("cpu", "gpu"):
         payload, out = backend.empty(compressor.payload_bytes(N), BYTES, on), backend.empty(N, REAL, on)
-        compressor.encode(backend.place(values, on), payload, Key(1 << 40, 2, 0, 3))
+        compressor.encode(backend.place(values, on), payload, RandomKey(1 << 40, 2, 0, 3))
         compressor.decode(payload, out)
         compressor.add(payload, out, 0.5)
         found[on] = backend.to_host(payload).tobytes(), backend.to_host(out).tobytes()
@@ -38,18 +38,18 @@ def test_sums_of_sparse_payloads(cupy: ModuleType, rng: np.random.Generator) -> 
     compressor = TopK(density=0.05)
     payloads = np.empty((4, compressor.payload_bytes(N)), np.uint8)
     for payload in payloads:
-        compressor.encode(rng.standard_normal(N).astype(np.float32), payload, Key(0, 0, 0, 0))
+        compressor.encode(rng.standard_normal(N).astype(np.float32), payload, RandomKey(0, 0, 0, 0))
     found = {}
     for on in ("cpu", "gpu"):
         out = backend.empty(N, REAL, on)
-        sparse.accumulate(backend.place(payloads.reshape(-1), on), [payload.size for payload in payloads], out)
+        coo.accumulate(backend.place(payloads.reshape(-1), on), [payload.size for payload in payloads], out)
         found[on] = backend.to_host(out).tobytes()
     assert found["gpu"] == found["cpu"]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dgc(cupy: ModuleType, nesterov: bool, rng: np.random.Generator) -> None:
-    states = {on: Dgc(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu")}
+    states = {on: DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu")}
     payloads = {on: backend.empty(8 * 300, BYTES, on) for on in states}
     for _ in range(4):
         gradient = rng.standard_normal(N).astype(np.float32)
@@ -62,7 +62,7 @@ def test_dgc(cupy: ModuleType, nesterov: bool, rng: np.random.Generator) -> None
 
 
 def test_one_bit_adam(cupy: ModuleType, rng: np.random.Generator) -> None:
-    states = {on: OneBitAdam(N, 0, 1, Moments(), on=on) for on in ("cpu", "gpu")}
+    states = {on: OneBitAdam(N, 0, 1, AdamMoments(), on=on) for on in ("cpu", "gpu")}
     gradients = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]
     outs = {}
     for on, state in states.items():
@@ -71,9 +71,9 @@ def test_one_bit_adam(cupy: ModuleType, rng: np.random.Generator) -> None:
         payload, outs[on] = backend.empty(state.own_places[0].size, BYTES, on), backend.empty(N, REAL, on)
         for number, gradient in enumerate(gradients[1:]):
             state.accumulate(backend.place(gradient, on))
-            state.encode_worker(0, payload, Key(0, number, 0, 0))
+            state.encode_worker(0, payload, RandomKey(0, number, 0, 0))
             state.add_worker(payload)
-            state.encode_server(payload, Key(0, number, 0, 1))
+            state.encode_server(payload, RandomKey(0, number, 0, 1))
             state.receive(0, payload)
         state.direction(outs[on])
     got, want = backend.to_host(outs["gpu"]), outs["cpu"]
@@ -82,7 +82,7 @@ def test_one_bit_adam(cupy: ModuleType, rng: np.random.Generator) -> None:
 
 def test_powersgd(cupy: ModuleType, rng: np.random.Generator) -> None:
     rows, columns, rank = 300, 200, 4
-    states = {on: LowRank((rows, columns), rank, seed=1, tensor=2, on=on) for on in ("cpu", "gpu")}
+    states = {on: PowerSgd((rows, columns), rank, seed=1, tensor=2, on=on) for on in ("cpu", "gpu")}
     for _ in range(3):
         matrix = (rng.standard_normal((rows, 3)) @ rng.standard_normal((3, columns))).astype(np.float32).reshape(-1)
         for on, state in states.items():

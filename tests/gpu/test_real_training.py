@@ -10,9 +10,10 @@ from gpu_products import PRODUCTS
 from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
 from hpcdist import collectives
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}
 NOISE = ("qkv.bias",)  # the true gradient of the keys' bias is zero: under Adam it is noise in any order of summation

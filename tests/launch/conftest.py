@@ -17,7 +17,7 @@ import pytest
 
 import hpcdist
 from hpcdist.batch import resources
-from hpcdist.comm import launcher, mpirun
+from hpcdist.comm.launch import environment, mpirun
 from hpcdist.errors import MissingCapabilityError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
@@ -78,7 +78,7 @@ def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="session")
 def mpi() -> mpirun.Launcher:
     """The mpirun of this environment."""
-    if launcher.announced() is not None:
+    if environment.launch_environment() is not None:
         pytest.skip("launch tests start mpirun themselves, and this process is a rank already")
     try:
         return mpirun.find()

@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hpcdist.checkpoint.verify import verify
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 LIMIT_S = 240  # generous: a loaded machine must not fail a test
 ROWS, FEATURES, CLASSES, RATE = 30, 7, 5, 0.05

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import collectives_file
+from hpcdist.bench.collectives import results
 from hpcdist.errors import STORAGE, USAGE
 
 LIMIT_S = 120.0
@@ -73,7 +73,7 @@ def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path
     environment = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = collectives_file.read(output).configurations
+    found = results.read(output).configurations
     assert {one.key.implementation for one in found} == {"hpcdist", "Here"}
     assert {"default", "default, to a result"} == {
         one.key.algorithm for one in found if one.key.implementation == "Here"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.bench import results
+from hpcdist.bench.sweep import results
 
 LIMIT_S = 120.0
 pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]

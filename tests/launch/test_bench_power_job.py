@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.bench import power_report, results
+from hpcdist.bench.power import report
+from hpcdist.bench.sweep import results
 
 LIMIT_S = 300
 FOUND_W, FREE_W, POWER_W = 700, 600, (300, 30)
@@ -103,7 +104,7 @@ def test_two_limits_and_none(folder: Path, environment: dict[str, str]) -> None:
     again = hpcdist(folder, environment, *asked, "--change-limits")
     assert again.returncode == 0 and "3 ok, 0 failed, 0 left" in again.stderr and "repeat" not in again.stderr
     assert "recommended: 30 W: " in again.stdout and "of one repeat, whose noise nobody knows" in again.stdout
-    table = power_report.report(kept, "energy")
+    table = report.report(kept, "energy")
     assert table.row("30 W").verdict != "dominated" and table.chosen.name == "30 W"
 
 

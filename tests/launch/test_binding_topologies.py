@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.comm import binding, mpirun
-from hpcdist.comm.binding import Bound, Node
+from hpcdist.comm.launch import core_binding, mpirun
+from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
 
 LIMIT_S = 60
-Mapped = Callable[[Path, Bound], list[set[int]] | None]
+Mapped = Callable[[Path, CoreBinding], list[set[int]] | None]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,7 +53,7 @@ def topology(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[[int, int, int], 
 def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
     """``mapped(topology, bound)`` -> the cores of each rank of a node, None where mpirun ends with an error."""
 
-    def run(topology: Path, bound: Bound) -> list[set[int]] | None:
+    def run(topology: Path, bound: CoreBinding) -> list[set[int]] | None:
         each = bound.ranks_per_node
         only = ["--prtemca", "hwloc_use_topo_file", str(topology), "--rtos", "donotlaunch", "--display", "map-devel"]
         line = [str(mpi.path), *only, "--host", f"localhost:{each}", "-n", str(each)]
@@ -86,8 +86,8 @@ def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
 )
 def test_each_rank_gets_its_own(topology, mapped: Mapped, sockets, cores, threads, each, asked, expected) -> None:
     count = sockets * cores
-    here = Node(tuple(tuple(range(core, count * threads, count)) for core in range(count)), (cores,) * sockets)
-    bound = binding.bound(each, asked, here, job(count * threads))
+    here = NodeCores(tuple(tuple(range(core, count * threads, count)) for core in range(count)), (cores,) * sockets)
+    bound = core_binding.bind_ranks(each, asked, here, job(count * threads))
     assert bound.cores == expected
     found = mapped(topology(sockets, cores, threads), bound)
     assert found is not None and [len(own) for own in found] == [expected] * each
@@ -100,7 +100,7 @@ def test_each_rank_gets_its_own(topology, mapped: Mapped, sockets, cores, thread
 )
 def test_what_mpirun_would_refuse_is_not_asked(topology, mapped: Mapped, sockets, cores, each, asked) -> None:
     count = sockets * cores
-    here = Node(tuple((core,) for core in range(count)), (cores,) * sockets)
-    bound = binding.bound(each, asked, here, job(max(count, each * asked)))
+    here = NodeCores(tuple((core,) for core in range(count)), (cores,) * sockets)
+    bound = core_binding.bind_ranks(each, asked, here, job(max(count, each * asked)))
     assert bound.cores is None and bound.reason
-    assert mapped(topology(sockets, cores, 1), Bound(each, asked)) is None
+    assert mapped(topology(sockets, cores, 1), CoreBinding(each, asked)) is None

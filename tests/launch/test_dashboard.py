@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpcdist.arrays.ledger import CATEGORIES
+from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.batch import resources
 from hpcdist.energy.sources.utilisation import SHARES
-from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.anomalies import KINDS
-from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
-from hpcdist.telemetry.jobs import OWNER
-from hpcdist.telemetry.stream import Run
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.provenance import OWNER_VARIABLES
+from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
 from backfilled_prometheus import Server, backfilled, openmetrics
@@ -55,7 +55,7 @@ def figures(number: int, at: float, began: float, rng: np.random.Generator) -> d
     for name, quantity in QUANTITIES.items():
         for label in LABELS[quantity.label] if quantity.label else ("",):
             value = number * rng.uniform(0.99, 1.01) if quantity.kind == COUNTER else float(rng.uniform(0.5, 1))
-            found[catalogue.key(name, label)] = value
+            found[quantities.key(name, label)] = value
     found |= {"start_timestamp_seconds": began, "last_step_timestamp_seconds": at - 1}
     flags = {name: float(number >= ODD) for name in found if name.startswith("anomalies_total")}
     return found | (flags if number >= ODD else dict.fromkeys(flags, float("nan")))
@@ -67,7 +67,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
     folder, rng = tmp_path_factory.mktemp("prometheus"), np.random.default_rng()
     end = time.time()
     began = end - MOMENTS * EVERY_S
-    run = Run("some run", folder, "4711", 8, 2, "allreduce", owner=dict.fromkeys(OWNER, "x"))
+    run = RunInfo("some run", folder, "4711", 8, 2, "allreduce", owner=dict.fromkeys(OWNER_VARIABLES, "x"))
     moments = [(began + number * EVERY_S, number) for number in range(1, MOMENTS + 1)]
     text = openmetrics(run, ((at, figures(number, at, began, rng)) for at, number in moments))
     with backfilled(folder, text, [FOLDER / "rules.yml", FOLDER / "alerts.yml"]) as server:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.comm.recordfile import read, start_ticks
-from hpcdist.telemetry.alignment import Finding
-from hpcdist.telemetry.hang import analyse, load
+from hpcdist.comm.record.flight_file import read, start_ticks
+from hpcdist.telemetry.hang import Finding, analyse, load
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.comm import failfast
+from hpcdist.comm.failure import failfast
 from hpcdist.comm.start import start
 from hpcdist.errors import ConfigurationError, HpcdistError
 
@@ -192,7 +191,7 @@ def test_skipped_ring_names_both_lines(die: Die, tmp_path: Path) -> None:
     assert ended.code == 1, ended.output
     found = cause(tmp_path)
     assert (found.kind, found.ranks) == ("deadlock", (0, 1))
-    assert line_of(tmp_path, "1 << 18") in found.text and "via hpcdist/collectives/ring.py:" in found.text
+    assert line_of(tmp_path, "1 << 18") in found.text and "via hpcdist/collectives/algorithms/ring.py:" in found.text
     assert line_of(tmp_path, "    comm.barrier()") in found.text
 
 
@@ -289,10 +288,11 @@ def test_sigusr2_dumps_all_stacks_and_goes_on(die: Die) -> None:
 
 LATE = """
 import time
-from hpcdist.comm import launcher, start
+from hpcdist.comm.launch import environment
+from hpcdist.comm import start
 
 start.STARTING_S = 2
-if launcher.announced().rank == 1:
+if environment.launch_environment().rank == 1:
     time.sleep(600)
 start.start()
 """

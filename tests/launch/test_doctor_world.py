@@ -74,9 +74,9 @@ def test_the_ranks_of_a_job_examine_each_other(mpiexec, tmp_path):
 # Told in place of the launcher's variables, which the MPI library reads as well.
 MISNUMBERED = """
 import dataclasses
-from hpcdist.comm import launcher
-said = launcher.announced()
-launcher.announced = lambda: dataclasses.replace(said, local_rank=1 + said.rank)
+from hpcdist.comm.launch import environment
+said = environment.launch_environment()
+environment.launch_environment = lambda: dataclasses.replace(said, local_rank=1 + said.rank)
 from hpcdist.cli.main import main
 main(["doctor", "--job", "--json", "--device", "cpu"])
 """
@@ -92,10 +92,11 @@ def test_wrong_local_ranks_are_reported_by_all_together(launch):
 
 SILENT = """
 import functools, time
-from hpcdist.comm import diagnosis_job, launcher
-diagnosis_job.Deadline = functools.partial(diagnosis_job.Deadline, limit_s=0.5)
-if launcher.announced().rank == 1:
-    diagnosis_job.greet = lambda *_: time.sleep(60)
+from hpcdist.comm.doctor import gather
+from hpcdist.comm.launch import environment
+gather.StageDeadline = functools.partial(gather.StageDeadline, limit_s=0.5)
+if environment.launch_environment().rank == 1:
+    gather.greet = lambda *_: time.sleep(60)
 from hpcdist.cli.main import main
 main(["doctor", "--job", "--device", "cpu"])
 """

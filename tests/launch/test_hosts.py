@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import hpcdist
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "hosts"

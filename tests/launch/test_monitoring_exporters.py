@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.catalogue import QUANTITIES
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.stream import Event, Run
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import QUANTITIES
+from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
 
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpcdist.telemetry.prometheus import PrometheusSink
+from hpcdist.telemetry.sinks.prometheus import PrometheusSink
 
 LIMIT_S = 60
 
@@ -72,24 +72,24 @@ def metrics(address: str) -> dict[tuple[object, ...], tuple[float, str]]:
     }
 
 
-def everything(rng: np.random.Generator, step: int) -> Event:
+def everything(rng: np.random.Generator, step: int) -> RunEvent:
     """Return an event with every figure of the catalogue, under two labels where it has one."""
     values = {}
     for name, quantity in QUANTITIES.items():
         for label in ("a", "loss spike") if quantity.label else ("",):
-            values[catalogue.key(name, label)] = step + float(rng.random())
-    return Event("step", step, values)
+            values[quantities.key(name, label)] = step + float(rng.random())
+    return RunEvent("step", step, values)
 
 
 def series(key: str, **labels: str) -> tuple[object, ...]:
     """Return what `metrics` calls a figure of the run."""
-    name, label = catalogue.split(key)
+    name, label = quantities.split(key)
     own = {} if label is None else {QUANTITIES[name].label: label}
     return (f"hpcdist_{name}", *sorted({"jobid": "42", "run": "a-run", **own, **labels}.items()))
 
 
-def run_in(folder: Path) -> Run:
-    return Run("a-run", folder, "42", 2, 1, "allreduce")
+def run_in(folder: Path) -> RunInfo:
+    return RunInfo("a-run", folder, "42", 2, 1, "allreduce")
 
 
 def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -106,7 +106,7 @@ def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path: Path, rng:
             assert found["node_textfile_scrape_error",][0] == 0
             for key, value in event.values.items():
                 shown, meaning = found[series(key)]
-                quantity = QUANTITIES[catalogue.split(key)[0]]
+                quantity = QUANTITIES[quantities.split(key)[0]]
                 assert math.isclose(shown, value) and meaning == f"{quantity.meaning} ({quantity.unit})"
         sink.close(True)
         assert not [key for key in metrics(address) if str(key[0]).startswith("hpcdist_")]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
 ENDLESS = 10**6  # steps: no machine is done before it is told to stop
@@ -226,7 +226,7 @@ def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_p
         running.stop()
     assert counts == sorted(counts), "a counter fell"
     assert [*folder.iterdir()] == []
-    steps = metrics.read(out / "metrics.h5").steps
+    steps = step_metrics.read(out / "metrics.h5").steps
     every = [*range(1, int(steps["step"][-1]) + 1)]
     assert steps["step"].tolist() == every
     scalars = event_files.scalars(out / "tensorboard")
@@ -268,8 +268,8 @@ def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text: Path,
         folder.rename(tmp_path / "away")
         folder.write_text("a file where the directory was")
         running.wait_for(lambda: "it is tried again" in running.errors.read_text())
-        done = metrics.read(out / "metrics.h5").steps["step"][-1]
-        running.wait_for(lambda: metrics.read(out / "metrics.h5").steps["step"][-1] > done)
+        done = step_metrics.read(out / "metrics.h5").steps["step"][-1]
+        running.wait_for(lambda: step_metrics.read(out / "metrics.h5").steps["step"][-1] > done)
         folder.unlink()
         (tmp_path / "away").rename(folder)
         running.wait_for(lambda: "Prometheus: works again" in running.errors.read_text())

@@ -15,7 +15,7 @@ import pytest
 
 import hpcdist
 from hpcdist.cli.run import checkpoints
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import Order
 

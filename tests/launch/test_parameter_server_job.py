@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
 SERVED = {
@@ -61,7 +61,7 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_
     out = tmp_path / "run"
     found = summary(start(3, out, text, run__steps=60, checkpoint__every_steps=25))
     assert (found["steps"], found["world"]) == (60, 3)
-    rows = metrics.read(out / "metrics.h5").steps
+    rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, 61)) and np.isfinite(rows["loss"]).all()
     assert rows["loss"][-5:].mean() < rows["loss"][:5].mean() - 1.0
     assert (rows["tokens"] == 6 * 16).all(), "both halves of the batch"
@@ -95,7 +95,7 @@ def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path
     _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, stderr
     assert not (out / "stop").exists()
-    done = int(metrics.read(out / "metrics.h5").steps["step"][-1])
+    done = int(step_metrics.read(out / "metrics.h5").steps["step"][-1])
     assert 10 <= done < 4000
     recipe = out / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("steps = 4000", f"steps = {done + 20}"))
@@ -104,7 +104,7 @@ def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path
     assert all(found[name] is not None for name in ("tokens_per_s", "step_s_median", "bytes_sent_per_step"))
     unmeasured = ("energy", "emissions", "cost")  # there need be no counter here
     assert not [name for name in found if name.endswith("_reason") and not name.startswith(unmeasured)]
-    rows = metrics.read(out / "metrics.h5").steps
+    rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, done + 21)) and np.isfinite(rows["loss"]).all()
     assert set(rows["session"].tolist()) == {0, 1}
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 
 LIMIT_S = 600.0
 HPCDIST = [sys.executable, "-P", "-m", "hpcdist"]
@@ -17,7 +17,7 @@ def test_two_ranks_calibrate_and_a_plan_takes_the_file(tmp_path, mpi):
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "unseen sizes" in done.stdout
-    found = cluster_file.read(str(path))
+    found = toml_file.read(str(path))
     assert found.name == "here"
     assert found.node.devices >= 2
     assert {fit.operation for fit in found.fits} == {"message", "allreduce", "reduce_scatter", "all_gather"}

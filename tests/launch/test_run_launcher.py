@@ -20,7 +20,7 @@ import pytest
 from hpcdist.checkpoint import lock
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
-from hpcdist.comm import ending, mpirun, supervisor
+from hpcdist.comm.launch import exit_file, mpirun, supervisor
 from hpcdist.errors import USAGE, MissingCapabilityError
 from hpcdist.hdf5 import files
 
@@ -31,13 +31,13 @@ LIMIT_S = 120.0  # generous: a loaded machine must not fail a test
 DRIVER = """
 import os, sys
 from pathlib import Path
-from hpcdist.comm import mpirun, supervisor
+from hpcdist.comm.launch import mpirun, supervisor
 behaviour, folder, grace = sys.argv[1:]
 found = mpirun.find()
 settings = {**mpirun.settings(found), supervisor.LAUNCH_DIR: folder}
 survives = behaviour == "said" or behaviour.startswith("mortal")
 tells = behaviour in ("mute", "talks")
-options = mpirun.surviving(found) if behaviour.startswith("mortal") else []
+options = mpirun.ulfm_options(found) if behaviour.startswith("mortal") else []
 line = mpirun.command(found, 2, [sys.executable, str(Path(folder) / "rank.py"), behaviour], settings, options)
 environment = {**os.environ, **settings, **mpirun.session(found, Path(folder))}
 with supervisor.signals_held() as mask:
@@ -47,7 +47,7 @@ sys.exit(outcome.code)
 
 RANK = """
 import os, signal, subprocess, sys, time
-from hpcdist.comm import ending
+from hpcdist.comm.launch import exit_file
 behaviour, folder = sys.argv[1], os.environ["HPCDIST_LAUNCH_DIR"]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 
@@ -74,16 +74,16 @@ if behaviour == "mortal-all" or (behaviour == "mortal" and rank == 1):
     os.kill(os.getpid(), signal.SIGKILL)
 if behaviour == "mortal":
     time.sleep(1.0)
-    ending.say(0)
+    exit_file.write_exit_code(0)
     sys.exit(3)  # whatever its own code is
 if behaviour == "said":
-    ending.say(75)
+    exit_file.write_exit_code(75)
 if behaviour != "unannounced":
     open(f"{folder}/pid-{rank}.tmp", "w").write(str(os.getpid()))
     os.rename(f"{folder}/pid-{rank}.tmp", f"{folder}/pid-{rank}")
 if behaviour in ("mute", "talks"):
     if behaviour == "talks":
-        ending.say(0)
+        exit_file.write_exit_code(0)
     sys.exit(0)
 open(f"{folder}/ready-{rank}", "w").close()
 while True:
@@ -242,9 +242,9 @@ def test_ranks_that_left_at_once_have_not_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(supervision, "_is_ours", running.__contains__)
     for pid in running:
         (tmp_path / f"pid-{pid}").write_text(str(pid))
-        (tmp_path / f"{ending.AT_ONCE}{pid}").touch()
+        (tmp_path / f"{exit_file.NOTHING_TO_SAVE}{pid}").touch()
     assert not supervision._has_begun()
-    (tmp_path / f"{ending.AT_ONCE}10").unlink()
+    (tmp_path / f"{exit_file.NOTHING_TO_SAVE}10").unlink()
     assert supervision._has_begun()
     running.clear()
     assert not supervision._has_begun()
@@ -254,7 +254,7 @@ def test_segments_that_are_gone_do_not_keep_others(tmp_path):
     left = Path("/dev/shm") / f"sm_segment.hpcdist-test-{os.getpid()}"
     left.touch()
     try:
-        (tmp_path / f"{ending.SEGMENTS}1").write_text(f"{left}-gone\n{left}\n")
+        (tmp_path / f"{exit_file.SEGMENTS}1").write_text(f"{left}-gone\n{left}\n")
         supervisor.remove_segments(tmp_path)
         assert not left.exists()
     finally:
@@ -285,7 +285,7 @@ def test_a_launcher_is_not_believed_when_ranks_have_vanished(start, behaviour, c
 SHELL = """
 import os, sys
 from pathlib import Path
-from hpcdist.comm import launchers, supervisor
+from hpcdist.comm.launch import launchers, supervisor
 folder, commands, kind, supervisor.STARTING_S = Path(sys.argv[1]), sys.argv[2], launchers.KINDS[sys.argv[3]], 0.0
 for setting in sys.argv[4:]:
     name, _, value = setting.partition("=")
@@ -371,7 +371,7 @@ def test_what_srun_passes_to_ranks_elsewhere(number, passed, tmp_path):
 @pytest.fixture
 def ulfm(mpi: mpirun.Launcher) -> None:
     try:
-        mpirun.surviving(mpi)
+        mpirun.ulfm_options(mpi)
     except MissingCapabilityError as error:
         pytest.skip(str(error))
 
@@ -462,7 +462,7 @@ mkdir "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.vm.tool" && exec "$REAL" 
 START = """
 import dataclasses, pathlib, sys
 from hpcdist.cli.main import main
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 found = dataclasses.replace(mpirun.find(), path=pathlib.Path(sys.argv[1]))
 mpirun.find = lambda *_: found
 main(["run", "-n", "1", *sys.argv[2:]])
@@ -535,9 +535,9 @@ def test_what_a_killed_start_has_left_is_removed_and_nothing_else(tmp_path, monk
         for path in (own, others, no_segment):
             path.write_bytes(b"x" * 4096)
         with own.open("r+b") as segment, no_segment.open("r+b") as data:
-            monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path / "hpcdist-run-dead"))
+            monkeypatch.setenv(exit_file.LAUNCH_DIR, str(tmp_path / "hpcdist-run-dead"))
             with mmap.mmap(segment.fileno(), 4096), mmap.mmap(data.fileno(), 4096):
-                ending.announce_segments()
+                exit_file.announce_segments()
         run_command._remove_abandoned()
         assert not own.exists() and others.exists() and no_segment.exists()
     finally:

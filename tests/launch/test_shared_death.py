@@ -9,25 +9,25 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
-from hpcdist.collectives import node_shared
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm import start
 from hpcdist.errors import CommunicationError
 
 session = start.start()
 comm = session.comm
-buffer = node_shared.allocate(comm, 100_000, np.dtype(np.float32))
+buffer = shared_memory.allocate(comm, 100_000, np.dtype(np.float32))
 for call in range(50):
     if call == 20 and comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while call == 20 and "MPI" in sys.argv and not comm.failed():
         comm.poll(comm.rank)  # MPI is told of a death while it progresses
     try:
-        node_shared.node_shared_allreduce(comm, buffer[: (10, 100_000)[call % 2]])
+        shared_memory.node_shared_allreduce(comm, buffer[: (10, 100_000)[call % 2]])
     except CommunicationError as error:
         print(f"rank {comm.rank}, call {call}: {error}", flush=True)
         time.sleep(2)  # until the other one has seen the same

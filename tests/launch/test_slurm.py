@@ -22,7 +22,7 @@ from hpcdist.batch import script
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
 from hpcdist.batch.sites import search
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.telemetry import report
 
@@ -95,7 +95,7 @@ def test_a_node_that_failed_is_left_out_of_the_next_start(jobs: Jobs) -> None:
 
 def test_a_job_outlives_the_only_rank_of_a_node(jobs: Jobs, mpi: mpirun.Launcher) -> None:
     try:
-        mpirun.surviving(mpi)
+        mpirun.ulfm_options(mpi)
     except MissingCapabilityError as error:
         pytest.skip(str(error))
     number = jobs.begin("--survive=replace", "--out", "outlived", "--set=chaos.kill=['1@30']", ranks=1, steps=40)

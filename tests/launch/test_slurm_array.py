@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster
 
-from hpcdist.bench import collectives_file, results
-from hpcdist.comm import mpirun
+from hpcdist.bench.collectives import results as collectives_results
+from hpcdist.bench.sweep import results
+from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
 
 LAUNCHED = {mpirun.OPEN_MPI: ("openmpi", "pmix"), mpirun.MPICH: ("mpich", "pmi2")}
@@ -147,7 +148,7 @@ def test_a_benchmark_has_its_node_for_itself(cluster: Cluster, folder: Path, beg
     assert states(cluster, number) == ["COMPLETED"], log
     shown = cluster.job(number)
     assert (shown["OverSubscribe"], shown["Requeue"], shown["NumCPUs"]) == ("NO", "0", "4"), "two ranks, all cores"
-    found = collectives_file.read(folder / "measured" / f"collectives-{number}.h5")
+    found = collectives_results.read(folder / "measured" / f"collectives-{number}.h5")
     assert {one.key.ranks for one in found.configurations} == {2}
 
 

@@ -14,7 +14,7 @@ import pytest
 from slurm_cluster import Cluster
 
 import hpcdist
-from hpcdist.comm import binding, mpirun
+from hpcdist.comm.launch import core_binding, mpirun
 
 RANKS = 2
 CPUS = len(os.sched_getaffinity(0)) // RANKS * RANKS
@@ -90,7 +90,7 @@ def test_ranks_that_are_not_bound(job, mpi: mpirun.Launcher, options: str, told:
 
 def test_the_doctor_of_the_job_says_so(job) -> None:
     said = job("--launcher mpirun --ranks-per-node 2 doctor --job --device cpu")[2]
-    cores = len(binding.node().cores) // RANKS
+    cores = len(core_binding.node_cores().cores) // RANKS
     assert re.search(rf"OK +cores +{cores} cores? each: .* \| .*; OMP_NUM_THREADS={EACH}\n", said), said
     said = job(f"--launcher mpirun --ranks-per-node 2 --cpus-per-task {CPUS} doctor --job --device cpu")[2]
     assert re.search(r"WARN +cores ", said), said

@@ -11,7 +11,7 @@ import pytest
 from slurm_cluster import Cluster, Jobs
 from slurm_runs import SITES, begun, newest, same_bits
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 STEPS = 120
 

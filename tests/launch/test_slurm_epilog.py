@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, Jobs
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 SITES = {mpirun.OPEN_MPI: "slurm-openmpi", mpirun.MPICH: "slurm-mpich"}
 

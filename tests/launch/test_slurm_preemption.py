@@ -10,7 +10,7 @@ import pytest
 from slurm_cluster import Cluster, Jobs
 from slurm_runs import SITES, begun, newest, same_bits
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"

@@ -10,7 +10,7 @@ import pytest
 from slurm_cluster import Cluster, Jobs
 
 from hpcdist.arrays.backend import Array
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.telemetry import report
 
 ENDLESS = 10**6

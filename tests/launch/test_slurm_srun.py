@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import Cluster
 
 import hpcdist
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 
 ENDLESS = 10**6
 PMI = {mpirun.OPEN_MPI: "pmix", mpirun.MPICH: "pmi2"}

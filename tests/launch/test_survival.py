@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.comm import mpirun
-from hpcdist.telemetry import metrics
+from hpcdist.comm.launch import mpirun
+from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
 DEATHS = int(os.environ.get("HPCDIST_TEST_DEATHS", "2"))
@@ -52,7 +52,7 @@ def train(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> 
         line(ranks, text, out, *options, keys=keys), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = metrics.read(out / "metrics.h5").steps
+    steps = step_metrics.read(out / "metrics.h5").steps
     assert steps["step"].tolist() == list(range(1, len(steps["step"]) + 1))
     return json.loads(done.stdout.splitlines()[-1]), steps["loss"]
 
@@ -123,7 +123,7 @@ def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
     assert started.returncode == 0, said
     found = json.loads(output.splitlines()[-1])
     assert found["world"] == 3 and [(life["died"], life["added"]) for life in found["lives"]] == [(0, 1)]
-    rows = metrics.read(out / "metrics.h5").steps
+    rows = step_metrics.read(out / "metrics.h5").steps
     assert rows["world"][-1] == 3 and len(rows["step"]) == steps
     # Nobody died: what was used before they came in counts to the last step.
     assert sum(found["seconds_by_phase"].values()) > 0.95 * np.nanmax(rows["step_s"], axis=1).sum()
@@ -134,6 +134,6 @@ def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
 
 def _world(out: Path) -> int:
     try:
-        return int(metrics.read(out / "metrics.h5").steps["world"][-1])
+        return int(step_metrics.read(out / "metrics.h5").steps["world"][-1])
     except (OSError, IndexError):
         return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.bench import results
+from hpcdist.bench.sweep import results
 from hpcdist.errors import StorageError
 
 LIMIT_S = 240

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import clocks, metrics, trace
+from hpcdist.telemetry.metrics import side_tables, step_metrics
+from hpcdist.telemetry.trace import summary
 
 LIMIT_S = 240
 SMALL = {
@@ -79,17 +80,17 @@ def test_a_job(name: str, tmp_path: Path, text: Path) -> None:
     assert figures["order"]["pairs"] > 12 * ranks and figures["order"]["wrong"] == 0
     assert figures["messages"] > 0 and figures["messages_without_counterpart"] == 0
     check_nests(told["traceEvents"])
-    found = trace.collect(out)
+    found = summary.collect(out)
     check_meetings(found)
     check_messages(found)
-    check_steps(found, metrics.read(out / "metrics.h5"))
+    check_steps(found, step_metrics.read(out / "metrics.h5"))
     check_path(found)
-    measured = clocks.read(out / "metrics.h5")
+    measured = side_tables.read_clocks(out / "metrics.h5")
     assert [session.hosts.of_rank for session in measured] == [(0,) * ranks]
     assert {(one.offset_ns, one.rtt_ns) for one in measured[0].readings} == {(0, 0)}
 
 
-def check_meetings(found: trace.Trace) -> None:
+def check_meetings(found: summary.Trace) -> None:
     meetings = found.timeline.matches.meetings
     assert meetings
     for meeting in meetings:
@@ -98,7 +99,7 @@ def check_meetings(found: trace.Trace) -> None:
         assert all(call.end_ns >= last.begin_ns for call in meeting.calls if meeting.root is None)
 
 
-def check_messages(found: trace.Trace) -> None:
+def check_messages(found: summary.Trace) -> None:
     for message in found.timeline.matches.messages:
         send, receive = message.send, message.receive
         assert (send.comm, send.tag, send.dtype) == (receive.comm, receive.tag, receive.dtype)
@@ -107,7 +108,7 @@ def check_messages(found: trace.Trace) -> None:
             assert send.count == receive.count
 
 
-def check_steps(found: trace.Trace, kept: metrics.Metrics) -> None:
+def check_steps(found: summary.Trace, kept: step_metrics.MetricsData) -> None:
     """The operations of a step take exactly what its row says of the phases, and lie within the step."""
     assert kept.steps["step"].tolist() == list(found.timeline.steps)
     for rank, line in found.timeline.lines.items():
@@ -128,7 +129,7 @@ def check_steps(found: trace.Trace, kept: metrics.Metrics) -> None:
         assert all(before[1] <= after[0] for before, after in zip(boundaries, boundaries[1:], strict=False))
 
 
-def check_path(found: trace.Trace) -> None:
+def check_path(found: summary.Trace) -> None:
     assert [path.step for path in found.paths] == list(found.timeline.steps)
     for path in found.paths:
         links = path.links
@@ -158,4 +159,4 @@ def test_a_job_that_was_killed(tmp_path: Path, text: Path) -> None:
     figures, told = json.loads(shown.stdout), json.loads(file.read_text())
     assert figures["steps"] == list(range(1, 7)) and any("did not end" in note for note in figures["notes"])
     check_nests(told["traceEvents"])
-    check_path(trace.collect(out))
+    check_path(summary.collect(out))

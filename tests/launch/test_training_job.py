@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 240
 ENDLESS = 10**6  # steps: no machine is done before it is told to stop
@@ -157,7 +157,7 @@ def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path, layout:
     resumed = summary(train(ranks, text, "--out", tmp_path / "killed", "--resume", "auto", *settings, steps=steps))
     assert resumed["val_loss"] == whole["val_loss"]
     # Of the file: a start that finds all steps made, since the kill came late, has no loss of its own.
-    losses = [metrics.read(tmp_path / name / "metrics.h5").steps["loss"] for name in ("whole", "killed")]
+    losses = [step_metrics.read(tmp_path / name / "metrics.h5").steps["loss"] for name in ("whole", "killed")]
     np.testing.assert_array_equal(*losses)
 
 

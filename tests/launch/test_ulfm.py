@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
 KILLS = int(os.environ.get("HPCDIST_TEST_DEATHS", "3"))
@@ -19,8 +19,9 @@ import os, random, signal, sys, threading
 from pathlib import Path
 import numpy as np
 from hpcdist import collectives
-from hpcdist.comm import growth, start
-from hpcdist.comm.deaths import is_death
+from hpcdist.comm.mpi import spawn
+from hpcdist.comm import start
+from hpcdist.comm.failure.rank_failures import is_rank_failure
 
 mode, kills, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 newcomer = "new" in sys.argv
@@ -70,7 +71,7 @@ def meet():
     life = max(everyone.allgather_object(life)) + 1
     lost = sorted(set(range(size)) - set(places))
     if mode == "replace":
-        everyone = growth.spawn(everyone, len(lost), [__file__, mode, str(kills), str(out), "new"], "everyone")
+        everyone = spawn.spawn(everyone, len(lost), [__file__, mode, str(kills), str(out), "new"], "everyone")
         everyone.broadcast_object((life, size, [*places, *lost]))
     else:
         place, size = sorted(places).index(place), everyone.size
@@ -87,7 +88,7 @@ while True:
         live(session)
         break
     except Exception as error:
-        if not is_death(error, everyone):
+        if not is_rank_failure(error, everyone):
             raise
         met = False
         everyone.revoke()
@@ -101,7 +102,7 @@ session.leave(7)
 def survives(mpi: mpirun.Launcher, launch: Callable) -> Callable:
     """Return what starts a program under fault tolerance; skips where this MPI has none."""
     try:
-        options = mpirun.surviving(mpi)[:-3]  # the fixture has those for more ranks than cores already
+        options = mpirun.ulfm_options(mpi)[:-3]  # the fixture has those for more ranks than cores already
     except MissingCapabilityError as error:
         pytest.skip(str(error))
     return lambda *arguments, **extra: launch(RANKS, PROGRAM, *arguments, options=options, **extra)

@@ -20,8 +20,10 @@ import hypothesis
 import numpy as np
 import pytest
 
-from hpcdist.comm import launcher, solo, start
+from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch import environment
+from hpcdist.comm.threads import communicator
 
 PATIENCE_S = float(os.environ.get("HPCDIST_TEST_PATIENCE_S", "30"))  # a failed rank waits so long for the others
 LIMIT_S = float(os.environ.get("HPCDIST_TEST_LIMIT_S", "240"))  # of one test; then all stacks are dumped
@@ -91,8 +93,8 @@ _stderr = 2  # where pytest does not capture
 def pytest_configure(config: pytest.Config) -> None:
     global _agreement, _seed, _stderr
     _stderr = os.dup(2)
-    if launcher.announced() is None:
-        _agreement = Agreement(solo.solo(), os._exit)
+    if environment.launch_environment() is None:
+        _agreement = Agreement(communicator.solo(), os._exit)
     else:
         hypothesis.settings.load_profile("ranks")
         session = start.start()

@@ -17,7 +17,7 @@ import jax
 import jax_models as models
 import jax_runs as runs
 
-from hpcdist.adapters import jax as adapter
+from hpcdist.adapters.jax import model as adapter
 
 pytestmark = pytest.mark.reference
 

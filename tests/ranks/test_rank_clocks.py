@@ -4,10 +4,10 @@ import time
 
 import numpy as np
 
-from hpcdist.comm.clocks import Clocks
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import clocks as table
+from hpcdist.telemetry.metrics import side_tables as table
 
 HOUR_NS = 3_600_000_000_000
 
@@ -17,7 +17,7 @@ def test_planted_offsets_are_found(comm: Communicator, rng: np.random.Generator,
     ahead = rng.integers(-HOUR_NS, HOUR_NS, comm.size).tolist()
     for together, flat in ((1, 16), (2, 16), (1, 2)):
         host = comm.rank // together
-        watch = Clocks(comm, f"boot {host}", lambda host=host: time.monotonic_ns() + ahead[host], flat)
+        watch = HostClocks(comm, f"boot {host}", lambda host=host: time.monotonic_ns() + ahead[host], flat)
         readings = watch.measure()
         assert watch.hosts.of_rank == tuple(rank // together for rank in range(comm.size))
         if comm.rank:
@@ -30,12 +30,12 @@ def test_planted_offsets_are_found(comm: Communicator, rng: np.random.Generator,
         path = folder / "metrics.h5"
         path.unlink(missing_ok=True)
         with files.edit(path, "hpcdist.metrics", 1) as file:
-            table.append(file, 0, watch.hosts, readings, 5)
-        assert table.read(path) == (table.Session(0, watch.hosts, readings, 5),)
+            table.append_clocks(file, 0, watch.hosts, readings, 5)
+        assert table.read_clocks(path) == (table.ClockSession(0, watch.hosts, readings, 5),)
 
 
 def test_one_host_measures_nothing(comm: Communicator) -> None:
-    watch = Clocks(comm, "one boot")
+    watch = HostClocks(comm, "one boot")
     readings = watch.measure()
     assert len(readings) == (comm.rank == 0)
     assert not watch.due() and all(one.rtt_ns == 0 for one in readings)

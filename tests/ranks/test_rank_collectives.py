@@ -16,7 +16,7 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALL_TO_ALL, ALLREDUCE, BROADCAST
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
+from hpcdist.comm.record.timing import count_traffic
 from hpcdist.errors import BufferHandoverError, UsageError
 
 COUNTS = (0, 1, 3, 1000, 100_003)
@@ -76,7 +76,7 @@ def test_rank_ring_and_its_halves(comm: Communicator, bidirectional: bool, rng: 
     inputs = rng.integers(0, 100, (comm.size, 64 * comm.size)).astype(np.float32)
     total = inputs.sum(axis=0)
     whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         collectives.ring_allreduce(comm, whole, bidirectional=bidirectional)
     assert np.array_equal(whole, total)
     assert traffic.sent_bytes == 2 * (comm.size - 1) * whole.nbytes // comm.size
@@ -118,7 +118,7 @@ def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:
     sent = {}
     for algorithm in ("ring", "all_to_all"):
         buffer = np.ones(64 * comm.size, np.float16)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             collectives.allreduce(comm, buffer, algorithm)
         sent[algorithm] = traffic.sent_bytes
     assert sent["ring"] == 2 * sent["all_to_all"] == 2 * (comm.size - 1) * 64 * 4
@@ -141,7 +141,7 @@ def test_rank_segments_give_the_same_bits(
         bound = comm.size * np.finfo(np.float32).eps * np.abs(inputs).sum(axis=0)
         for name, way in ways.items():
             buffer, whole = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 way(comm, buffer, segment_bytes=segment_bytes)
             assert (np.abs(buffer - exact) <= bound).all(), f"{name} of {count}"
             assert not traffic.unknown
@@ -184,6 +184,6 @@ def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm: 
             collectives.allreduce(comm, np.zeros(4), algorithm, "mean")
         with pytest.raises(BufferHandoverError, match="float32"):
             collectives.allreduce(comm, np.zeros(4, complex), algorithm)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             collectives.allreduce(comm, np.ones(0, np.float32), algorithm)
         assert traffic.sent_bytes == 0

@@ -6,7 +6,7 @@ import pytest
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.arrays.ranges import split
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.comm.recording import recording
+from hpcdist.comm.record.timing import count_traffic
 from hpcdist.errors import BufferHandoverError
 
 
@@ -99,7 +99,7 @@ def test_rank_shared_memory(comm: Communicator) -> None:
 
 
 def test_rank_recording_counts_messages(comm: Communicator) -> None:
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         comm.sendrecv(np.zeros(8), (comm.rank + 1) % comm.size, np.zeros(8), (comm.rank - 1) % comm.size)
         comm.allreduce(np.zeros(8))
     assert traffic.sent_bytes == 64 and traffic.unknown == {"allreduce": 1}

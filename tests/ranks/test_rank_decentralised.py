@@ -8,9 +8,9 @@ import pytest
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -148,7 +148,7 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder
 def test_rank_bytes_are_those_of_the_neighbours(comm: Communicator, folder: Path, name: str, volume: float) -> None:
     trainer = _trainer(comm, folder, STRATEGIES[name] | {"model.hidden": 64})
     _losses(trainer, 1)
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         _losses(trainer, 2)
     psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
     neighbours = min(volume, comm.size - 1) if volume else 2 * (comm.size - 1) / comm.size

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.fixed_tree import FixedTree, shards_of
+from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -80,7 +80,7 @@ def test_rank_a_fixed_tree_has_the_bits_of_one_process(
         return buffer
 
     shares = split(inputs.shape[1], comm.size, inputs.itemsize)[::-1]
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         together, scattered = reduced(comm), reduced(comm, shares)
     expected, own = reduced(solo()), shares[comm.rank].slice
     assert together.tobytes() == expected.tobytes() and scattered[own].tobytes() == expected[own].tobytes()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import ulfm
+from hpcdist.comm.mpi import ulfm
 
 
 def test_gathers_that_tell(comm, monkeypatch):

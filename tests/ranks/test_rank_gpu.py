@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code

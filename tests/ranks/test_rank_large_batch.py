@@ -7,8 +7,8 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer, assemble

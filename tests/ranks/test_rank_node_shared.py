@@ -6,23 +6,23 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
-from hpcdist.collectives import node_memory, node_shared
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
+from hpcdist.comm.record.timing import count_traffic
 
 FLOAT32 = np.dtype(np.float32)
 
 
 def test_rank_node_shared_in_pieces_and_in_place(comm: Communicator, rng: np.random.Generator) -> None:
     """Several pieces and calls on end: a half that is overwritten too early would show here."""
-    row = node_memory.HALF_BYTES // 4
-    shared = node_shared.allocate(comm, 5 * row, FLOAT32)
+    row = shared_memory.HALF_BYTES // 4
+    shared = shared_memory.allocate(comm, 5 * row, FLOAT32)
     for count in (row - 1, row + 1, 5 * row, 1, 3 * row, 0, 100):
         inputs = rng.integers(0, 1000, (comm.size, count)).astype(np.float32)
         for buffer in (np.empty(count, np.float32), shared[:count]):
             buffer[...] = inputs[comm.rank]
-            with recording(comm) as traffic:
-                node_shared.node_shared_allreduce(comm, buffer, scale=0.5)
+            with count_traffic(comm) as traffic:
+                shared_memory.node_shared_allreduce(comm, buffer, scale=0.5)
             assert np.array_equal(buffer, inputs.sum(axis=0) * 0.5)
             assert traffic.sent_bytes == 0 and set(traffic.unknown) <= {"shared"}
     collectives.release(comm)
@@ -37,14 +37,14 @@ def test_rank_node_shared_halves(comm: Communicator, rng: np.random.Generator) -
     expected = np.add.reduce(inputs, axis=0)
     ranges = split(count, comm.size, 4)
     own = ranges[comm.rank].slice
-    for buffer in (np.empty(count, np.float32), node_shared.allocate(comm, count, FLOAT32)):
+    for buffer in (np.empty(count, np.float32), shared_memory.allocate(comm, count, FLOAT32)):
         buffer[...] = inputs[comm.rank]
-        node_shared.reduce_scatter(comm, buffer, ranges)
+        shared_memory.reduce_scatter(comm, buffer, ranges)
         assert np.array_equal(buffer[own], expected[own])
         kept = buffer[own].copy()
         buffer[...] = np.nan
         buffer[own] = kept
-        node_shared.all_gather(comm, buffer, ranges)
+        shared_memory.all_gather(comm, buffer, ranges)
         assert np.array_equal(buffer, expected)
 
 
@@ -55,8 +55,8 @@ def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
     Where ranks share cores each call waits for the scheduler, and a tenth of them must do.
     """
     calls = 100_000 if comm.size <= len(os.sched_getaffinity(0)) else 10_000
-    slot = node_memory.slot_bytes(comm.size) // 8
-    shared = node_shared.allocate(comm, 2 * slot, np.dtype(np.int64))
+    slot = shared_memory.slot_bytes(comm.size) // 8
+    shared = shared_memory.allocate(comm, 2 * slot, np.dtype(np.int64))
     ordinary = np.empty(2 * slot, np.int64)
     ranks = comm.size * (comm.size - 1) // 2
     for call in range(calls):
@@ -65,7 +65,7 @@ def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
         buffer.fill(call * comm.size + comm.rank)
         if call % 1000 == comm.rank:
             np.sort(np.arange(5000)[::-1])  # late
-        node_shared.node_shared_allreduce(comm, buffer)
+        shared_memory.node_shared_allreduce(comm, buffer)
         expected = call * comm.size * comm.size + ranks
         assert buffer[0] == expected and buffer[-1] == expected, (call, count, buffer[0], expected)
         if not call % 50:

@@ -6,32 +6,32 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives import nonblocking
+from hpcdist.collectives.nonblocking import engines
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 from hpcdist.training.trainer import Trainer, assemble
 
-KINDS = sorted(nonblocking.KINDS)
+KINDS = sorted(engines.KINDS)
 HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]
 PAIRS = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.ALLREDUCE))]
 COUNTS = (0, 1, 7, 5000, 200_000)  # the last one travels in several lanes, by the protocol for large messages
 
 
-def begun(comm: Communicator, kind: str) -> nonblocking.Progress:
+def begun(comm: Communicator, kind: str) -> engines.ProgressEngine:
     """Return the progress of ``kind``; where the library has no threads, see that it is refused, and skip."""
     if kind == "thread" and not comm.supports("thread_multiple"):
         with pytest.raises(MissingCapabilityError, match="MPI_THREAD_MULTIPLE"):
-            nonblocking.begin(comm, kind)
+            engines.begin(comm, kind)
         pytest.skip("the MPI library was started below MPI_THREAD_MULTIPLE")
-    return nonblocking.begin(comm, kind)
+    return engines.begin(comm, kind)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
@@ -55,7 +55,7 @@ def test_rank_bits_are_those_of_the_blocking_algorithm(
 
 def test_rank_the_librarys_own_is_polled(comm: Communicator, rng: np.random.Generator) -> None:
     inputs = rng.standard_normal((comm.size, 50_000))
-    with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+    with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         found = [inputs[comm.rank].copy() for _ in range(3)]
         handles = [progress.iallreduce(data) for data in found]
         while not all(handle.test() for handle in handles):
@@ -80,7 +80,7 @@ def test_rank_other_messages_go_on_beside(comm: Communicator, kind: str, rng: np
 
 
 def test_rank_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None:
-    with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
+    with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
         for _ in range(5):
             first, second = np.full(300_000, 1, np.float32), np.full(300_000, 100, np.float32)
             handles = one.iallreduce(first, "ring"), other.iallreduce(second, "ring")
@@ -93,7 +93,7 @@ def test_rank_polled_calls_are_checked(comm: Communicator) -> None:
     """Differences are found before anything moves, and a rank that waits first does not hold up the others."""
     comm.checked = True
     try:
-        progress = nonblocking.begin(comm, "poll")
+        progress = engines.begin(comm, "poll")
         first, second = np.ones(100_000), np.ones(100_000)
         handle = progress.iallreduce(first, "ring")
         if comm.rank == 0:
@@ -112,7 +112,7 @@ def test_rank_polled_calls_are_checked(comm: Communicator) -> None:
 
 def test_rank_polled_ring_sends_what_the_ring_sends(comm: Communicator) -> None:
     data = np.ones(960 * 1024, np.float32)
-    with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+    with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         progress.iallreduce(data, "ring").wait()
     assert (data == comm.size).all()
     assert traffic.sent_bytes == 2 * (comm.size - 1) * data.nbytes // comm.size

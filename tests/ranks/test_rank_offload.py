@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
+from hpcdist.comm.start import Session
 from hpcdist.errors import StorageError
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches

@@ -8,12 +8,12 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training import recipe as recipes
 from hpcdist.training.asynchronous import AsynchronousLoop
 from hpcdist.training.data import microbatches
@@ -203,7 +203,7 @@ def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
     for servers, placement in _places(comm.size):
         # Message algorithms, so that what the ranks agree on is counted too.
         trainer = _served(comm, folder, servers, placement, communication__algorithm="ring")
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             _losses(trainer, 4)
         assert not traffic.unknown
         sent, psi, p = traffic.sent_bytes / 4, 4 * trainer.model.layout.size, comm.size
@@ -300,7 +300,7 @@ def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm: Communicator, fold
         assert all(kept.range(part).tobytes() == whole.range(part).tobytes() for part in whole.parts)
         assert _loop(comm.dup("second"), out, again).done == FEW + 4
         if comm.rank == 0:
-            rows = metrics.read(out / "metrics.h5").steps
+            rows = step_metrics.read(out / "metrics.h5").steps
             assert rows["step"].tolist() == list(range(1, FEW + 5)) and np.isfinite(rows["loss"]).all()
             assert (rows["tokens"] > 0).all() and (rows["tokens"] <= 7 * 16).all()
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives import node_shared, tuning
+from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
 
 MAX_BYTES = 16384
@@ -19,25 +20,25 @@ def cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     return folder / "cache" / "hpcdist" / "tuning"
 
 
-def _wanted(comm: Communicator, kind: str) -> tuning.Wanted:
-    return tuning.Wanted(
+def _wanted(comm: Communicator, kind: str) -> autotune.TuningRequest:
+    return autotune.TuningRequest(
         max_bytes=MAX_BYTES,
         dtype=FLOAT,
         kind=kind,
         buffer="shared",
-        allocate=lambda size: node_shared.allocate(comm, size, FLOAT),
+        allocate=lambda size: shared_memory.allocate(comm, size, FLOAT),
         budget_s=0.2,
     )
 
 
-def _selected(comm: Communicator, kind: str) -> tuning.Tuning:
-    found = tuning.select(comm, comm, _wanted(comm, kind), "the MPI library of this test")
+def _selected(comm: Communicator, kind: str) -> autotune.Tuning:
+    found = autotune.select(comm, comm, _wanted(comm, kind), "the MPI library of this test")
     collectives.release(comm)
     return found
 
 
 def test_rank_choices_are_agreed_and_kept(comm: Communicator, cache: Path) -> None:
-    first, second = (_selected(comm, tuning.ALLREDUCE_KIND) for _ in range(2))
+    first, second = (_selected(comm, autotune.ALLREDUCE_KIND) for _ in range(2))
     everyone = comm.allgather_object((first.text, first.rows, second.text, second.rows))
     assert all(one == everyone[0] for one in everyone)
     assert first.text == second.text
@@ -52,7 +53,7 @@ def test_rank_choices_are_agreed_and_kept(comm: Communicator, cache: Path) -> No
 
 
 def test_rank_auto_has_the_bits_of_what_it_names(comm: Communicator, cache: Path, rng: np.random.Generator) -> None:
-    choice = _selected(comm, tuning.ALLREDUCE_KIND).choice
+    choice = _selected(comm, autotune.ALLREDUCE_KIND).choice
     for nbytes in (4, 64, 1000, 1024, 4096, 10000, MAX_BYTES, 4 * MAX_BYTES):
         inputs = rng.standard_normal((comm.size, nbytes // 4)).astype(np.float32)
         auto, forced = inputs[comm.rank].copy(), inputs[comm.rank].copy()
@@ -63,6 +64,6 @@ def test_rank_auto_has_the_bits_of_what_it_names(comm: Communicator, cache: Path
 
 
 def test_rank_sharding_is_agreed(comm: Communicator, cache: Path) -> None:
-    found = _selected(comm, tuning.SHARDED_KIND)
+    found = _selected(comm, autotune.SHARDED_KIND)
     assert found.text in collectives.SHARDED
     assert set(comm.allgather_object(found.text)) == {found.text}

@@ -8,7 +8,7 @@ import pytest
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
+from hpcdist.comm.record.timing import count_traffic
 
 COUNTS = (0, 1, 3, 1000, 100_003)
 
@@ -65,7 +65,7 @@ def test_rank_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator)
     buffer = np.ones(16 * comm.size, np.float32)
     shares = SHARDED["ring"].shares(comm, buffer.size, 4)
     for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             call(comm, buffer, shares)
         assert traffic.sent_bytes == buffer.nbytes * (comm.size - 1) // comm.size
     assert (buffer == comm.size).all()

@@ -10,9 +10,9 @@ import pytest
 from hpcdist.arrays.piece import Piece
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import recipe as recipes
@@ -220,7 +220,7 @@ def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Pat
     keys = _keys(name, comm) | {"model.hidden": 64, "model.layers": 3}
     trainer = _trainer(comm, folder, keys)
     _losses(trainer, 1)  # communicators are split and scratch memory taken
-    with recording(comm) as traffic:
+    with count_traffic(comm) as traffic:
         trainer.first_step = 1
         _losses(trainer, 2)
     sent = max(comm.allgather_object(traffic.sent_bytes))

@@ -8,8 +8,8 @@ import pytest
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss

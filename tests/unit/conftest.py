@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays import device, ipc
-from hpcdist.comm import failfast
+from hpcdist.arrays.gpu import device, ipc
+from hpcdist.comm.failure import failfast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
@@ -21,7 +21,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The double: `run.device = "gpu"` works on this machine, and ``gpu.LOG`` has every transfer and wait."""
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
-    monkeypatch.setattr(ipc, "process", lambda: threading.current_thread().name)  # each rank is a process of its own
+    monkeypatch.setattr(
+        ipc, "process_identity", lambda: threading.current_thread().name
+    )  # each rank is a process of its own
     cupy_double.LOG.clear()
     return cupy_double
 

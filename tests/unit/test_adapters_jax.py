@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import jax_models as models
 import jax_runs as runs
 
-from hpcdist.adapters import jax as adapter
-from hpcdist.adapters import jax_arrays
+from hpcdist.adapters.jax import arrays
+from hpcdist.adapters.jax import model as adapter
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 
 pytestmark = pytest.mark.reference
 
@@ -133,7 +132,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
         model = adapter.wrap(functions, params, models.squares, example=(x, targets))
         bound = Bound(model, offset)
         bound.compute(x, targets)
-        before = jax_arrays.Traffic(**vars(model.traffic))
+        before = arrays.JaxTraffic(**vars(model.traffic))
         bound.compute(x, targets)
         stages, tensors, size = len(model.stages), len(model.layout.segments), 4 * model.layout.parameters
         activations = [4 * int(np.prod(stage.output_shape(4))) for stage in model.stages]
@@ -445,7 +444,7 @@ def test_data_that_is_not_like_the_example():
 
 
 def test_integers_that_jax_would_wrap_around():
-    traffic = jax_arrays.Traffic()
+    traffic = arrays.JaxTraffic()
     assert traffic.bring(np.array([[1, 2]], np.int64)).dtype == np.int32
     for wrong in (1 << 40, -(1 << 40)):
         with pytest.raises(DataError, match=str(wrong)):
@@ -477,13 +476,13 @@ def test_without_jax_the_extra_is_named(monkeypatch):
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(jax_arrays.importlib, "import_module", missing)
-    jax_arrays.library.cache_clear()
+    monkeypatch.setattr(arrays.importlib, "import_module", missing)
+    arrays.library.cache_clear()
     try:
         with pytest.raises(MissingCapabilityError, match=r"install hpcdist\[jax\]"):
             adapter.wrap([product], [{"w": MATRIX}], models.squares, example=(ROW, ROW))
     finally:
-        jax_arrays.library.cache_clear()
+        arrays.library.cache_clear()
 
 
 def test_threads_share_a_model(rng):

@@ -16,14 +16,13 @@ import torch_models
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters.torch import wrap
-from hpcdist.adapters.torch_state import load
+from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.data import microbatches as microbatches_of
 
 
@@ -493,10 +492,10 @@ FAULTS = """
 import resource
 import numpy as np, torch
 from torch import nn
-from hpcdist.adapters import torch as adapter
+from hpcdist.adapters.torch import model as adapter
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.layers.dropout import Draw
 torch.set_num_threads(1)
 stages = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
 model = adapter.wrap(stages, lambda outputs, targets: (outputs - targets).square().mean())
@@ -563,7 +562,7 @@ def test_several_inputs_and_targets(kind, rng):
     assert model.stages[0].output_shape(7) == (7, 5)
     assert len(model.stages[0].example_input(9)) == len(model.loss.example_targets(9)) == 9
     bench = Bench(model)
-    x, targets = map(backend.adopt, given)
+    x, targets = map(backend.as_array, given)
     found = bench.step(x, targets, 3, Draw(0, 1, 0))
     twin = masked(seed)
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
@@ -584,9 +583,9 @@ def test_inputs_that_the_first_module_does_not_take(rng):
     bench = Bench(wrap(masked(0), functional.cross_entropy))
     tokens, mask = rng.integers(0, 11, (6, 4)), np.ones((6, 4), np.float32)
     with pytest.raises(UsageError, match=r"0 \(Masked\) cannot be called with inputs by name, tokens, maske: "):
-        bench.forward(backend.adopt({"tokens": tokens, "maske": mask}))
+        bench.forward(backend.as_array({"tokens": tokens, "maske": mask}))
     with pytest.raises(UsageError, match=r"0 \(Masked\) cannot be called with 4 input\(s\): too many"):
-        bench.forward(backend.adopt((tokens, mask, mask[:, 0], mask)))
+        bench.forward(backend.as_array((tokens, mask, mask[:, 0], mask)))
     with pytest.raises(UsageError, match=r"cannot be called with 1 input\(s\): missing a required argument: 'mask'"):
         bench.forward(tokens)
 

@@ -11,13 +11,12 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters import torch_arrays
-from hpcdist.adapters.torch import wrap
-from hpcdist.adapters.torch_state import load
+from hpcdist.adapters.torch import arrays
+from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.script import Training
 
 
@@ -229,13 +228,13 @@ def test_torch_may_be_missing(monkeypatch):
     def refuse(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(torch_arrays.importlib, "import_module", refuse)
-    torch_arrays.library.cache_clear()
+    monkeypatch.setattr(arrays.importlib, "import_module", refuse)
+    arrays.library.cache_clear()
     try:
         with pytest.raises(MissingCapabilityError, match=re.escape("install hpcdist[torch]")):
             wrap(nn.Linear(5, 3), functional.cross_entropy)
     finally:
-        torch_arrays.library.cache_clear()
+        arrays.library.cache_clear()
 
 
 @pytest.mark.parametrize(("said", "is_one"), [("mean", "sum"), ("sum", "mean")])

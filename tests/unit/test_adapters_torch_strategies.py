@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch_models import Layout, Training, compare, gpt, tokens, wrapped
 
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.pipeline import measured
 from hpcdist.strategies.pipeline.costs import unit_costs

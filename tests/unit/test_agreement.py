@@ -10,25 +10,25 @@ import pytest
 
 import hpcdist
 from hpcdist.cli import main
-from hpcdist.comm.agreement import all_say
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.failure.rank_failures import all_agree
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_ranks_that_all_say_the_same_agree(size: int) -> None:
     def body(comm: Communicator) -> bool:
-        first = all_say(comm, "DataError: there is no such file")
+        first = all_agree(comm, "DataError: there is no such file")
         comm.barrier()  # and messages of others go on
-        return first and all_say(comm, "another")
+        return first and all_agree(comm, "another")
 
     assert run_threads(size, body) == [True] * size
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_one_rank_that_says_something_else_is_enough(odd: int) -> None:
-    assert run_threads(4, lambda comm: all_say(comm, "odd" if comm.rank == odd else "even")) == [False] * 4
+    assert run_threads(4, lambda comm: all_agree(comm, "odd" if comm.rank == odd else "even")) == [False] * 4
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -40,7 +40,7 @@ def test_nobody_waits_long_for_a_rank_that_does_not_come(absent: int) -> None:
             buffer = np.zeros(1)
             comm.recv(buffer, (absent + 1) % comm.size, 5)  # from a rank that has given up asking
             return None
-        answer = all_say(comm, "alone", patience_s=0.05)
+        answer = all_agree(comm, "alone", patience_s=0.05)
         if comm.rank == (absent + 1) % comm.size:
             comm.send(np.ones(1), absent, 5)
         return answer
@@ -51,7 +51,7 @@ def test_nobody_waits_long_for_a_rank_that_does_not_come(absent: int) -> None:
 
 PROGRAM = """
 import os, sys
-from hpcdist.comm import failfast
+from hpcdist.comm.failure import failfast
 from hpcdist.errors import DataError
 
 def abort(code):
@@ -63,7 +63,7 @@ def main():
 
 rank, agree = int(sys.argv[1]), sys.argv[2] == "yes"
 failfast.install(abort, None, rank)
-failfast.join(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
+failfast.set_agreement(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
 failfast.guarded(main)
 """
 

@@ -17,7 +17,7 @@ import pytest
 from rank_runs import trainer_of
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.format import manifest
@@ -26,7 +26,7 @@ from hpcdist.checkpoint.format.manifest import Manifest, StoredPiece
 from hpcdist.checkpoint.listing import stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.training.origin import Stored
 from hpcdist.training.trainer import Trainer
@@ -125,7 +125,7 @@ def settings_of(name: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 def spoil(piece: Piece) -> None:
     """What is restored must not be what was there."""
-    if isinstance(piece.array, Stretch):
+    if isinstance(piece.array, FileSlice):
         piece.array.write(Range(0, piece.flat.size), np.full(piece.flat.size, np.nan, piece.array.dtype))
     else:
         piece.array[...] = np.nan
@@ -159,7 +159,7 @@ class Places:
         found = 0
         for piece in wanted:
             blocks = self.block[piece.kind, piece.tensor][elements(piece)]
-            step = BLOCK // piece.array.dtype.itemsize if isinstance(piece.array, Stretch) else blocks.size
+            step = BLOCK // piece.array.dtype.itemsize if isinstance(piece.array, FileSlice) else blocks.size
             for start in range(0, blocks.size, step):
                 found += sum(self.nbytes[block] for block in np.unique(blocks[start : start + step]))
         return found

@@ -8,8 +8,8 @@ import pytest
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.training import architecture, settings

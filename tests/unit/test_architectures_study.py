@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcdist.hdf5 import files, tables
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 
 NAMES = ("catalogue", "study", "file", "report", "plot")
 COUNTS = (8, 64, 1024)
@@ -33,7 +33,7 @@ def bench() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def found(bench: ModuleType) -> dict[str, Any]:
-    cluster = cluster_file.read("h100-hgx")
+    cluster = toml_file.read("h100-hgx")
     return {one.name: bench.of_study.study(one, cluster, COUNTS) for one in bench.of_catalogue.SCENARIOS}
 
 

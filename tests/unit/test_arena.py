@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from hpcdist.arrays.ledger import Ledger
-from hpcdist.models.arena import Arena
+from hpcdist.arrays.memory import Ledger
+from hpcdist.models.runtime.arena import Arena
 
 
 def _step(arena: Arena, batch: int) -> list[np.ndarray]:

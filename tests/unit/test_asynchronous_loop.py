@@ -12,14 +12,14 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
-from hpcdist.comm.timing import Timing
+from hpcdist.comm.record.timing import OperationTiming
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.telemetry import metrics as files
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics import step_metrics as files
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training import metrics
 from hpcdist.training.asynchronous import AsynchronousLoop, loop_of
 from hpcdist.training.energy import Energy
@@ -159,7 +159,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
-        streaming = Streaming(session, trainer, Timing(), tmp_path, print, None)
+        streaming = Streaming(session, trainer, OperationTiming(), tmp_path, print, None)
         energy = Energy(comm, trainer.recipe, None)
         rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
         rows.begin({0: 0, 1: 0})
@@ -198,7 +198,7 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
-        streaming = Streaming(session, trainer, Timing(), tmp_path, print, None)
+        streaming = Streaming(session, trainer, OperationTiming(), tmp_path, print, None)
         rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, Energy(comm, trainer.recipe, None), streaming)
         rows.begin({0: 0, 1: 0})
         for step in range(1, 21) if comm.rank == 1 else ():

@@ -18,7 +18,7 @@ from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
 from hpcdist.batch.sites import search
 from hpcdist.cli import main
-from hpcdist.comm import launchers
+from hpcdist.comm.launch import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
 TEXT = '[sweep]\nrepeats = 1\n\n[[trial]]\nname = "it\'s $one"\nranks = [2, 8]\n'
@@ -253,11 +253,11 @@ def test_servers_and_workers_are_one_world_of_srun(stage, tmp_path):
     assert said[3:6] == ["run", "-n", "10"] and "--ranks-per-node" not in said
     options = shlex.split(said[said.index("--mpi-args") + 1])
     assert options == ["--het-group=0,1", "--label"]
-    layout = launchers.Layout(10, cpus_per_task=8, pmi="pmi2")
-    line = launchers.Site(launchers.SRUN, layout).line(["true"], {}, options)
+    layout = launchers.LaunchRequest(10, cpus_per_task=8, pmi="pmi2")
+    line = launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, options)
     assert not [word for word in line if word.startswith(("--ntasks", "--nodes"))], "each component has its own number"
     assert line[-3:] == ["--het-group=0,1", "--label", "true"] and "--mpi=pmi2" in line
-    assert "--ntasks=10" in launchers.Site(launchers.SRUN, layout).line(["true"], {}, ["--label"])
+    assert "--ntasks=10" in launchers.SiteStarter(launchers.SRUN, layout).line(["true"], {}, ["--label"])
 
 
 def test_the_components_come_in_the_order_of_the_ranks():

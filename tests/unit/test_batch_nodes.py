@@ -7,9 +7,9 @@ import pytest
 
 from hpcdist.batch.schedulers.slurm import allocation as slurm_allocation
 from hpcdist.cli import run
-from hpcdist.comm import launchers
-from hpcdist.comm.mpirun import OPEN_MPI, Launcher
-from hpcdist.comm.supervisor import Outcome
+from hpcdist.comm.launch import launchers
+from hpcdist.comm.launch.mpirun import OPEN_MPI, Launcher
+from hpcdist.comm.launch.supervisor import LaunchOutcome
 from hpcdist.errors import MissingCapabilityError
 
 SQUEUE = """#!/bin/sh
@@ -179,7 +179,9 @@ def test_it_waits_no_longer_than_slurm_may(job, monkeypatch):
 def test_the_next_start_is_without_them(job, monkeypatch, capsys):
     found = Launcher(Path("mpirun"), OPEN_MPI, "5.0.11")
     tried = []
-    monkeypatch.setattr(run._Job, "start", lambda self, *words, last: tried.append(words) or Outcome(0, None, False))
+    monkeypatch.setattr(
+        run._Job, "start", lambda self, *words, last: tried.append(words) or LaunchOutcome(0, None, False)
+    )
 
     def start_again(starter):
         run._Job(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set(), last=True)
@@ -187,11 +189,11 @@ def test_the_next_start_is_without_them(job, monkeypatch, capsys):
 
     allocation = slurm_allocation.SlurmAllocation(2, environment=job.environment)
     allocation.died()
-    starter = launchers.Mpirun(found, launchers.Layout(4, 2))
+    starter = launchers.MpirunStarter(found, launchers.LaunchRequest(4, 2))
     assert start_again(starter) == []
     job.say(answers="n1\nn3")
     allocation.died()
     assert start_again(starter) == ["--host", "n1:2,n3:2"]
     assert "without n2" in capsys.readouterr().err
     with pytest.raises(MissingCapabilityError, match="cannot leave nodes out"):
-        start_again(launchers.Site(launchers.FLUX, launchers.Layout(4, 2)))
+        start_again(launchers.SiteStarter(launchers.FLUX, launchers.LaunchRequest(4, 2)))

@@ -13,7 +13,7 @@ from job_scripts import PLAIN
 from hpcdist.batch import resources, script, submission
 from hpcdist.batch.sites import fit, search
 from hpcdist.batch.sites.profile import LAUNCHERS_OF, SiteProfile
-from hpcdist.comm.launchers import KINDS
+from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, StorageError
 
 KINDS_OF_SITES = ("cray", "ibrun", "parastation", "pbs", "slurm-mpich", "slurm-openmpi", "workstation")

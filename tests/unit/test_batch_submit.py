@@ -14,7 +14,7 @@ from hpcdist.batch import ledger, resources
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
 
@@ -125,7 +125,7 @@ def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, 
     written = said.out[said.out.index("#: [model]") : said.out.index("#: [survival]")].replace("#: ", "")
     checkpoint = tomllib.loads(written)["checkpoint"]
     if value is None:
-        value = float(round(cluster_file.read("h100-hgx").failures.node_mtbf_s / 2))
+        value = float(round(toml_file.read("h100-hgx").failures.node_mtbf_s / 2))
     assert checkpoint[key] == value
     assert bool(checkpoint["every_steps"]) + bool(checkpoint["mtbf_s"]) == (value != 0)
     lines = [line for line in said.err.splitlines() if line.startswith("when to save is not set")]
@@ -501,7 +501,12 @@ def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
 def test_submit_loads_nothing_heavy(tmp_path):
     watched = ("mpi4py", "h5py", "numba", "cupy", "torch", "matplotlib")
     # what starts, watches and records ranks, and what other jobs than a training need
-    watched += ("hpcdist.comm.supervisor", "hpcdist.comm.recorder", "hpcdist.batch.array", "hpcdist.batch.carbon")
+    watched += (
+        "hpcdist.comm.launch.supervisor",
+        "hpcdist.comm.record.flight_recorder",
+        "hpcdist.batch.array",
+        "hpcdist.batch.carbon",
+    )
     code = (
         "import sys\nfrom hpcdist.cli.main import main\n"
         "try:\n    main(['submit', '--nodes=2', '--dry-run'])\nexcept SystemExit as leaving:\n"

@@ -9,11 +9,10 @@ from rank_runs import alone, difference, losses, trainer_of
 from rank_runs import state as state_of
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim import scaling
-from hpcdist.optim.batches import Batches, staged
+from hpcdist.optim import rates
+from hpcdist.optim.batch_size import BatchSchedule, staged_batches
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.rates import learning_rate
 from hpcdist.training import recipe as recipes
@@ -45,14 +44,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def counted(batches: Batches, steps: int) -> list[int]:
+def counted(batches: BatchSchedule, steps: int) -> list[int]:
     """The samples before each step, by taking one step after the other."""
     return [0, *itertools.accumulate(batches.size(step) for step in range(steps))]
 
 
 @pytest.mark.parametrize("warmup", [(), (4, 4), (12, 4, 36, 8), (1, 1, 3, 2, 6, 3), (1000, 10, 3000, 11 * 4 + 6)])
 def test_steps_and_samples_are_two_counts_of_the_same(warmup: tuple[int, ...]) -> None:
-    batches = staged(64, warmup)
+    batches = staged_batches(64, warmup)
     steps = 150
     before = counted(batches, steps)
     assert [batches.samples_before(step) for step in range(steps + 1)] == before
@@ -65,24 +64,26 @@ def test_steps_and_samples_are_two_counts_of_the_same(warmup: tuple[int, ...]) -
 
 
 def test_known_steps() -> None:
-    batches = staged(12, WARMUP)
+    batches = staged_batches(12, WARMUP)
     assert [batches.size(step) for step in range(8)] == [4, 4, 4, 8, 8, 8, 12, 12]
     assert [batches.samples_before(step) for step in range(8)] == [0, 4, 8, 12, 20, 28, 36, 48]
-    assert batches.smallest == 4 and Batches(12).smallest == 12
+    assert batches.smallest == 4 and BatchSchedule(12).smallest == 12
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
-def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule: scaling.Scaling) -> None:
+def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule: rates.Scaling) -> None:
     options = {} if rule == "none" else {"base_batch": 6}
     config = OptimizerConfig(learning_rate=0.6, scaling=rule, warmup_samples=30, decay="constant", **options)
-    found = scaling.resolved(config, staged(12, WARMUP))
+    found = rates.resolve_rate(config, staged_batches(12, WARMUP))
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
     sizes, taken = [4, 4, 4, 8, 8, 8, 12, 12], [4, 8, 12, 20, 28, 36, 48, 60]
     expected = [0.6 * (size / 6) ** power * min(1.0, samples / 30) for size, samples in zip(sizes, taken, strict=True)]
     assert [learning_rate(found, update, 100) for update in range(1, 9)] == pytest.approx(expected)
-    by_updates = scaling.resolved(OptimizerConfig(learning_rate=0.6, warmup_steps=4), staged(12, WARMUP))
+    by_updates = rates.resolve_rate(OptimizerConfig(learning_rate=0.6, warmup_steps=4), staged_batches(12, WARMUP))
     assert [learning_rate(by_updates, update, 100) for update in (1, 2, 4)] == pytest.approx([0.15, 0.3, 0.6])
-    assert "steps of 4, 8, 12 samples, the last from sample 36 on" in scaling.described(config, staged(12, WARMUP))
+    assert "steps of 4, 8, 12 samples, the last from sample 36 on" in rates.describe_rate(
+        config, staged_batches(12, WARMUP)
+    )
 
 
 @pytest.mark.parametrize(("ranks", "warmup"), [(1, WARMUP), (3, WARMUP), (2, ()), (4, (8, 4, 24, 8))])

@@ -8,49 +8,44 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import (
-    calibrate,
-    calibrate_device,
-    calibrate_file,
-    calibrate_links,
-    calibrate_quiet,
-    collectives_buffers,
-)
-from hpcdist.bench.calibrate_points import OPERATIONS, Busy, Wanted, default_models, sizes
-from hpcdist.bench.calibrate_quiet import Look
+from hpcdist.bench.calibrate import device, links
+from hpcdist.bench.calibrate import run as calibrate_run
+from hpcdist.bench.calibrate.points import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
+from hpcdist.bench.calibrate.run import LoadSample
+from hpcdist.bench.collectives import buffers
 from hpcdist.cli import plan_calibrate
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import calibrate_cluster, cluster_file
-from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.calibrate import cluster_fit
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=17)
-APART = calibrate_quiet.APART
+APART = calibrate_run.APART
 FEW = ((8, 8, 8), (16, 16, 16), (16, 32, 64), (64, 64, 64))
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is multiplied and moved, and the machine counts as idle."""
-    monkeypatch.setattr(calibrate_device, "shapes", lambda on: FEW)
-    monkeypatch.setattr(calibrate_device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
-    monkeypatch.setattr(calibrate_device, "STEPS", 2)
-    monkeypatch.setattr(collectives_buffers, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(device, "shapes", lambda on: FEW)
+    monkeypatch.setattr(device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
+    monkeypatch.setattr(device, "STEPS", 2)
+    monkeypatch.setattr(buffers, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setattr(calibrate_quiet, "APART", 1e9)
+    monkeypatch.setattr(calibrate_run, "APART", 1e9)
 
 
-def wanted(**more: object) -> Wanted:
+def wanted(**more: object) -> CalibrationRequest:
     models = tuple((TINY, context, (1, 2)) for context in (4, 8))
     values = {"models": models, "least_bytes": 1 << 10, "most_bytes": 1 << 16, "seconds": 0.2, **more}
-    return Wanted(**values)  # type: ignore[arg-type]
+    return CalibrationRequest(**values)  # type: ignore[arg-type]
 
 
-def run(comm: Communicator, **more: object) -> calibrate.Points:
-    return calibrate.run(comm, wanted(**more), "a library", "a core", lambda text: None)
+def run(comm: Communicator, **more: object) -> calibrate_run.CalibrationPoints:
+    return calibrate_run.run(comm, wanted(**more), "a library", "a core", lambda text: None)
 
 
 def test_one_rank_measures_its_device_and_no_links():
@@ -66,7 +61,7 @@ def test_one_rank_measures_its_device_and_no_links():
 
 
 def test_steps_of_a_model_are_told_by_kinds_of_operation():
-    point = calibrate_device.model(solo(), TINY, 8, 2, "cpu")
+    point = device.model(solo(), TINY, 8, 2, "cpu")
     kinds = {one.kind: one for one in point.kinds}
     assert {"matmul", "attention", "norm", "activation", "embedding", "cross_entropy"} <= set(kinds)
     for name in ("matmul", "attention", "norm", "activation"):
@@ -84,17 +79,17 @@ def test_steps_of_a_model_are_told_by_kinds_of_operation():
 
 
 def test_a_gpu_is_measured_by_the_same_code_and_waited_for(gpu):
-    products = calibrate_device.products(solo(), "float32", "gpu", 0.05)
-    moves = calibrate_device.moves(solo(), "gpu", 0.05)
+    products = device.products(solo(), "float32", "gpu", 0.05)
+    moves = device.moves(solo(), "gpu", 0.05)
     assert len(products) == len(FEW)
     assert {one.operation for one in moves} == {"copy", "add"}
     waits = [event for event in gpu.LOG.of() if event.kind == "synchronise"]
-    assert len(waits) >= calibrate_device.LEAST_ROUNDS * (len(products) + len(moves))
+    assert len(waits) >= device.LEAST_ROUNDS * (len(products) + len(moves))
 
 
 def test_ranks_measure_alone_and_side_by_side():
-    def body(comm: Communicator) -> list[Busy]:
-        return [one.seconds for one in calibrate_device.products(comm, "float32", "cpu", 0.1)]
+    def body(comm: Communicator) -> list[BusySeconds]:
+        return [one.seconds for one in device.products(comm, "float32", "cpu", 0.1)]
 
     first, second = run_threads(2, body)
     assert first == second
@@ -102,7 +97,7 @@ def test_ranks_measure_alone_and_side_by_side():
 
 
 def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
-    def body(comm: Communicator) -> calibrate.Points:
+    def body(comm: Communicator) -> calibrate_run.CalibrationPoints:
         return run(comm, models=())
 
     first, second = run_threads(2, body)
@@ -110,7 +105,7 @@ def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
     assert first.collectives == second.collectives
     plain = [one for one in first.links if not one.border]
     assert [one.nbytes for one in plain] == list(sizes(1 << 10, 1 << 16))
-    assert {one.level for one in first.links} == {calibrate_links.INSIDE}
+    assert {one.level for one in first.links} == {links.INSIDE}
     assert all(one.seconds.one > 0 and one.seconds.all > 0 for one in first.links)
     for operation in OPERATIONS:
         for algorithm in ("auto", "ring"):
@@ -125,14 +120,14 @@ def jumping(nbytes: int) -> float:
 
 
 def test_points_at_a_jump_of_messages_are_marked_and_those_measured_again_count_with_the_lesser(monkeypatch):
-    level = calibrate_links._Level.__new__(calibrate_links._Level)
+    level = links._Level.__new__(links._Level)
     level._name = "node"
     wanted, rounds = sizes(1 << 14, 1 << 19), []
 
     def at(nbytes):
         rounds.append(list(nbytes))
         slow = 3.0 if len(rounds) == 1 else 1.0  # once, of one size
-        return {n: Busy(jumping(n) / 2, jumping(n) * (slow if n == wanted[3] else 1.0)) for n in nbytes}
+        return {n: BusySeconds(jumping(n) / 2, jumping(n) * (slow if n == wanted[3] else 1.0)) for n in nbytes}
 
     monkeypatch.setattr(level, "_at", at, raising=False)
     points = level.points(wanted)
@@ -148,10 +143,10 @@ def test_points_at_a_jump_of_one_algorithm_are_borders_of_that_one_alone(monkeyp
     def timed(self, nbytes, seconds, memory):
         return {"auto": {n: jumping(n) for n in nbytes}, "ring": {n: 2e-6 + 1e-11 * n for n in nbytes}}
 
-    monkeypatch.setattr(calibrate_links._Operation, "_at", timed)
-    monkeypatch.setattr(calibrate_links.collectives, "take", lambda comm, wanted, notes: notes.append("too small"))
+    monkeypatch.setattr(links._Operation, "_at", timed)
+    monkeypatch.setattr(links.run, "take_memory", lambda comm, wanted, notes: notes.append("too small"))
     said: list[str] = []
-    measure = calibrate_links._Operation(solo(), "all_gather", ("auto", "ring"), "a library", said.append)
+    measure = links._Operation(solo(), "all_gather", ("auto", "ring"), "a library", said.append)
     points = measure.points("node", (1 << 14, 1 << 19), 1.0)
     assert {one.algorithm for one in points if one.border} == {"auto"}
     for name in ("auto", "ring"):
@@ -171,7 +166,7 @@ def test_sizes_are_multiples_of_a_cache_line_without_doubles():
 
 def test_too_few_sizes_are_refused():
     with pytest.raises(UsageError, match="too few to fit"):
-        Wanted(least_bytes=1024, most_bytes=4096)
+        CalibrationRequest(least_bytes=1024, most_bytes=4096)
 
 
 def test_the_models_of_a_calibration_are_none_that_validate_it():
@@ -180,16 +175,16 @@ def test_the_models_of_a_calibration_are_none_that_validate_it():
 
 
 def test_points_become_a_cluster_and_a_file(tmp_path):
-    def body(comm: Communicator) -> calibrate.Points:
+    def body(comm: Communicator) -> calibrate_run.CalibrationPoints:
         return run(comm)
 
     found = run_threads(2, body)[0]
-    made = calibrate_cluster.assemble("here", cluster_file.read("workstation"), plan_calibrate.findings(found))
+    made = cluster_fit.assemble("here", toml_file.read("workstation"), plan_calibrate.findings(found))
     assert made.cluster.device.name == "a core"
     assert {fit.operation for fit in made.cluster.fits} == {*OPERATIONS, "message"}
     assert "a library" in made.cluster.sources["fit"]
     path = tmp_path / "points.h5"
-    calibrate_file.write(path, found, {"origin": "a test"})
+    calibrate_run.write_points(path, found, {"origin": "a test"})
     with h5py.File(path) as file:
         assert file.attrs["origin"] == "a test"
         assert file["products/float32/seconds"].shape == (len(FEW), 2)
@@ -200,40 +195,40 @@ def test_points_become_a_cluster_and_a_file(tmp_path):
         assert len(file["collectives/nbytes"]) == len(found.collectives)
 
 
-def look(load: float, own: int = 2, cores: int = 2) -> tuple[Look, ...]:
-    return (Look(load, own, cores),)
+def look(load: float, own: int = 2, cores: int = 2) -> tuple[LoadSample, ...]:
+    return (LoadSample(load, own, cores),)
 
 
 def test_load_that_the_ranks_explain_is_not_busy():
-    assert calibrate_quiet.before(look(2.0)) == ""  # what has just ended shows for minutes
-    assert calibrate_quiet.meanwhile(look(0.1), look(1.9), 120, 0.02) == ""
-    assert calibrate_quiet.meanwhile(look(1.9), look(2.2), 60, 0.02) == ""
-    assert calibrate_quiet.meanwhile(look(0.1, 2, 64), look(4.9, 2, 64), 600, 0.02) == ""  # 5 % of the cores
+    assert calibrate_run.busy_before(look(2.0)) == ""  # what has just ended shows for minutes
+    assert calibrate_run.busy_meanwhile(look(0.1), look(1.9), 120, 0.02) == ""
+    assert calibrate_run.busy_meanwhile(look(1.9), look(2.2), 60, 0.02) == ""
+    assert calibrate_run.busy_meanwhile(look(0.1, 2, 64), look(4.9, 2, 64), 600, 0.02) == ""  # 5 % of the cores
 
 
 def test_load_of_others_is_busy_before_or_meanwhile():
-    assert "a load of 6.9 where 2" in calibrate_quiet.before(look(6.9))
-    assert "a load of 5.0 where 2" in calibrate_quiet.meanwhile(look(0.1), look(5.0), 600, 0.02)
-    assert "a load of 6.9 where 2" in calibrate_quiet.meanwhile(look(6.9), look(0.5), 600, 0.02)
-    quiet = Look(0.0, 2, 2)
-    assert "8.0" in calibrate_quiet.meanwhile((quiet, quiet), (quiet, Look(8.0, 2, 2)), 600, None)
+    assert "a load of 6.9 where 2" in calibrate_run.busy_before(look(6.9))
+    assert "a load of 5.0 where 2" in calibrate_run.busy_meanwhile(look(0.1), look(5.0), 600, 0.02)
+    assert "a load of 6.9 where 2" in calibrate_run.busy_meanwhile(look(6.9), look(0.5), 600, 0.02)
+    quiet = LoadSample(0.0, 2, 2)
+    assert "8.0" in calibrate_run.busy_meanwhile((quiet, quiet), (quiet, LoadSample(8.0, 2, 2)), 600, None)
 
 
 def test_what_ran_before_is_taken_off_and_what_began_late_is_not_hidden():
     # One other process all the while, 45 s: the average has not yet risen to 3.
     late = 1.0 * np.exp(-45 / 60) + 3.0 * (1 - np.exp(-45 / 60))
     assert late < 2.5
-    assert "a load of 3.0" in calibrate_quiet.meanwhile(look(1.0), look(late), 45, 0.02)
+    assert "a load of 3.0" in calibrate_run.busy_meanwhile(look(1.0), look(late), 45, 0.02)
     # Much ran until the beginning, within what 8 ranks make themselves; 2 of them now.
     left = 2.4 * np.exp(-45 / 60) + 2.0 * (1 - np.exp(-45 / 60))
-    assert calibrate_quiet.meanwhile(look(2.4), look(left), 45, 0.02) == ""
+    assert calibrate_run.busy_meanwhile(look(2.4), look(left), 45, 0.02) == ""
 
 
 def test_repetitions_that_lie_apart_are_busy_and_an_unknown_load_is_none(monkeypatch):
-    monkeypatch.setattr(calibrate_quiet, "APART", APART)
-    assert "60% more" in calibrate_quiet.meanwhile(look(0.0), look(0.0), 60, 0.6)
-    assert "60% more" in calibrate_quiet.meanwhile(look(np.nan), look(np.nan), 60, 0.6)
-    assert calibrate_quiet.meanwhile(look(np.nan), look(np.nan), 60, None) == ""
+    monkeypatch.setattr(calibrate_run, "APART", APART)
+    assert "60% more" in calibrate_run.busy_meanwhile(look(0.0), look(0.0), 60, 0.6)
+    assert "60% more" in calibrate_run.busy_meanwhile(look(np.nan), look(np.nan), 60, 0.6)
+    assert calibrate_run.busy_meanwhile(look(np.nan), look(np.nan), 60, None) == ""
 
 
 def test_spread_is_the_mean_over_the_first_quartile(monkeypatch):
@@ -243,15 +238,15 @@ def test_spread_is_the_mean_over_the_first_quartile(monkeypatch):
     def call() -> None:
         now[0] += next(lasts)
 
-    monkeypatch.setattr(calibrate_device.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(calibrate_device, "MOST_ROUNDS", 8)
-    (found,) = calibrate_device.both(solo(), [call], 2000.0)
-    assert found == Busy(1.0, 1.0, pytest.approx(1.0))
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device, "MOST_ROUNDS", 8)
+    (found,) = device.both(solo(), [call], 2000.0)
+    assert found == BusySeconds(1.0, 1.0, pytest.approx(1.0))
 
 
 def test_ranks_of_a_machine_are_counted_together(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
-    looks = run_threads(3, lambda comm: calibrate_quiet.look(comm, 2))
+    looks = run_threads(3, lambda comm: calibrate_run.sample_load(comm, 2))
     assert looks[0] == looks[2]
     assert [(one.load, one.own) for one in looks[0]] == [(3.5, 6)]
 
@@ -259,13 +254,13 @@ def test_ranks_of_a_machine_are_counted_together(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", none)
-    assert np.isnan(calibrate_quiet.load())
+    assert np.isnan(calibrate_run.load_average())
 
 
 def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
     said: list[str] = []
-    found = calibrate.run(solo(), wanted(), "a library", "a core", said.append)
+    found = calibrate_run.run(solo(), wanted(), "a library", "a core", said.append)
     warnings = [line for line in said if line.startswith("warning")]
     assert len(warnings) == 2
     assert all("a load of 9.0" in line for line in warnings)
@@ -277,23 +272,23 @@ def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_pa
         assert "a load of 9.0" in file.attrs["busy"]
         assert file["moves/spread"].shape == file["moves/bytes"].shape
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    quiet = calibrate.run(solo(), wanted(), "a library", "a core", said.append)
+    quiet = calibrate_run.run(solo(), wanted(), "a library", "a core", said.append)
     assert quiet.busy == ""
 
 
 def flags(path: Path) -> tuple[str, ...]:
-    return cluster_file.assumptions(cluster_file.read(str(path)))
+    return toml_file.assumptions(toml_file.read(str(path)))
 
 
 def test_points_that_make_no_cluster_are_kept(monkeypatch, tmp_path):
     found = run(solo())
     path, points = tmp_path / "here.toml", tmp_path / "mine.h5"
 
-    def slow(*given: object) -> calibrate_cluster.Calibrated:
-        made = calibrate_cluster.Calibrated(cluster=cluster_file.read("workstation"), lines=())
+    def slow(*given: object) -> cluster_fit.CalibratedCluster:
+        made = cluster_fit.CalibratedCluster(cluster=toml_file.read("workstation"), lines=())
         return replace(made, cluster=replace(made.cluster, devices=0))
 
-    monkeypatch.setattr(calibrate_cluster, "assemble", slow)
+    monkeypatch.setattr(cluster_fit, "assemble", slow)
     with pytest.raises(ConfigurationError, match=r"devices.* are kept in .*here\.toml\.points\.h5"):
         plan_calibrate.written(found, path, None, "workstation", "here", {})
     assert not path.exists()
@@ -314,7 +309,7 @@ def test_a_cluster_that_cannot_be_written_leaves_its_points(tmp_path):
 def test_what_is_written_is_the_cluster_that_was_measured(tmp_path, capsys):
     path = tmp_path / "here.toml"
     plan_calibrate.written(run(solo()), path, None, "workstation", "here", {})
-    found: Cluster = cluster_file.read(str(path))
+    found: Cluster = toml_file.read(str(path))
     assert (found.name, found.device.name) == ("here", "a core")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]
     assert "here, measured in" in capsys.readouterr().out

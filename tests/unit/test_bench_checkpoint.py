@@ -9,17 +9,17 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import checkpoint as bench
-from hpcdist.bench.checkpoint_beside import Steps, text
-from hpcdist.bench.checkpoint_contenders import RAW, raw
-from hpcdist.comm.threads import run_threads
+from hpcdist.bench.checkpoint import throughput as bench
+from hpcdist.bench.checkpoint.background import SavingSteps, text
+from hpcdist.bench.checkpoint.throughput import RAW, raw_files
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 
 
 def test_ratios_are_medians_of_rounds_of_the_slowest_rank():
     def samples(name, *rounds):
         times = np.array(rounds)
-        return bench.Samples(name, times, {bench.CACHE: 2 * times})
+        return bench.CheckpointSamples(name, times, {bench.CACHE: 2 * times})
 
     found = [
         samples(bench.OURS, (1.0, 2.0), (4.0, 3.0), (1.0, 1.0)),
@@ -33,7 +33,7 @@ def test_ratios_are_medians_of_rounds_of_the_slowest_rank():
 
 
 def test_what_a_save_costs_the_steps():
-    told = Steps([1.0, 3.0, 2.0], [2.2, 2.4], [3.0, 2.0, 2.0, 2.0], [9.0, 7.0]).figures(mtbf_s=1000.0)
+    told = SavingSteps([1.0, 3.0, 2.0], [2.2, 2.4], [3.0, 2.0, 2.0, 2.0], [9.0, 7.0]).figures(mtbf_s=1000.0)
     assert told["saving_over_plain"] == pytest.approx(1.15) and told["beside_over_plain"] == 1.0
     assert told["save_s"] == 8.0 and told["saving_quartiles"] == pytest.approx([1.125, 1.175])
     assert told["cost_s"] == pytest.approx((0.2 + 0.4 + 1.0) / 2)
@@ -44,8 +44,8 @@ def measured(tmp_path, extra=()):
     def body(comm):
         state = bench.make_state(comm, 1 << 16, 3)
         assert sum(comm.allgather_object(sum(array.nbytes for array in state.values()))) == 1 << 16
-        wanted = bench.Wanted(tmp_path / "here", 2, 1, bench.READS, 0)
-        return bench.run(comm, state, [raw(comm, state), *(make(state) for make in extra)], wanted, print)
+        wanted = bench.CheckpointRequest(tmp_path / "here", 2, 1, bench.READS, 0)
+        return bench.run(comm, state, [raw_files(comm, state), *(make(state) for make in extra)], wanted, print)
 
     return run_threads(3, body)[0]
 
@@ -60,7 +60,9 @@ def test_every_round_of_every_rank_is_kept_and_nothing_is_left(tmp_path):
 
 def test_who_does_not_bring_back_the_bits_is_no_contender(tmp_path):
     with pytest.raises(StorageError, match="forgetful: rank 0 read other bits"):
-        measured(tmp_path, [lambda state: bench.Contender("forgetful", lambda folder: None, lambda folder: None)])
+        measured(
+            tmp_path, [lambda state: bench.CheckpointContender("forgetful", lambda folder: None, lambda folder: None)]
+        )
 
 
 def test_the_command_on_one_rank(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.bench import choice, results, series
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, Outcome
+from hpcdist.bench.sweep import definition, results, series
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.trial import FAILED, TrialOutcome
 from hpcdist.cli import bench_trials, main
 from hpcdist.cli.bench_trials import options_of_run
 from hpcdist.errors import FAILURE, OK, USAGE, UsageError
@@ -30,7 +30,7 @@ run.seed = 2
 
 
 def trials(*names_and_ranks):
-    return [Trial(f"{at:012x}", name, ranks, {}, "") for at, (name, ranks) in enumerate(names_and_ranks)]
+    return [SweepTrial(f"{at:012x}", name, ranks, {}, "") for at, (name, ranks) in enumerate(names_and_ranks)]
 
 
 FOUR = trials(("a", 1), ("a", 2), ("late start", 2), ("1", 4))
@@ -41,7 +41,7 @@ FOUR = trials(("a", 1), ("a", 2), ("late start", 2), ("1", 4))
     [("0", 0), ("3", 3), ("+2", 2), ("late start", 2), ("00000000000" + "1", 1), ("1", 1), ("0" * 11 + "3", 3)],
 )
 def test_a_trial_is_named_by_place_id_or_name(text, expected):
-    assert choice.position(FOUR, text, "s.toml") == expected
+    assert definition.trial_position(FOUR, text, "s.toml") == expected
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_trial_is_named_by_place_id_or_name(text, expected):
 )
 def test_what_names_no_trial_is_refused_with_the_nearest(text, words):
     with pytest.raises(UsageError) as error:
-        choice.position(FOUR, text, "s.toml")
+        definition.trial_position(FOUR, text, "s.toml")
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -114,9 +114,9 @@ def test_one_trial_is_run_with_all_its_repeats_and_keeps_its_place(sweep_file, c
 
     def failing(of, folder, limit_s, line, environment):
         ran.append((of.name, of.ranks, line(of.ranks, Path("R"), Path("O"))))
-        return Outcome(FAILED, "2026-01-01T00:00:00+00:00", 1.0, 1, "exit code 1")
+        return TrialOutcome(FAILED, "2026-01-01T00:00:00+00:00", 1.0, 1, "exit code 1")
 
-    monkeypatch.setattr("hpcdist.bench.trial.run", failing)
+    monkeypatch.setattr("hpcdist.bench.sweep.trial.run", failing)
     options = ("--ranks-per-node", "4", "--run-args", "--mpi-args '-x NAME'")
     own = tmp_path / "1.h5"
     code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)

@@ -12,14 +12,15 @@ from click.testing import CliRunner
 from hpcdist import collectives as algorithms
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench import collectives, collectives_buffers, collectives_file, collectives_plan, collectives_report
-from hpcdist.bench.collectives_contenders import Contender
-from hpcdist.bench.collectives_measure import Limits, Timing
+from hpcdist.bench.collectives import buffers, plan, results, run
+from hpcdist.bench.collectives import report as collectives_report
+from hpcdist.bench.collectives.contenders import CollectivesContender
+from hpcdist.bench.collectives.run import CellLimits, CellTiming
 from hpcdist.cli.bench_collectives import _known
 from hpcdist.cli.compare import command as compare
 from hpcdist.cli.report import report
 from hpcdist.collectives import SHARDED
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, StorageError, UsageError
 
 LIBRARY = "Threads 1.0"
@@ -27,7 +28,7 @@ LIBRARY = "Threads 1.0"
 
 def wanted(**changes):
     settings = {
-        "operations": collectives_plan.OPERATIONS,
+        "operations": plan.OPERATIONS,
         "algorithms": ("ring",),
         "bytes": (100, 3000),
         "dtypes": ("float32",),
@@ -40,7 +41,7 @@ def wanted(**changes):
         "hot": True,  # one slot, so that every iteration is verified and filled again
         "seed": 5,
     }
-    return collectives_plan.Wanted(**(settings | changes))
+    return plan.CollectivesRequest(**(settings | changes))
 
 
 def measured(ranks, **changes):
@@ -48,7 +49,7 @@ def measured(ranks, **changes):
     kept, said = [], []
 
     def on_a_rank(comm):
-        collectives.run(comm, wanted(**changes), LIBRARY, kept.extend, said.append)
+        run.run(comm, wanted(**changes), LIBRARY, kept.extend, said.append)
 
     run_threads(ranks, on_a_rank)
     return kept, said
@@ -67,13 +68,13 @@ def measured(ranks, **changes):
     ],
 )
 def test_sizes(texts, expected):
-    assert list(collectives_plan.sizes(texts)) == expected
+    assert list(plan.sizes(texts)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "4Q", "K", "16K-4K", "0", "4K-64K x1", "4K 1.5M", "-4K", "4K--8K"])
 def test_wrong_sizes_are_refused(text):
     with pytest.raises(UsageError, match="--bytes"):
-        collectives_plan.sizes([text])
+        plan.sizes([text])
 
 
 @pytest.mark.parametrize(
@@ -93,14 +94,14 @@ def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
 def test_bus_bandwidth_by_hand():
     """The factors of nccl-tests, doc/PERFORMANCE.md."""
     by_hand = {"allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "all_to_all": 0.75}
-    assert {op: collectives_plan.bus_factor(op, 4) for op in collectives_plan.OPERATIONS} == by_hand
-    assert all(collectives_plan.bus_factor(op, 1) == 0 for op in by_hand)
+    assert {op: plan.bus_factor(op, 4) for op in plan.OPERATIONS} == by_hand
+    assert all(plan.bus_factor(op, 1) == 0 for op in by_hand)
 
 
 def test_cells_are_rounded_and_shuffled_alike_everywhere():
-    cells, notes = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    again, _ = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    other, _ = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
+    cells, notes = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    again, _ = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    other, _ = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
     assert cells == again != other and set(cells) == set(other)
     assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("allreduce", "float32")} == {100, 1000}
     # parts of one size for each of 3 ranks
@@ -109,15 +110,15 @@ def test_cells_are_rounded_and_shuffled_alike_everywhere():
 
 
 def test_buffers_exceed_the_cache_within_the_memory():
-    assert collectives_buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
-    assert collectives_buffers.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
-    assert collectives_buffers.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
-    assert collectives_buffers.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
-    assert collectives_buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
+    assert buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
+    assert buffers.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
+    assert buffers.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
+    assert buffers.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
+    assert buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
 
 
 def test_sizes_that_were_not_asked_for_lie_in_the_memory_that_was_taken():
-    memory = collectives.Memory({}, np.empty(1 << 20, np.uint8), cache_bytes=1 << 14, hot=False)
+    memory = run.PoolMemory({}, np.empty(1 << 20, np.uint8), cache_bytes=1 << 14, hot=False)
     for nbytes in (64, 100, 1 << 13, 1 << 19, 1 << 20):
         count = memory.slots(nbytes)
         assert count >= 1
@@ -128,14 +129,14 @@ def test_memory_holds_what_an_operation_makes_of_a_size():
     many = SimpleNamespace(size=32, nodes=lambda: SimpleNamespace(intra=SimpleNamespace(size=32)))
     many.allgather_object = lambda mine: [mine]
     assert (
-        collectives.take(many, wanted(operations=("all_to_all",), bytes=(8,)), []).slots(128) == 1
+        run.take_memory(many, wanted(operations=("all_to_all",), bytes=(8,)), []).slots(128) == 1
     )  # a float32 for each of 32 ranks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float64"])
 def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
     kind, size, ranks = dtype_of(dtype), 40_000, 5
-    contents = collectives_buffers.Contents(ranks, kind)
+    contents = buffers.BufferContents(ranks, kind)
     parts = [np.empty(size, kind) for _ in range(ranks)]
     for rank, part in enumerate(parts):
         contents.fill(part, rank, phase=3)
@@ -154,10 +155,10 @@ def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype):
     kind = dtype_of(dtype)
-    contents = collectives_buffers.Contents(3, kind)
+    contents = buffers.BufferContents(3, kind)
     stride = -(-size * kind.itemsize // 64) * 64
     memory = [np.full(count * stride + 64, 255, np.uint8) for _ in range(2)]
-    pool = collectives_buffers.Pool(*memory, size, kind, count)
+    pool = buffers.BufferPool(*memory, size, kind, count)
     pool.fill(contents, rank=2)
     for slot in range(count):
         expected = np.empty(size, kind)
@@ -171,7 +172,7 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
 def test_every_operation_is_measured_verified_and_kept(ranks):
     kept, said = measured(ranks)
     ops = {one.key.op for one in kept}
-    assert ops == set(collectives_plan.OPERATIONS)
+    assert ops == set(plan.OPERATIONS)
     assert [one.wrong for one in kept if one.wrong] == []
     for one in kept:
         assert one.time_s.shape == one.start_s.shape == (4, ranks)
@@ -184,7 +185,7 @@ def test_every_operation_is_measured_verified_and_kept(ranks):
 
 
 def test_cold_buffers_go_round_and_results_are_verified_before_they_are_filled_again(monkeypatch):
-    monkeypatch.setattr(collectives_buffers, "last_level_cache_bytes", lambda: 8192)
+    monkeypatch.setattr(buffers, "last_level_cache_bytes", lambda: 8192)
     kept, _ = measured(2, operations=("allreduce",), bytes=(3000,), iterations=9, hot=False)
     assert {(one.slots, one.key.cache, one.wrong) for one in kept} == {(7, "cold", "")}
 
@@ -199,7 +200,7 @@ def test_the_wire_is_measured_between_nodes():
     kept, said = [], []
 
     def on_a_rank(comm):
-        collectives.run(comm, wanted(operations=("allreduce",), bytes=(400,)), LIBRARY, kept.extend, said.append)
+        run.run(comm, wanted(operations=("allreduce",), bytes=(400,)), LIBRARY, kept.extend, said.append)
 
     run_threads(4, on_a_rank, ranks_per_node=2)
     (wire,) = [one for one in kept if one.key.algorithm == "wire"]
@@ -251,10 +252,10 @@ def test_iterations_alternate_in_an_order_that_all_ranks_share():
             return lambda buffer, result: order[comm.rank].append(name)
 
         memory = [np.zeros(64 * 4, np.uint8) for _ in range(2)]
-        pool = collectives_buffers.Pool(*memory, 16, np.dtype(np.float32), 4)
-        contents = collectives_buffers.Contents(2, np.dtype(np.float32))
-        both = [Contender(name, "ordinary", run(name), None) for name in ("a", "b", "c")]
-        Timing(comm, both, {"ordinary": pool}, contents, check=False).run(Limits(1.0, 20, 0, 1), (3, 4))
+        pool = buffers.BufferPool(*memory, 16, np.dtype(np.float32), 4)
+        contents = buffers.BufferContents(2, np.dtype(np.float32))
+        both = [CollectivesContender(name, "ordinary", run(name), None) for name in ("a", "b", "c")]
+        CellTiming(comm, both, {"ordinary": pool}, contents, check=False).run(CellLimits(1.0, 20, 0, 1), (3, 4))
 
     run_threads(2, on_a_rank)
     rounds = [tuple(order[0][start : start + 3]) for start in range(0, 60, 3)]
@@ -266,7 +267,7 @@ def test_iterations_alternate_in_an_order_that_all_ranks_share():
 def test_seconds_bound_the_iterations_from_below_and_above(monkeypatch):
     kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1e-9, least=6)
     assert {len(one.time_s) for one in kept} == {6}
-    monkeypatch.setattr("hpcdist.bench.collectives_measure.MOST", 20)
+    monkeypatch.setattr("hpcdist.bench.collectives.run.MOST_ITERATIONS", 20)
     kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1000.0)
     assert {len(one.time_s) for one in kept} == {20}
 
@@ -284,14 +285,16 @@ def key(**changes):
         "implementation": "hpcdist",
         "mpi_library": LIBRARY,
     }
-    return collectives_file.Key(**(settings | changes))
+    return results.ConfigurationKey(**(settings | changes))
 
 
 def configuration(times_s, **changes):
     """One whose slowest rank is the last and takes ``times_s``."""
     times = np.asarray(times_s)[:, None] * np.array([0.5, 0.25, 0.75, 1.0])
     start = np.tile([0.0, 1e-6, 2e-6, 3e-6], (len(times), 1))
-    return collectives_file.Configuration(key(**changes), False, 9, len(times), "", times, start, np.zeros(len(times)))
+    return results.CollectivesConfiguration(
+        key(**changes), False, 9, len(times), "", times, start, np.zeros(len(times))
+    )
 
 
 def test_figures_of_the_table_by_hand():
@@ -324,10 +327,8 @@ def test_the_same_algorithm_on_several_libraries_is_told_apart(libraries, labels
 def test_the_file_read_back_with_h5py(tmp_path):
     path = tmp_path / "c.h5"
     one = configuration([1e-3, 2e-3, 3e-3])
-    collectives_file.append(path, [one], {"git_commit": "c1"})
-    collectives_file.append(
-        path, [configuration([4e-3]), configuration([9e-3], algorithm="ring")], {"git_commit": "c2"}
-    )
+    results.append(path, [one], {"git_commit": "c1"})
+    results.append(path, [configuration([4e-3]), configuration([9e-3], algorithm="ring")], {"git_commit": "c2"})
     with h5py.File(path) as file:
         assert dict(file.attrs)["schema"] == "hpcdist.collectives" and file.attrs["schema_version"] == 1
         assert file.attrs["git_commit"] == "c1"
@@ -342,7 +343,7 @@ def test_the_file_read_back_with_h5py(tmp_path):
         assert group["iteration"].is_scale and list(group["iteration"]) == [0, 1, 2, 3]
         assert list(group["session"]) == [0, 0, 0, 1]
         assert (group.attrs["bytes"], group.attrs["verified"]) == (1_000_000, 4)
-    found = collectives_file.read(path)
+    found = results.read(path)
     assert found.provenance == {"git_commit": "c1"}
     assert {one.key.algorithm: len(one.slowest_s) for one in found.configurations} == {"native": 4, "ring": 1}
     assert json.loads(json.dumps(collectives_report.jsonable(found)))["configurations"][0]["median_s"] == 2.5e-3
@@ -369,7 +370,7 @@ def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
 
     def on_a_rank(comm):
         asked = wanted(operations=("reduce_scatter", "all_gather"), algorithms=("hierarchical",), bytes=(4000,))
-        collectives.run(comm, asked, LIBRARY, kept.extend, said.append)
+        run.run(comm, asked, LIBRARY, kept.extend, said.append)
 
     run_threads(4, on_a_rank, ranks_per_node=2)
     checked = [one for one in kept if one.key.algorithm == "hierarchical"]
@@ -382,7 +383,7 @@ def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
 def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
     kept, _ = measured(2, operations=("allreduce",), iterations=8)
     path = tmp_path / "c.h5"
-    collectives_file.append(path, kept, {})
+    results.append(path, kept, {})
     shown = CliRunner().invoke(report, [str(path)], standalone_mode=False)
     assert shown.exception is None and sum("ring" in line for line in shown.stdout.splitlines()) == 2
     done = CliRunner().invoke(compare, [str(path), str(path), "--json"], standalone_mode=False)
@@ -392,14 +393,14 @@ def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
 
 def test_a_range_beyond_the_slots_is_seen():
     """The test of the test: the last element of the last slot counts."""
-    contents = collectives_buffers.Contents(2, np.dtype(np.int64))
+    contents = buffers.BufferContents(2, np.dtype(np.int64))
     memory = [np.zeros(64 * 3, np.uint8) for _ in range(2)]
-    pool = collectives_buffers.Pool(*memory, 8, np.dtype(np.int64), 3)
+    pool = buffers.BufferPool(*memory, 8, np.dtype(np.int64), 3)
     pool.fill(contents, rank=1)
     for _ in range(3):
         buffer, _ = pool.take(0)
     assert pool.is_used_up
-    whole = [collectives_buffers.Expected(Range(0, 8), 1, 0)]
+    whole = [buffers.ExpectedResult(Range(0, 8), 1, 0)]
     assert pool.first_wrong(contents, 0, whole) == ""
     buffer[-1] += 1
     assert pool.first_wrong(contents, 0, whole).startswith("element 7 is ")

@@ -7,19 +7,23 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench import collectives_file, compare, results
-from hpcdist.bench.collectives_file import Configuration, Key
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.bench import compare
+from hpcdist.bench.collectives import results as collectives_results
+from hpcdist.bench.collectives.results import CollectivesConfiguration, ConfigurationKey
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.cli.compare import command
 from hpcdist.errors import FAILURE, StorageError, UsageError
 
 ITERATIONS = 400
-RULE = compare.Rule()
+RULE = compare.CompareRule()
 
 
 def key(algorithm="ring", nbytes=4096, library="Open MPI v5.0.11", implementation="hpcdist"):
-    return Key("allreduce", "float32", nbytes, 2, 1, algorithm, "ordinary", "cold", implementation, library)
+    return ConfigurationKey(
+        "allreduce", "float32", nbytes, 2, 1, algorithm, "ordinary", "cold", implementation, library
+    )
 
 
 def noisy(rng, median_s=1e-3, count=ITERATIONS):
@@ -29,7 +33,7 @@ def noisy(rng, median_s=1e-3, count=ITERATIONS):
 
 
 def side(times_s, sessions=1):
-    return compare.Side(np.asarray(times_s), np.arange(len(times_s)) % sessions)
+    return compare.CompareSide(np.asarray(times_s), np.arange(len(times_s)) % sessions)
 
 
 def write(path, rng, medians, sessions=1):
@@ -39,10 +43,10 @@ def write(path, rng, medians, sessions=1):
             slowest = noisy(rng, median_s or 1e-3)
             times = np.stack([0.7 * slowest, slowest], axis=1)
             zeros = np.zeros(len(times))
-            made = Configuration(
+            made = CollectivesConfiguration(
                 one, one.algorithm == "memcpy", 3, 0, "" if median_s else "rank 0: no", times, 0 * times, zeros
             )
-            collectives_file.append(path, [made], {})
+            collectives_results.append(path, [made], {})
     return path
 
 
@@ -103,7 +107,7 @@ def test_the_same_seed_gives_the_same_intervals_whatever_else_is_compared(tmp_pa
     before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
     after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
     only = tmp_path / "only.h5"
-    collectives_file.append(only, collectives_file.read(after).configurations[-1:], {})
+    collectives_results.append(only, collectives_results.read(after).configurations[-1:], {})
     whole = json.loads(ran(before, after, "--json")[1])["changes"]
     again = json.loads(ran(before, after, "--json")[1])["changes"]
     part = json.loads(ran(before, only, "--json")[1])["changes"]
@@ -153,9 +157,9 @@ def test_without_any_verdict_nothing_was_compared(tmp_path, rng, monkeypatch):
 def test_the_last_line_counts_what_has_no_verdict(tmp_path, rng):
     before, after = (write(tmp_path / name, rng, {key(): 1e-3, key("native"): 1e-3}) for name in ("a.h5", "b.h5"))
     short = tmp_path / "short.h5"
-    whole = collectives_file.read(before).configurations
+    whole = collectives_results.read(before).configurations
     few = replace(whole[0], time_s=whole[0].time_s[:4], start_s=whole[0].start_s[:4], session=whole[0].session[:4])
-    collectives_file.append(short, [few, whole[1]], {})
+    collectives_results.append(short, [few, whole[1]], {})
     done = CliRunner().invoke(command, [str(short), str(after)], standalone_mode=False)
     assert done.return_value == 0
     assert done.stderr.splitlines()[-1] == (
@@ -217,17 +221,17 @@ def test_files_that_cannot_be_read_or_are_of_another_kind(tmp_path, rng):
 
 def sweep_of(path, rng, step_s, ranks=2):
     results.prepare(path, {})
-    trial = Trial("id", "ring", ranks, {}, "")
+    trial = SweepTrial("id", "ring", ranks, {}, "")
     for repeat in range(3):
         times = np.stack([0.5 * (slowest := noisy(rng, step_s, 60)), slowest], axis=1)
         times[0] = 100.0  # compiles
         samples = {
-            "step_s": Sample(times, "s", ""),
-            "sent_bytes": Sample(0 * times, "By", ""),
-            "iteration": Sample(np.arange(60), "1", ""),
+            "step_s": TrialSample(times, "s", ""),
+            "sent_bytes": TrialSample(0 * times, "By", ""),
+            "iteration": TrialSample(np.arange(60), "1", ""),
         }
-        results.append(path, trial, 0, repeat, Outcome(OK, "", 1.0, 0, samples=samples), "c1")
-    results.append(path, trial, 0, 3, Outcome(FAILED, "", 1.0, 1, "boom"), "c1")
+        results.append(path, trial, 0, repeat, TrialOutcome(OK, "", 1.0, 0, samples=samples), "c1")
+    results.append(path, trial, 0, 3, TrialOutcome(FAILED, "", 1.0, 1, "boom"), "c1")
     return path
 
 

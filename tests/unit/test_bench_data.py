@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench import data, data_pace, results
-from hpcdist.bench import data_report as reports
-from hpcdist.bench.data_contenders import CONTENDERS
-from hpcdist.bench.sweep import Sweep, Trial
-from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.bench.data import plan, report
+from hpcdist.bench.data import report as reports
+from hpcdist.bench.data.plan import CONTENDERS
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.definition import Sweep, SweepTrial
+from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.cli.bench import command
 from hpcdist.cli.bench_trials import Recipes
 from hpcdist.errors import CONFIGURATION, ConfigurationError, UsageError
@@ -27,23 +28,23 @@ def _no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.delenv("HPCDIST_SITE", raising=False)
 
 
-def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[Trial], dict[str, str]]:
-    scenarios = {data.CALM: {}, data.STRAGGLERS: data.stragglers((0,), 3.0, 0.125)}
-    wanted = data.Wanted(ranks, {"run.steps": 5}, contenders, scenarios)
-    return data.expand(wanted, Recipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
+def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[SweepTrial], dict[str, str]]:
+    scenarios = {plan.CALM: {}, plan.STRAGGLERS: plan.stragglers((0,), 3.0, 0.125)}
+    wanted = plan.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
+    return plan.expand(wanted, Recipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
 
 
 def test_every_contender_takes_part_and_is_another_run() -> None:
     trials, left_out = expand(CONTENDERS)
     assert left_out == {}
     assert len({trial.id for trial in trials}) == len(trials) == 2 * len(CONTENDERS)
-    assert [data.parts_of(trial.name) for trial in trials[:2]] == [("allreduce", "calm"), ("allreduce", "stragglers")]
+    assert [plan.parts_of(trial.name) for trial in trials[:2]] == [("allreduce", "calm"), ("allreduce", "stragglers")]
     calm, late = (recipes.load(_written(trial)).recipe for trial in trials[:2])
     assert calm.run == late.run and calm.run.steps == 5 and not calm.chaos.on
     assert late.chaos.slow_ranks == (0,) and late.chaos.slow_probability == 0.125
 
 
-def _written(trial: Trial) -> Any:
+def _written(trial: SweepTrial) -> Any:
     import tomllib
 
     from hpcdist.training import settings
@@ -55,7 +56,7 @@ def test_who_is_refused_is_left_out_with_the_reason() -> None:
     trials, left_out = expand(
         {"unknown": {"no.such": 1}, "wrong": {"run.steps": -1}, "good": {}, "few": CONTENDERS["servers, bsp"]}, ranks=1
     )
-    assert [data.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
+    assert [plan.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
     assert "no.such" in left_out["unknown"] and "run.steps = -1" in left_out["wrong"]
     assert "at least 1 must compute" in left_out["few"]
 
@@ -63,14 +64,14 @@ def test_who_is_refused_is_left_out_with_the_reason() -> None:
 def test_the_pace_of_lock_step_and_of_workers_that_run_freely() -> None:
     together = np.full((11, 2), 0.5)
     together[0] = 7.0
-    assert data_pace.steps_per_s(together) == pytest.approx(2.0)
+    assert report.steps_per_s(together) == pytest.approx(2.0)
     apart = np.column_stack([np.full(13, 0.5), np.full(13, 1.5)])
     apart[0] = [2.0, 40.0]
     # In 6 s the quick one makes its 12 steps, and the other 4: 16 halves of a batch.
-    assert data_pace.steps_per_s(apart) == pytest.approx(8 / 6)
+    assert report.steps_per_s(apart) == pytest.approx(8 / 6)
     apart[1:3] = 7.0
-    assert data_pace.steps_per_s(apart, first=2) == pytest.approx(8 / 6)
-    assert np.isnan(data_pace.steps_per_s(together[:1])) and np.isnan(data_pace.steps_per_s(together, first=10))
+    assert report.steps_per_s(apart, first=2) == pytest.approx(8 / 6)
+    assert np.isnan(report.steps_per_s(together[:1])) and np.isnan(report.steps_per_s(together, first=10))
 
 
 def test_steps_that_others_made_alone_are_steps_of_the_run() -> None:
@@ -79,16 +80,16 @@ def test_steps_that_others_made_alone_are_steps_of_the_run() -> None:
     quick[0] = 9.0
     for slow in ([9.0, *np.tile([1.5, np.nan, np.nan], 4)], [36.0] + [np.nan] * 12):
         step_s = np.column_stack([slow, quick])
-        assert data_pace.steps_per_s(step_s) == pytest.approx(2.0)
-        assert data_pace.ends_s(step_s)[-1].tolist() == [6.0] * 4
+        assert report.steps_per_s(step_s) == pytest.approx(2.0)
+        assert report.ends_s(step_s)[-1].tolist() == [6.0] * 4
 
 
 def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it() -> None:
     step_s, loss = np.full((5, 2), 2.0), np.array([9.0, 4.0, 3.0, 2.0, 1.0])
-    times, losses = data_pace.curve(step_s, loss, window=2)
+    times, losses = report.loss_curve(step_s, loss, window=2)
     assert times.tolist() == [2, 4, 6, 8] and losses.tolist() == [4, 3.5, 2.5, 1.5]
-    assert [data_pace.loss_at(times, losses, moment) for moment in (2, 5, 8, 99)] == [4, 3.5, 1.5, 1.5]
-    assert np.isnan(data_pace.loss_at(times, losses, 1.0))
+    assert [report.loss_at(times, losses, moment) for moment in (2, 5, 8, 99)] == [4, 3.5, 1.5, 1.5]
+    assert np.isnan(report.loss_at(times, losses, 1.0))
 
 
 def outcome(
@@ -99,24 +100,24 @@ def outcome(
     slow: float = 1.0,
     dropped: int | None = None,
     loaded: int | None = None,
-) -> Outcome:
+) -> TrialOutcome:
     """A run on two workers and a server that has no steps."""
     times = np.column_stack([np.full(steps, step_s), np.full(steps, step_s * slow), np.full(steps, np.nan)])
     wide = {"step_s": times, "compute_s": times / 2, "communication_s": times / 4, "update_s": times / 8}
     wide["sent_bytes"] = np.full((steps, 3), sent)
     common = {"loss": np.linspace(4.0, loss, steps), "tokens": np.full(steps, 64), "iteration": np.arange(steps) + 1}
-    samples = {name: Sample(values, "1", name) for name, values in {**wide, **common}.items()}
+    samples = {name: TrialSample(values, "1", name) for name, values in {**wide, **common}.items()}
     peaks = dict.fromkeys(reports.CATEGORIES, 2**20)
     summary = {"val_loss": loss + 1, "peak_bytes": peaks, "pss_bytes": {"sum": 3 * 2**20}, "bytes_sent_per_step": 5}
     if loaded is not None:
         summary["bytes_loaded_per_step"] = loaded
     if dropped is not None:
         summary["dropped_gradients"] = dropped
-    return Outcome(OK, "", 1.0, 0, summary=summary, samples=samples)
+    return TrialOutcome(OK, "", 1.0, 0, summary=summary, samples=samples)
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> results.Results:
+def measured(tmp_path: Path) -> results.SweepResults:
     path = tmp_path / "results.h5"
     results.prepare(path, {})
     runs = {
@@ -124,19 +125,19 @@ def measured(tmp_path: Path) -> results.Results:
         "servers, asp | calm": outcome(0.25, 3.0),
         "allreduce | stragglers": outcome(1.5, 2.0),
         "servers, asp | stragglers": outcome(0.5, 3.0, slow=3.0),
-        "broken | calm": Outcome(FAILED, "", 1.0, 1, "RuntimeError: it broke"),
-        "refused | calm": Outcome(FAILED, "", 1.0, CONFIGURATION, "exit code 78: set it to 1"),
+        "broken | calm": TrialOutcome(FAILED, "", 1.0, 1, "RuntimeError: it broke"),
+        "refused | calm": TrialOutcome(FAILED, "", 1.0, CONFIGURATION, "exit code 78: set it to 1"),
         "silent | calm": outcome(1.0, 2.5, sent=np.nan),
         "backed up | calm": outcome(1.0, 2.5, dropped=3),
         "loads | calm": outcome(1.0, 2.5, loaded=2_500_000),
     }
     for position, (name, run) in enumerate(runs.items()):
-        results.append(path, Trial(f"id{position}", name, 3, {}, ""), position, 0, run, "")
-    results.append(path, Trial("other", "of a sweep", 3, {}, ""), 99, 0, outcome(9.0, 9.0), "")
+        results.append(path, SweepTrial(f"id{position}", name, 3, {}, ""), position, 0, run, "")
+    results.append(path, SweepTrial("other", "of a sweep", 3, {}, ""), 99, 0, outcome(9.0, 9.0), "")
     return results.read(path)
 
 
-def test_rows_compare_what_is_comparable(measured: results.Results) -> None:
+def test_rows_compare_what_is_comparable(measured: results.SweepResults) -> None:
     table = {(row.contender, row.scenario): row for row in reports.rows(measured)}
     assert len(table) == 9
     calm, asp = table["allreduce", "calm"], table["servers, asp", "calm"]
@@ -154,7 +155,7 @@ def test_rows_compare_what_is_comparable(measured: results.Results) -> None:
     assert table["broken", "calm"].tokens_per_s is None
 
 
-def test_nothing_is_missing_without_a_word(measured: results.Results) -> None:
+def test_nothing_is_missing_without_a_word(measured: results.SweepResults) -> None:
     table = reports.rows(measured)
     shown = reports.text(table, {"absent": "is not built"})
     assert "left out: absent: is not built" in shown and "left out: refused: exit code 78: set it to 1" in shown
@@ -165,7 +166,7 @@ def test_nothing_is_missing_without_a_word(measured: results.Results) -> None:
     assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 9
 
 
-def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.Results) -> None:
+def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.SweepResults) -> None:
     table = reports.rows(measured)
     assert {row.contender: row.dropped for row in table if row.dropped is not None} == {"backed up": 3}
     told = [line for line in reports.text(table, {}).splitlines() if "tokens/s are of" in line]
@@ -173,7 +174,7 @@ def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.R
     assert "; 3 gradients a training came too late" in told[0]
 
 
-def test_what_is_loaded_stands_beside_what_is_sent(measured: results.Results) -> None:
+def test_what_is_loaded_stands_beside_what_is_sent(measured: results.SweepResults) -> None:
     table = reports.rows(measured)
     assert {row.contender: row.bytes_loaded_per_step for row in table if row.bytes_loaded_per_step} == {"loads": 2.5e6}
     assert (
@@ -182,12 +183,12 @@ def test_what_is_loaded_stands_beside_what_is_sent(measured: results.Results) ->
     )
 
 
-def test_losses_are_drawn(measured: results.Results, tmp_path: Path) -> None:
+def test_losses_are_drawn(measured: results.SweepResults, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     reports.plot(measured, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="nothing to plot"):
-        reports.plot(results.Results({}, ()), tmp_path / "b.png")
+        reports.plot(results.SweepResults({}, ()), tmp_path / "b.png")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

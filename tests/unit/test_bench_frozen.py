@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from hpcdist.bench import frozen, sweep
+from hpcdist.bench.sweep import definition
 from hpcdist.cli.bench_trials import Recipes
 
 SWEEP = """
@@ -34,8 +34,8 @@ def trials(tmp_path, monkeypatch):
     monkeypatch.delenv("HPCDIST_SITE", raising=False)
 
     def expanded(path):
-        found = sweep.read(path)
-        return sweep.expand(found, Recipes(found)), found.repeats
+        found = definition.read(path)
+        return definition.expand(found, Recipes(found)), found.repeats
 
     return expanded
 
@@ -50,7 +50,7 @@ def test_it_expands_into_the_same_trials(trials, tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDIST_SET__MODEL__HIDDEN", "64")
     found, repeats = trials(tmp_path / "sweep.toml")
     assert len(found) == 2 * (2 * 3 - 1) + 4
-    text = frozen.text(found, repeats)
+    text = definition.freeze(found, repeats)
     monkeypatch.delenv("HPCDIST_SET__MODEL__HIDDEN")
     (tmp_path / "nothing" / "hpcdist").mkdir(parents=True)
     (tmp_path / "nothing" / "hpcdist" / "config.toml").write_text("[run]\nsteps = 9\n[model]\nhidden = 128\n")
@@ -60,12 +60,12 @@ def test_it_expands_into_the_same_trials(trials, tmp_path, monkeypatch):
     (elsewhere / "frozen.toml").write_text(text)
     again, same = trials(elsewhere / "frozen.toml")
     assert known(again) == known(found) and same == 3
-    assert frozen.text(again, same) == text, "frozen once is frozen for good"
+    assert definition.freeze(again, same) == text, "frozen once is frozen for good"
 
 
 def test_what_all_have_in_common_is_written_once(trials, tmp_path):
     (tmp_path / "sweep.toml").write_text("[sweep]\nranks = [2, 1]\n[axes]\nrun.seed = [1, 2, 3]\n")
-    text = frozen.text(*trials(tmp_path / "sweep.toml"))
+    text = definition.freeze(*trials(tmp_path / "sweep.toml"))
     tree = tomllib.loads(text)
     assert tree["trial"] == [{"name": f"seed={seed}", "ranks": [2, 1], "run": {"seed": seed}} for seed in (1, 2, 3)]
     assert "seed" not in tree["recipe"]["run"] and tree["sweep"] == {"repeats": 1}

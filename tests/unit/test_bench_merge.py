@@ -6,17 +6,17 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import merge, results, series
-from hpcdist.bench.series import Limits
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK, PHASES, Outcome, Sample
+from hpcdist.bench.sweep import merge, results, series
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.series import SeriesLimits
+from hpcdist.bench.sweep.trial import FAILED, OK, PHASES, TrialOutcome, TrialSample
 from hpcdist.cli import main
 from hpcdist.errors import STORAGE, USAGE, StorageError, UsageError
 from hpcdist.hdf5 import files
 
 NAMES = ("a", "bad", "c d", "é")
 TRIALS = [
-    Trial(f"id-{name}-{ranks}", name, ranks, {}, f"[run]\nseed = {ranks}\n") for name in NAMES for ranks in (2, 1)
+    SweepTrial(f"id-{name}-{ranks}", name, ranks, {}, f"[run]\nseed = {ranks}\n") for name in NAMES for ranks in (2, 1)
 ]
 ORIGIN = {"created_utc": "2026-01-01T00:00:00+00:00", "git_commit": "abc", "numpy_version": "2", "hosts": "n1"}
 SUMMARY = {"tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes": {"gradients": 7}, "whole": True}
@@ -25,13 +25,16 @@ SUMMARY = {"tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_byt
 def outcome_of(of, repeat=0, started="2026-01-01T00:00:01+00:00"):
     """Return what the repeat of a trial would measure, the same at every call."""
     if of.name == "bad":
-        return Outcome(FAILED, started, 1.0, 1, "exit code 1", "tail\nof stderr")
+        return TrialOutcome(FAILED, started, 1.0, 1, "exit code 1", "tail\nof stderr")
     rng = np.random.default_rng([of.ranks, repeat, len(of.name), ord(of.name[0])])
-    samples = {"iteration": Sample(np.arange(1, 5), "1", "steps"), "step_s": Sample(rng.random((4, of.ranks)), "s", "")}
+    samples = {
+        "iteration": TrialSample(np.arange(1, 5), "1", "steps"),
+        "step_s": TrialSample(rng.random((4, of.ranks)), "s", ""),
+    }
     samples |= dict.fromkeys((*PHASES, "sent_bytes"), samples["step_s"])
-    samples |= {"tokens": Sample(np.full(4, 8), "1", "tokens")}
-    samples["loss"] = Sample(rng.random(4).astype(np.float32), "1", "loss")
-    return Outcome(OK, started, 2.0, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1")
+    samples |= {"tokens": TrialSample(np.full(4, 8), "1", "tokens")}
+    samples["loss"] = TrialSample(rng.random(4).astype(np.float32), "1", "loss")
+    return TrialOutcome(OK, started, 2.0, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1")
 
 
 def measure(path, only=None, repeats=2, origin=ORIGIN, make=outcome_of):
@@ -39,7 +42,7 @@ def measure(path, only=None, repeats=2, origin=ORIGIN, make=outcome_of):
     items = series.plan(TRIALS, repeats, path, False, only)
     count = itertools.count()
     repeat_of = {number: item.repeat for number, item in enumerate(item for item in items if not item.status)}
-    series.run(items, path, lambda of, _: make(of, repeat_of[next(count)]), Limits(60.0), origin, lambda _: None)
+    series.run(items, path, lambda of, _: make(of, repeat_of[next(count)]), SeriesLimits(60.0), origin, lambda _: None)
     return path
 
 
@@ -123,7 +126,7 @@ def test_trials_of_different_commits_are_refused_unless_mixed(tmp_path):
 
 def test_of_two_tries_the_good_one_counts_and_of_failed_ones_the_later(tmp_path, parts):
     def failed(reason, started):
-        return lambda of, _: Outcome(FAILED, started, 1.0, 1, reason)
+        return lambda of, _: TrialOutcome(FAILED, started, 1.0, 1, reason)
 
     early = measure(tmp_path / "early.h5", 0, make=failed("early", "2026-01-01T00:00:00+00:00"))
     late = measure(tmp_path / "late.h5", 0, make=failed("late", "2026-01-03T00:00:00+00:00"))

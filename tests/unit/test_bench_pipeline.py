@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench import pipeline, pipeline_file, pipeline_plan
-from hpcdist.bench import pipeline_report as reports
-from hpcdist.bench.pipeline_file import Measured, Results
-from hpcdist.bench.pipeline_plan import CONTENDERS, Case, Shape, Wanted
-from hpcdist.bench.pipeline_runs import Sample, place
-from hpcdist.bench.pipeline_timeline import trace
+from hpcdist.bench.pipeline import plan, results, run
+from hpcdist.bench.pipeline import report as reports
+from hpcdist.bench.pipeline.plan import CONTENDERS, PipelineCase, PipelineRequest, PipelineShape
+from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline.run import PipelineSample, place_units
+from hpcdist.bench.pipeline.timeline import trace
 from hpcdist.cli import bench_pipeline
 from hpcdist.cli.bench import command
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError, StorageError, UsageError
 from hpcdist.strategies.pipeline.measured import PassSeconds
 from hpcdist.strategies.schedule.generate.passes import expand
@@ -28,11 +28,11 @@ from hpcdist.strategies.schedule.operations import COMPUTE, Kind
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
 from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
 
-TINY = Shape(layers=4, hidden=8, context=8, samples=2)
-WANTED = Wanted(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
+TINY = PipelineShape(layers=4, hidden=8, context=8, samples=2)
+WANTED = PipelineRequest(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
 
 
-def made(case: Case, costs: StepCosts, steps: int = 3, overhead_s: float = 0.0) -> Measured:
+def made(case: PipelineCase, costs: StepCosts, steps: int = 3, overhead_s: float = 0.0) -> MeasuredCase:
     """Return what would be measured of a machine that does what the simulator says, and ``overhead_s`` at each SEND."""
     of = generated(case.schedule, case.ranks, case.microbatches, case.chunks)
     placement = of.place([range(unit, unit + 1) for unit in range(case.ranks * case.chunks)])
@@ -44,14 +44,14 @@ def made(case: Case, costs: StepCosts, steps: int = 3, overhead_s: float = 0.0) 
         spans = np.stack([timeline.times.begin_s[at], timeline.times.end_s[at]], axis=1) + 100.0
         sent = np.cumsum([op.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) for op in row])
         spans += overhead_s * np.stack([sent - np.diff(sent, prepend=0), sent], axis=1)
-        samples.append([Sample(100.0, float(spans.max()) - 100.0, spans, 1.0)] * steps)
+        samples.append([PipelineSample(100.0, float(spans.max()) - 100.0, spans, 1.0)] * steps)
     ideal_s = np.full((steps, case.ranks), timeline.makespan_s)
-    raw = pipeline._Raw(lists, samples)
-    return pipeline._measured(case, placement, raw, ideal_s, costs.link.latency_s, one_clock=True)
+    raw = run._Raw(lists, samples)
+    return run._measured(case, placement, raw, ideal_s, costs.link.latency_s, one_clock=True)
 
 
-def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> Case:
-    return Case(schedule, microbatches, 2, chunks, TINY)
+def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> PipelineCase:
+    return PipelineCase(schedule, microbatches, 2, chunks, TINY)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
@@ -63,7 +63,7 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
     found = made(case(name, 6, chunks), costs)
     assert reports.bubbles(found) == pytest.approx([found.simulated] * 3)
     assert found.replayed == pytest.approx([found.simulated] * 3) and 0 < found.simulated < 0.5
-    (row,) = reports.rows(Results({}, (found,)))
+    (row,) = reports.rows(PipelineResults({}, (found,)))
     assert [measured for measured, _ in row.by_rank] == pytest.approx([simulated for _, simulated in row.by_rank])
     used = np.array(rows).T * [1, *((0, 1, 1) if name.startswith("zb") else (1, 0, 0))]
     assert found.unit_s == pytest.approx(used)
@@ -72,7 +72,7 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
 def test_overhead_is_neither_computing_nor_waiting() -> None:
     quick = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0))
     slow = made(case("1f1b", 8), StepCosts.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
-    rows = reports.rows(Results({}, (quick,))), reports.rows(Results({}, (slow,)))
+    rows = reports.rows(PipelineResults({}, (quick,))), reports.rows(PipelineResults({}, (slow,)))
     (without,), (with_it,) = rows
     assert without.overhead == pytest.approx(0.0, abs=1e-12) and without.operation_us == pytest.approx(0.0, abs=1e-6)
     span_s, sends = 27.0 + 0.5 * 8, 8
@@ -92,7 +92,7 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
     costs = StepCosts.equal(2, 1.0, 1.0, 1.0)
     one, split = (made(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
     ideal = replace(one, ideal_s=np.full((3, 2), 48.0))  # 8 micro-batches of 6 s
-    first, second = reports.rows(Results({}, (ideal, replace(split, ideal_s=ideal.ideal_s))))
+    first, second = reports.rows(PipelineResults({}, (ideal, replace(split, ideal_s=ideal.ideal_s))))
     assert (first.schedule, first.step_s, first.x_1f1b) == ("1f1b", pytest.approx(27.0), 1.0)
     assert first.x_ideal == pytest.approx(24 / 27) and first.of_bound == pytest.approx(1.0)
     assert second.x_1f1b == pytest.approx(27 / 25) and second.of_bound == pytest.approx(1.0)
@@ -100,36 +100,36 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
 
 
 def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
-    found, left_out = pipeline_plan.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
+    found, left_out = plan.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
     assert len(found) == 2 * len(CONTENDERS) - 2
     assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
     assert "8 chunks" in left_out["interleaved, 4 micro-batches"].replace("2 x 4", "8")
     assert len({one.id for one in found}) == len(found)
     with pytest.raises(UsageError, match="choose from gpipe, 1f1b"):
-        pipeline_plan.chosen(["sequential"])
+        plan.chosen(["sequential"])
 
 
 def test_stages_are_cut_by_what_their_schedule_computes() -> None:
     """The head is slow, but only where its weights are not a pass of their own."""
     seconds = [PassSeconds(1.0, 2.0, 1.0, 1.0)] * 5 + [PassSeconds(1.0, 8.0, 1.0, 1.0)]
-    assert place(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
-    assert place(case("zb-h1"), seconds).chunks == (range(3), range(3, 6))
-    assert place(case("zb-v", chunks=2), seconds).ranks == (0, 1, 1, 0)
+    assert place_units(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
+    assert place_units(case("zb-h1"), seconds).chunks == (range(3), range(3, 6))
+    assert place_units(case("zb-v", chunks=2), seconds).ranks == (0, 1, 1, 0)
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Measured]:
+def measured() -> list[MeasuredCase]:
     """Two ranks in one process; their times mean nothing."""
-    kept: list[Measured] = []
+    kept: list[MeasuredCase] = []
 
     def body(comm: Communicator) -> None:
-        pipeline.run(comm, WANTED, [case("1f1b", 2).id], kept.extend, lambda line: None)
+        run.run(comm, WANTED, [case("1f1b", 2).id], kept.extend, lambda line: None)
 
     run_threads(2, body)
     return kept
 
 
-def test_every_operation_of_every_step_is_timed(measured: list[Measured]) -> None:
+def test_every_operation_of_every_step_is_timed(measured: list[MeasuredCase]) -> None:
     names = [(one.case.schedule, one.case.microbatches) for one in measured]
     assert names == [("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 3)]  # 1f1b of 2 is there already
     for one in measured:
@@ -144,11 +144,11 @@ def test_every_operation_of_every_step_is_timed(measured: list[Measured]) -> Non
         assert (one.replayed >= 0).all() and 0 <= one.simulated < 1
 
 
-def test_results_are_kept_and_read_back(measured: list[Measured], tmp_path: Path) -> None:
+def test_results_are_kept_and_read_back(measured: list[MeasuredCase], tmp_path: Path) -> None:
     path = tmp_path / "p.h5"
-    pipeline_file.append(path, measured[:2], {"git_commit": "abc"})
-    pipeline_file.append(path, measured[1:], {"git_commit": "later"})
-    found = pipeline_file.read(path)
+    results.append(path, measured[:2], {"git_commit": "abc"})
+    results.append(path, measured[1:], {"git_commit": "later"})
+    found = results.read(path)
     assert found.provenance["git_commit"] == "abc" and len(found.cases) == len(measured)
     kept = {one.case.id: one for one in found.cases}
     for one in measured:
@@ -158,21 +158,21 @@ def test_results_are_kept_and_read_back(measured: list[Measured], tmp_path: Path
         assert [(op.kind, op.unit) for op in again.operations[0] if op.kind in COMPUTE] == [
             (op.kind, op.unit) for op in one.operations[0] if op.kind in COMPUTE
         ]
-    assert reports.rows(found) == reports.rows(Results({}, tuple(measured)))
+    assert reports.rows(found) == reports.rows(PipelineResults({}, tuple(measured)))
     (tmp_path / "no.h5").write_bytes(b"nothing")
     with pytest.raises(StorageError):
-        pipeline_file.read(tmp_path / "no.h5")
+        results.read(tmp_path / "no.h5")
 
 
 def test_a_schedule_that_trains_something_else_is_an_error() -> None:
-    pipeline._check_losses([2.0, 2.0001], ["one rank", "1f1b"])
+    run._check_losses([2.0, 2.0001], ["one rank", "1f1b"])
     for other in (2.1, float("nan")):
         with pytest.raises(NonFiniteError, match="1f1b has loss"):
-            pipeline._check_losses([2.0, other], ["one rank", "1f1b"])
+            run._check_losses([2.0, other], ["one rank", "1f1b"])
 
 
-def test_table_json_and_pictures(measured: list[Measured], tmp_path: Path) -> None:
-    found = Results({"git_commit": "abc"}, tuple(measured))
+def test_table_json_and_pictures(measured: list[MeasuredCase], tmp_path: Path) -> None:
+    found = PipelineResults({"git_commit": "abc"}, tuple(measured))
     table = reports.rows(found)
     assert [(row.microbatches, row.schedule) for row in table] == [
         (2, "zb-h1"), (2, "zb-v"), (3, "1f1b"), (3, "zb-h1"), (3, "zb-v"),
@@ -190,7 +190,7 @@ def test_table_json_and_pictures(measured: list[Measured], tmp_path: Path) -> No
     reports.plot(found, tmp_path / "b.png")
     assert (tmp_path / "b.png").stat().st_size > 5000
     with pytest.raises(UsageError, match="nothing to plot"):
-        reports.plot(Results({}, ()), tmp_path / "c.png")
+        reports.plot(PipelineResults({}, ()), tmp_path / "c.png")
 
 
 def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from hpcdist.bench import place
+from hpcdist.bench import output_file
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 
 
@@ -19,8 +19,8 @@ def test_what_rank_0_finds_is_raised_on_every_rank():
 
     def body(comm: Communicator) -> None:
         with pytest.raises(StorageError, match="no room"):
-            place.agree(comm, check)
-        place.agree(comm, lambda: None)
+            output_file.check_on_all_ranks(comm, check)
+        output_file.check_on_all_ranks(comm, lambda: None)
 
     run_threads(3, body)
     assert made == [1]
@@ -36,12 +36,12 @@ def test_a_program_leaves_with_the_code_of_storage(tmp_path, capsys):
 
     def body(comm: Communicator) -> list[object]:
         session = Leaving(comm, locate(comm, None), "threads", lambda code: None)
-        place.leave_unless_free(session, None)
-        place.leave_unless_free(session, tmp_path / "free.h5")
+        output_file.exit_unless_writable(session, None)
+        output_file.exit_unless_writable(session, tmp_path / "free.h5")
         codes = []
         for name in ("there.h5", "missing/new.h5"):
             with pytest.raises(SystemExit) as caught:
-                place.leave_unless_free(session, tmp_path / name)
+                output_file.exit_unless_writable(session, tmp_path / name)
             codes.append(caught.value.code)
         return codes
 

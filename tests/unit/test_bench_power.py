@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import hpcdist
-from hpcdist.bench import power, power_pareto, power_plot, power_report, power_text, results
-from hpcdist.bench.power_pareto import BEHIND, FRONT, NEAR, Candidate, Interval
-from hpcdist.bench.results import Configuration, Repeat, Results
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.bench.power import pareto, plan, plot, report
+from hpcdist.bench.power.pareto import BEHIND, FRONT, NEAR, EstimateInterval, ParetoCandidate
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
+from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.cli import bench_power, bench_power_options
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError, UsageError
 
@@ -31,7 +32,9 @@ def candidates(rng, count, repeats, noise=0.0, values=None):
     for number in range(count):
         at = np.exp(rng.normal(size=2)) if values is None else rng.choice(values, 2)
         rows = at * np.exp(noise * rng.normal(size=(repeats, 2)))
-        found.append(Candidate(f"c{number}", {n: tuple(map(float, row)) for n, row in enumerate(rows)}, number > 0))
+        found.append(
+            ParetoCandidate(f"c{number}", {n: tuple(map(float, row)) for n, row in enumerate(rows)}, number > 0)
+        )
     return found
 
 
@@ -49,7 +52,7 @@ def test_the_front_is_that_of_brute_force(rng, trial):
     for point in points:
         others = (points <= point).all(axis=1) & (points < point).any(axis=1)
         expected.append(BEHIND if others.any() else FRONT)
-    assert power_pareto.verdicts(found) == expected
+    assert pareto.verdicts(found) == expected
     assert FRONT in expected
 
 
@@ -75,7 +78,7 @@ VALUES = {
 @pytest.mark.parametrize("trial", range(20))
 def test_noise_is_told_from_what_is_sure(rng, trial):
     found = candidates(rng, int(rng.integers(2, 9)), int(rng.integers(2, 7)), noise=float(rng.choice([0.01, 0.1, 0.5])))
-    for candidate, verdict in zip(found, power_pareto.verdicts(found), strict=True):
+    for candidate, verdict in zip(found, pareto.verdicts(found), strict=True):
         own = means(candidate)
         better = [
             other
@@ -88,13 +91,13 @@ def test_noise_is_told_from_what_is_sure(rng, trial):
         assert verdict == (BEHIND if any(sure) else NEAR if better else FRONT)
 
 
-@pytest.mark.parametrize("objective", power_pareto.OBJECTIVES)
+@pytest.mark.parametrize("objective", pareto.OBJECTIVES)
 @pytest.mark.parametrize("trial", range(10))
 def test_the_choice_is_that_of_brute_force(rng, objective, trial):
     repeats = int(rng.integers(1, 6))
     found = candidates(rng, int(rng.integers(2, 9)), repeats, noise=float(rng.choice([0.001, 0.3])))
     slowdown = None if trial % 2 else float(1 + abs(rng.normal()))
-    chosen = power_pareto.recommend(found, objective, slowdown)
+    chosen = pareto.recommend(found, objective, slowdown)
     base = found[0]  # the only one without a limit
     allowed = [one for one in found if slowdown is None or one is base or means(one)[0] <= slowdown * means(base)[0]]
     best = min(allowed, key=lambda one: VALUES[objective](*means(one)))
@@ -108,26 +111,25 @@ def test_the_choice_is_that_of_brute_force(rng, objective, trial):
 
 
 def one(name, *rows, capped=True):
-    return Candidate(name, dict(enumerate(rows)), capped)
+    return ParetoCandidate(name, dict(enumerate(rows)), capped)
 
 
 def test_the_words_of_a_recommendation():
     base = one("as found", (1.0, 100.0), (1.0, 102.0), (1.0, 98.0), capped=False)
     low = one("250 W", (1.04, 82.0), (1.04, 83.64), (1.04, 80.36))
-    found = power_pareto.recommend([base, low], "energy", 1.1)
+    found = pareto.recommend([base, low], "energy", 1.1)
     assert found.reason == "250 W: 18 % less energy [18, 18] at 4 % more time [4, 4] than as found"
-    assert power_pareto.recommend([base, low], "edp").reason.endswith("(14.7 % less energy-delay product [14.7, 14.7])")
+    assert pareto.recommend([base, low], "edp").reason.endswith("(14.7 % less energy-delay product [14.7, 14.7])")
     assert (
-        power_pareto.recommend([base, low], "energy", 1.03).reason
-        == "as found: none has less energy within 1.03 x its time"
+        pareto.recommend([base, low], "energy", 1.03).reason == "as found: none has less energy within 1.03 x its time"
     )
-    assert power_pareto.recommend([base, low], "time").name == "as found"
+    assert pareto.recommend([base, low], "time").name == "as found"
     noisy = one("200 W", (1.2, 70.0), (1.2, 130.0), (1.2, 60.0))
-    assert "within the noise of 3 repeats" in power_pareto.recommend([base, noisy], "energy").reason
+    assert "within the noise of 3 repeats" in pareto.recommend([base, noisy], "energy").reason
     near = one("240 W", (1.05, 81.0), (1.05, 83.0), (1.05, 81.0))
-    told = power_pareto.recommend([base, low, near], "energy").reason
+    told = pareto.recommend([base, low, near], "energy").reason
     assert told.startswith("240 W: 18.3 % less energy") and told.endswith("; the noise does not tell it from 250 W")
-    once = power_pareto.recommend([one("as found", (1.0, 9.0), capped=False), one("1 W", (1.0, 6.0))], "energy")
+    once = pareto.recommend([one("as found", (1.0, 9.0), capped=False), one("1 W", (1.0, 6.0))], "energy")
     assert once.reason == (
         "1 W: 33.3 % less energy, the same time, against as found; of one repeat, whose noise nobody knows: --repeats 3"
     )
@@ -135,17 +137,17 @@ def test_the_words_of_a_recommendation():
 
 def test_without_a_free_one_the_fastest_is_the_reference():
     found = [one("a", (2.0, 1.0)), one("b", (1.0, 2.0))]
-    assert power_pareto.reference(found).name == "b"
-    assert power_pareto.recommend(found, "energy", 1.5).name == "b"
-    assert power_pareto.recommend(found[:1], "energy").name is None
-    assert power_pareto.recommend([], "energy").name is None
+    assert pareto.reference(found).name == "b"
+    assert pareto.recommend(found, "energy", 1.5).name == "b"
+    assert pareto.recommend(found[:1], "energy").name is None
+    assert pareto.recommend([], "energy").name is None
 
 
 def test_repeats_that_only_one_has_do_not_enter_a_ratio():
-    first = Candidate("a", {0: (1.0, 1.0), 1: (2.0, 2.0), 5: (100.0, 100.0)})
-    second = Candidate("b", {0: (2.0, 1.0), 1: (4.0, 2.0), 7: (0.1, 0.1)})
-    assert power_pareto.ratio(first, second, "time") == Interval(0.5, 0.5, 0.5)
-    apart = power_pareto.ratio(Candidate("a", {0: (1.0, 1.0)}), Candidate("b", {1: (4.0, 1.0)}), "time")
+    first = ParetoCandidate("a", {0: (1.0, 1.0), 1: (2.0, 2.0), 5: (100.0, 100.0)})
+    second = ParetoCandidate("b", {0: (2.0, 1.0), 1: (4.0, 2.0), 7: (0.1, 0.1)})
+    assert pareto.ratio(first, second, "time") == EstimateInterval(0.5, 0.5, 0.5)
+    apart = pareto.ratio(ParetoCandidate("a", {0: (1.0, 1.0)}), ParetoCandidate("b", {1: (4.0, 1.0)}), "time")
     assert apart.value == pytest.approx(0.25) and math.isnan(apart.low)
 
 
@@ -154,7 +156,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rng, count):
     draws = rng.normal(0.3, 0.7, (4000, count))
     held = 0
     for row in draws:
-        found = power_pareto.estimate(list(row))
+        found = pareto.estimate(list(row))
         held += found.low <= math.exp(0.3) <= found.high
         assert found.value == pytest.approx(math.exp(statistics.fmean(row)))
     assert 0.93 < held / len(draws) < 0.97, "six standard deviations of the count"
@@ -163,9 +165,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rng, count):
 @pytest.mark.parametrize("factor", [0.9, math.nan, math.inf, -1.0])
 def test_a_slowdown_that_is_none_is_refused(factor):
     with pytest.raises(UsageError, match="factor of at least 1"):
-        power_pareto.recommend([], "energy", factor)
+        pareto.recommend([], "energy", factor)
     with pytest.raises(UsageError, match="choose one of energy, edp, ed2p, time"):
-        power_pareto.recommend([], "speed")
+        pareto.recommend([], "speed")
 
 
 # Trials.
@@ -176,38 +178,38 @@ def text_of(settings, ranks):
 
 
 def test_every_combination_and_one_without_limits():
-    axes = power.Axes(
+    axes = plan.PowerAxes(
         ranks=(1, 2), threads=(1,), limits_w=(200.0, 300.0), clocks_mhz=(900.0,), keys={"run.seed": (1, 2)}
     )
-    trials = power.expand(axes, text_of)
+    trials = plan.expand(axes, text_of)
     assert len(trials) == len({trial.id for trial in trials}) == 2 * 2 * 3
     assert [trial.name for trial in trials[:3]] == [
         "seed=1 threads=1 as found",
         "seed=1 threads=1 200 W 900 MHz",
         "seed=1 threads=1 300 W 900 MHz",
     ]
-    assert [power.cap_of(trial) for trial in trials[:3]] == [(None, None), (200.0, 900.0), (300.0, 900.0)]
-    again = power.expand(axes, text_of)
+    assert [plan.limits_of(trial) for trial in trials[:3]] == [(None, None), (200.0, 900.0), (300.0, 900.0)]
+    again = plan.expand(axes, text_of)
     assert [trial.id for trial in again] == [trial.id for trial in trials]
-    assert [trial.name for trial in power.expand(power.Axes(keys={"a.x": (1,), "b.x": (2,)}), text_of)] == [
+    assert [trial.name for trial in plan.expand(plan.PowerAxes(keys={"a.x": (1,), "b.x": (2,)}), text_of)] == [
         "a.x=1 b.x=2"
     ]
-    assert power.expand(power.Axes(limits_w=(200.0,)), text_of)[0].name == "as found"
+    assert plan.expand(plan.PowerAxes(limits_w=(200.0,)), text_of)[0].name == "as found"
 
 
 def test_the_same_twice_is_refused():
     with pytest.raises(ConfigurationError, match=r"'seed=1' and 'seed=1' on 1 ranks are the same"):
-        power.expand(power.Axes(keys={"run.seed": (1, 1)}), text_of)
+        plan.expand(plan.PowerAxes(keys={"run.seed": (1, 1)}), text_of)
 
 
 def test_the_order_is_random_and_every_second_repeat_backwards(tmp_path, rng):
-    trials = power.expand(power.Axes(limits_w=tuple(float(watts) for watts in range(100, 900, 100))), text_of)
+    trials = plan.expand(plan.PowerAxes(limits_w=tuple(float(watts) for watts in range(100, 900, 100))), text_of)
     seed = int(rng.integers(1 << 32))
-    items = power.plan(trials, 6, tmp_path / "none.h5", False, seed)
+    items = plan.plan(trials, 6, tmp_path / "none.h5", False, seed)
     orders = [[item.position for item in items if item.repeat == repeat] for repeat in range(6)]
     assert all(sorted(order) == list(range(len(trials))) for order in orders)
     assert orders[1] == orders[0][::-1] and orders[3] == orders[2][::-1] and orders[5] == orders[4][::-1]
-    assert [item.position for item in power.plan(trials, 6, tmp_path / "none.h5", False, seed)] == [
+    assert [item.position for item in plan.plan(trials, 6, tmp_path / "none.h5", False, seed)] == [
         position for order in orders for position in order
     ]
     assert len({tuple(orders[n]) for n in (0, 2, 4)}) > 1
@@ -232,15 +234,15 @@ def summary(**changed):
 
 def outcome(**changed):
     samples = {
-        "tokens": Sample(np.array([100, 100, 200]), "1", ""),
-        "iteration": Sample(np.arange(3), "1", ""),
-        "step_s": Sample(np.array([[9.0, 1.0], [1.0, 2.0], [3.0, 1.0]]), "s", ""),
+        "tokens": TrialSample(np.array([100, 100, 200]), "1", ""),
+        "iteration": TrialSample(np.arange(3), "1", ""),
+        "step_s": TrialSample(np.array([[9.0, 1.0], [1.0, 2.0], [3.0, 1.0]]), "s", ""),
     }
-    return Outcome(OK, "2026-01-01T00:00:00+00:00", 7.0, 0, summary=summary(**changed), samples=samples)
+    return TrialOutcome(OK, "2026-01-01T00:00:00+00:00", 7.0, 0, summary=summary(**changed), samples=samples)
 
 
 def test_the_figures_of_a_trial():
-    found = power.figures(outcome())
+    found = plan.figures(outcome())
     assert found["s_per_token"] == 4.0 / 400 and found["j_per_token"] == 200.0 / 400
     assert (found["mean_w"], found["edp_js"], found["total_j"]) == (50.0, 800.0, 250.0)
     assert (found["gpu_j"], found["cpu_j"], found["kinds"], found["energy_reason"]) == (230.0, 20.0, "cpu + gpu", "")
@@ -256,7 +258,7 @@ def test_the_figures_of_a_trial():
     ],
 )
 def test_energy_that_is_not_known_is_none_with_the_reason(changed):
-    found = power.figures(outcome(**changed))
+    found = plan.figures(outcome(**changed))
     assert found["j_per_token"] is found["mean_w"] is found["edp_js"] is None and found["energy_reason"] == "no driver"
     assert found["s_per_token"] == 0.01
 
@@ -277,18 +279,18 @@ def repeat(number, seconds, joules, *, limit_w=None, status=OK, kinds="gpu", rea
     samples = {"step_s": np.array([[9.0, 9.0], [seconds, seconds / 2]])}
     if status != OK:
         said, samples = {}, {}
-    return Repeat(
+    return TrialRepeat(
         number, status, 0 if status == OK else 1, "" if status == OK else "boom", 1.0, "abc", "1", said, samples
     )
 
 
 def configuration(name, *repeats, ranks=2):
-    return Configuration(f"id-{name}-{ranks}", name, ranks, "", tuple(repeats))
+    return SweepConfiguration(f"id-{name}-{ranks}", name, ranks, "", tuple(repeats))
 
 
 def found_results(*configurations, **told):
     provenance = {"power_seed": "1", "power_devices": "GPU-00 (H200)", "power_limited": "gpu", "created_utc": "now"}
-    return Results(provenance | told, configurations)
+    return SweepResults(provenance | told, configurations)
 
 
 def three(rng, noise=0.002):
@@ -309,12 +311,12 @@ def three(rng, noise=0.002):
 
 
 def test_the_report_of_a_sweep(rng, tmp_path):
-    found = power_report.report(found_results(*three(rng)), "edp", 1.1)
+    found = report.report(found_results(*three(rng)), "edp", 1.1)
     assert [row.verdict for row in found.rows] == [FRONT, FRONT, FRONT, BEHIND]
     assert found.chosen.name == "400 W" and found.chosen.energy.value == pytest.approx(5 / 7, rel=0.02)
     assert [row.in_force_w for row in found.rows] == [700.0, 400.0, 200.0, 100.0]
     assert found.rows[1].step_s == pytest.approx(1.04e-4, rel=0.02), "the slowest rank, but not in the first step"
-    lines = power_text.text(tmp_path / "power.h5", found).splitlines()
+    lines = report.text(tmp_path / "power.h5", found).splitlines()
     (head,) = [line for line in lines if line.startswith("configuration")]
     assert "mJ/token" in head and "gpu J" in head and "ranks" not in head, "what all have in common has no column"
     (row,) = [line for line in lines if line.startswith("400 W")]
@@ -323,19 +325,19 @@ def test_the_report_of_a_sweep(rng, tmp_path):
     assert longer == pytest.approx(4, abs=1.5) and less == pytest.approx(-100 * 2 / 7, abs=1.5)
     assert any(line.startswith("recommended: 400 W: 2") and "% less energy [" in line for line in lines)
     assert "energy is that of gpu; not included: cpu (node 0): none" in lines
-    plain = power_text.jsonable(found)
+    plain = report.jsonable(found)
     assert plain["recommendation"]["name"] == "400 W" and plain["configurations"][3]["verdict"] == BEHIND
     assert json.loads(json.dumps(plain)) == plain
 
 
 def test_without_energy_there_is_no_recommendation(rng, tmp_path):
     rows = [configuration(name, repeat(0, 1e-4, None, reason="no driver answers", kinds="")) for name in ("a", "b")]
-    found = power_report.report(found_results(*rows), "time")
-    text = power_text.text(tmp_path, found)
+    found = report.report(found_results(*rows), "time")
+    text = report.text(tmp_path, found)
     assert found.chosen.name is None and "no recommendation: energy was not measured" in text
     assert "no energy: all: no driver answers" in text and "front" not in text
     with pytest.raises(UsageError, match="no configuration has both"):
-        power_plot.plot(found, tmp_path / "plot.png")
+        plot.plot(found, tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +353,7 @@ def test_what_cannot_be_compared_is_not_recommended(told, kinds, reason):
         configuration("as found", repeat(0, 1e-4, 0.07)),
         configuration("9 W", repeat(0, 2e-4, 0.01, limit_w=9.0, kinds=kinds)),
     ]
-    found = power_report.report(found_results(*rows, **told), "energy")
+    found = report.report(found_results(*rows, **told), "energy")
     assert found.chosen.name is None and found.chosen.reason == f"no recommendation: {reason}"
 
 
@@ -360,16 +362,16 @@ def test_a_limit_that_does_not_hold_is_told():
         configuration("as found", repeat(0, 1e-4, 0.07)),
         configuration("300 W", repeat(0, 1e-4, 0.06, limit_w=300.0)),
     ]
-    one_device = power_report.report(found_results(*rows), "energy").notes
+    one_device = report.report(found_results(*rows), "energy").notes
     (line,) = [note for note in one_device if note.startswith("300 W: a device drew 450 W in the mean")]
     assert "too short" in line, "600 W in the mean, of which three quarters are the GPU's"
-    both = power_report.report(found_results(*rows, power_devices="GPU-00 (H200), GPU-01 (H200)"), "energy").notes
+    both = report.report(found_results(*rows, power_devices="GPU-00 (H200), GPU-01 (H200)"), "energy").notes
     assert not [note for note in both if "drew" in note]
 
 
 def test_a_declared_model_may_compare_keys_and_says_so():
     rows = [configuration("x=1", repeat(0, 1e-4, 0.07)), configuration("x=2", repeat(0, 2e-4, 0.01))]
-    found = power_report.report(found_results(*rows, power_declared="declared", power_limited=""), "energy")
+    found = report.report(found_results(*rows, power_declared="declared", power_limited=""), "energy")
     assert found.chosen.name == "x=2" and "energy is that of a declared model, not measured" in found.notes
 
 
@@ -380,31 +382,31 @@ def test_failed_trials_and_other_ranks(tmp_path):
         configuration("x=1", repeat(0, 2e-4, 0.01), ranks=4),
         configuration("x=2", bad),
     ]
-    found = power_report.report(found_results(*rows), "energy")
+    found = report.report(found_results(*rows), "energy")
     assert [row.failed for row in found.rows] == [1, 0, 1] and [row.ok for row in found.rows] == [1, 1, 0]
     assert found.chosen.name == "x=1 on 4 ranks", "ranks tell them apart"
-    text = power_text.text(tmp_path, found)
+    text = report.text(tmp_path, found)
     assert "failed: x=1 on 2 ranks, x=2 on 2 ranks: boom" in text
     with pytest.raises(UsageError, match="another sweep"):
-        power_report.report(Results({}, tuple(rows)), "energy")
-    assert "no trial has ended yet" in power_text.text(tmp_path, power_report.report(found_results(), "energy"))
+        report.report(SweepResults({}, tuple(rows)), "energy")
+    assert "no trial has ended yet" in report.text(tmp_path, report.report(found_results(), "energy"))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_picture(rng, tmp_path, ending):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"plot.{ending}"
-    power_plot.plot(power_report.report(found_results(*three(rng, 0.01)), "edp"), file)
+    plot.plot(report.report(found_results(*three(rng, 0.01)), "edp"), file)
     assert file.stat().st_size > 5000
     if ending == "svg":
         drawn = file.read_text()
         assert "<!-- 400 W -->" in drawn and "energy of a million tokens (kJ)" in drawn
-    single = power_report.report(
+    single = report.report(
         found_results(configuration("a", repeat(0, 1e-4, 0.07)), configuration("b", repeat(0, 1e-4, 0.07))), "edp"
     )
-    power_plot.plot(single, file)
+    plot.plot(single, file)
     with pytest.raises(StorageError):
-        power_plot.plot(single, tmp_path / "nowhere" / "plot.png")
+        plot.plot(single, tmp_path / "nowhere" / "plot.png")
 
 
 def test_results_go_through_the_file(tmp_path, rng):
@@ -414,10 +416,10 @@ def test_results_go_through_the_file(tmp_path, rng):
     results.prepare(path, told)
     for position, (name, joules) in enumerate([("a", 200.0), ("b", 100.0)]):
         made = outcome(energy_j_by_phase={"training": joules})
-        said = {**power.figures(made), "in_force_w": None, "limit_w": None, "clock_mhz": None, "threads": 2}
-        made = Outcome(OK, made.started_utc, 1.0, 0, summary={**made.summary, "power": said}, samples=made.samples)
-        results.append(path, Trial(name, name, 2, {}, ""), position, 0, made, "abc")
-    found = power_report.report(results.read(path), "energy")
+        said = {**plan.figures(made), "in_force_w": None, "limit_w": None, "clock_mhz": None, "threads": 2}
+        made = TrialOutcome(OK, made.started_utc, 1.0, 0, summary={**made.summary, "power": said}, samples=made.samples)
+        results.append(path, SweepTrial(name, name, 2, {}, ""), position, 0, made, "abc")
+    found = report.report(results.read(path), "energy")
     assert [row.j_per_token.value for row in found.rows] == [pytest.approx(0.5), pytest.approx(0.25)]
     assert found.rows[0].threads == 2 and found.rows[0].in_force_w is None and found.rows[0].step_s == 2.5
     assert found.chosen.name == "b" and found.rows[0].joules == {"gpu": 230.0, "cpu": 20.0}
@@ -612,14 +614,15 @@ def test_a_limit_that_somebody_changes_meanwhile_spoils_the_trial(recipe, packag
 CHOOSING = """
 import json
 from types import SimpleNamespace
-from hpcdist.bench.power import Axes
+from hpcdist.bench.power.plan import PowerAxes
 from hpcdist.cli.bench_power_devices import Devices
 from hpcdist.errors import HpcdistError
 
 def chosen(device, ranks=1, on=None, clocks=(), **environment):
     recipe = SimpleNamespace(run=SimpleNamespace(device=device), energy=SimpleNamespace(powercap="nowhere"))
     try:
-        with Devices(Axes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as devices:
+        with Devices(PowerAxes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as
+        devices:
             return devices.kind, [knob.device for knob in devices.power], devices.described()[-1]
     except HpcdistError as error:
         return str(error)
@@ -676,4 +679,4 @@ def test_restoring_where_nothing_was_changed(tmp_path):
 
 
 def test_the_names_of_objectives_agree():
-    assert bench_power.OBJECTIVES == power_pareto.OBJECTIVES == tuple(power_pareto.CALLED)
+    assert bench_power.OBJECTIVES == pareto.OBJECTIVES == tuple(pareto.OBJECTIVE_NAMES)

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist import __version__
-from hpcdist.bench import report, results
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.bench.sweep import report, results
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.cli.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
@@ -27,9 +27,9 @@ def measured(rng, ranks, *, rate, counted=True, energy_j=None):
     summary = {"tokens_per_s": rate, "train_loss": rate / 1000, "val_loss": 2.0, "peak_bytes_total": 2**20 + rate}
     summary |= {} if energy_j is None else {"energy_j": energy_j}
     summary |= {} if counted else {"bytes_sent_per_step": None, "bytes_sent_reason": "the library does not tell"}
-    kept = {name: Sample(values, "1", "") for name, values in samples.items()}
-    kept["iteration"] = Sample(np.arange(STEPS), "1", "")
-    return Outcome(OK, "", 1.0, 0, summary=summary, samples=kept), samples
+    kept = {name: TrialSample(values, "1", "") for name, values in samples.items()}
+    kept["iteration"] = TrialSample(np.arange(STEPS), "1", "")
+    return TrialOutcome(OK, "", 1.0, 0, summary=summary, samples=kept), samples
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def found(tmp_path, rng):
     results.prepare(path, {"git_commit": "c1", "processor": "A CPU", "cores": "2"})
 
     def add(position, name, ranks, repeat, outcome, commit="c1"):
-        results.append(path, Trial(f"{name}{ranks}", name, ranks, {}, ""), position, repeat, outcome, commit)
+        results.append(path, SweepTrial(f"{name}{ranks}", name, ranks, {}, ""), position, repeat, outcome, commit)
 
     for repeat, rate in enumerate((1000.0, 3000.0, 1500.0)):
         outcome, raw[repeat] = measured(rng, 2, rate=rate, energy_j=10.0 * rate)
         add(0, "ring", 2, repeat, outcome)
     add(1, "native", 2, 0, measured(rng, 2, rate=500.0, counted=False)[0])
     add(2, "zero | 1", 4, 0, measured(rng, 4, rate=700.0)[0])
-    add(2, "zero | 1", 4, 1, Outcome(FAILED, "", 1.0, 1, "exit code 1: boom"))
-    add(3, "lost", 4, 0, Outcome(FAILED, "", 1.0, 78, "exit code 78: gone"), commit="c2")
+    add(2, "zero | 1", 4, 1, TrialOutcome(FAILED, "", 1.0, 1, "exit code 1: boom"))
+    add(3, "lost", 4, 0, TrialOutcome(FAILED, "", 1.0, 78, "exit code 78: gone"), commit="c2")
     return path, raw
 
 
@@ -88,7 +88,7 @@ def test_a_peak_of_which_a_part_is_unknown_is_unknown(tmp_path, rng):
     outcome, _ = measured(rng, 2, rate=1.0)
     outcome.summary["peak_bytes_total"] = None
     results.prepare(tmp_path / "r.h5", {})
-    results.append(tmp_path / "r.h5", Trial("a", "a", 2, {}, ""), 0, 0, outcome, "")
+    results.append(tmp_path / "r.h5", SweepTrial("a", "a", 2, {}, ""), 0, 0, outcome, "")
     assert row(tmp_path / "r.h5", "a").peak_bytes is None
 
 
@@ -109,7 +109,7 @@ def test_table(found):
 
 def test_two_versions_are_told_apart(found, monkeypatch):
     monkeypatch.setattr(results, "__version__", "99.0")
-    results.append(found[0], Trial("new", "new", 2, {}, ""), 9, 0, Outcome(FAILED, "", 1.0, 1, "no"), "c1")
+    results.append(found[0], SweepTrial("new", "new", 2, {}, ""), 9, 0, TrialOutcome(FAILED, "", 1.0, 1, "no"), "c1")
     said = report.text(found[0], report.read(found[0]))
     assert f"measured with 2 versions of hpcdist, which may differ in speed: {', '.join(VERSIONS)}" in said
 

@@ -12,29 +12,34 @@ import numpy as np
 import pytest
 
 import hpcdist
-from hpcdist.bench import results, series
-from hpcdist.bench.series import Item, Limits, Stopped, Tally
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.bench.sweep import results, series
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.series import SeriesItem, SeriesLimits, SweepStopped, SweepTally
+from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 
 SUMMARY = {"tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes": {"gradients": 7}, "run_dir": "/x"}
-UNBOUNDED = Limits(60.0)
+UNBOUNDED = SeriesLimits(60.0)
 
 
 def trial(name, ranks=2):
-    return Trial(f"id-{name}-{ranks}", name, ranks, {}, "[run]\nsteps = 4\n")
+    return SweepTrial(f"id-{name}-{ranks}", name, ranks, {}, "[run]\nsteps = 4\n")
 
 
 def good(rng, ranks=2, wall_s=1.0):
-    samples = {"step_s": Sample(rng.random((4, ranks)), "s", "time of a step")}
-    samples |= {"loss": Sample(rng.random(4), "1", "loss"), "iteration": Sample(np.arange(1, 5), "1", "steps")}
-    return Outcome(OK, "2026-01-01T00:00:00+00:00", wall_s, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1")
+    samples = {"step_s": TrialSample(rng.random((4, ranks)), "s", "time of a step")}
+    samples |= {
+        "loss": TrialSample(rng.random(4), "1", "loss"),
+        "iteration": TrialSample(np.arange(1, 5), "1", "steps"),
+    }
+    return TrialOutcome(
+        OK, "2026-01-01T00:00:00+00:00", wall_s, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1"
+    )
 
 
 def bad(reason="exit code 1", wall_s=1.0):
-    return Outcome(FAILED, "2026-01-01T00:00:00+00:00", wall_s, 1, reason, "tail\nof stderr")
+    return TrialOutcome(FAILED, "2026-01-01T00:00:00+00:00", wall_s, 1, reason, "tail\nof stderr")
 
 
 @pytest.fixture
@@ -119,13 +124,13 @@ KILLED = """
     import json, os, signal, sys
     from pathlib import Path
     import numpy as np
-    from hpcdist.bench import results
-    from hpcdist.bench.sweep import Trial
-    from hpcdist.bench.trial import OK, Outcome, Sample
+    from hpcdist.bench.sweep import results
+    from hpcdist.bench.sweep.definition import SweepTrial
+    from hpcdist.bench.sweep.trial import OK, TrialOutcome, TrialSample
 
     path, whole = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
-    samples = {"step_s": Sample(np.ones((4, 2)), "s", ""), "iteration": Sample(np.arange(4), "1", "")}
-    outcome, seen = Outcome(OK, "", 1.0, 0, samples=samples), []
+    samples = {"step_s": TrialSample(np.ones((4, 2)), "s", ""), "iteration": TrialSample(np.arange(4), "1", "")}
+    outcome, seen = TrialOutcome(OK, "", 1.0, 0, samples=samples), []
 
     def append_until(call):
         left = iter(range(call, -1, -1))
@@ -139,7 +144,7 @@ KILLED = """
 
         for name in ("pwrite", "fsync", "ftruncate", "unlink"):
             setattr(os, name, counted(getattr(os, name)))
-        results.append(path, Trial("new", "new", 2, {}, ""), 1, 0, outcome, "")
+        results.append(path, SweepTrial("new", "new", 2, {}, ""), 1, 0, outcome, "")
 
     for call in range(1000):
         path.write_bytes(whole)
@@ -193,7 +198,7 @@ def test_repeats_alternate_and_a_failure_does_not_end_the_sweep(tmp_path):
     trials = [trial("a"), trial("bad"), trial("c")]
     ran, tally, said = run(tmp_path / "r.h5", trials, 3)
     assert ran == ["a", "bad", "c", "c", "bad", "a", "a", "bad", "c"]
-    assert tally == Tally(ok=6, failed=3, left=0)
+    assert tally == SweepTally(ok=6, failed=3, left=0)
     assert "[2/9] bad on 2 ranks, repeat 1: FAILED after 1.0 s, exit code 1" in said
     assert any("10 tokens/s" in line for line in said)
 
@@ -201,23 +206,23 @@ def test_repeats_alternate_and_a_failure_does_not_end_the_sweep(tmp_path):
 def test_recorded_trials_are_not_run_again(tmp_path):
     trials = [trial("a"), trial("bad")]
     run(tmp_path / "r.h5", trials, 2)
-    assert run(tmp_path / "r.h5", trials, 2)[:2] == ([], Tally(2, 2, 0))
+    assert run(tmp_path / "r.h5", trials, 2)[:2] == ([], SweepTally(2, 2, 0))
     assert run(tmp_path / "r.h5", [*trials, trial("c")], 2)[0] == ["c", "c"]
     assert run(tmp_path / "r.h5", [trial("a")], 3)[0] == ["a"], "one more repeat"
     assert run(tmp_path / "r.h5", [trial("a", 4)])[0] == ["a"], "other ranks"
     ran, tally, _ = run(tmp_path / "r.h5", trials, 2, lambda *_: good(_RNG), retry_failed=True)
-    assert (ran, tally) == (["bad", "bad"], Tally(4, 0, 0))
+    assert (ran, tally) == (["bad", "bad"], SweepTally(4, 0, 0))
 
 
 def test_a_stop_leaves_the_rest_for_the_next_call(tmp_path):
     def stopped(of, _):
         if of.name == "b":
-            raise Stopped
+            raise SweepStopped
         return good(_RNG)
 
     trials = [trial("a"), trial("b"), trial("c")]
     ran, tally, said = run(tmp_path / "r.h5", trials, measure=stopped)
-    assert (ran, tally) == (["a", "b"], Tally(1, 0, 2)) and "stopped" in said[-1]
+    assert (ran, tally) == (["a", "b"], SweepTally(1, 0, 2)) and "stopped" in said[-1]
     assert run(tmp_path / "r.h5", trials)[0] == ["b", "c"]
 
 
@@ -227,12 +232,17 @@ def test_the_budget_starts_nothing_that_cannot_end(tmp_path):
     results.prepare(path, {})
     results.append(path, trials[0], 0, 0, good(_RNG, wall_s=1000.0), "")
     results.append(path, trials[1], 1, 0, good(_RNG, wall_s=0.001), "")
-    ran, tally, said = run(path, trials, 2, limits=Limits(2000.0, 500.0))
+    ran, tally, said = run(path, trials, 2, limits=SeriesLimits(2000.0, 500.0))
     assert ran == ["short"], "of the second repeat; the new one may take 1000 s too"
-    assert tally == Tally(ok=3, failed=0, left=3)
+    assert tally == SweepTally(ok=3, failed=0, left=3)
     assert sum("left, it would not end within the budget" in line for line in said) == 3
     limits = []
-    run(path, trials[2:], measure=lambda _, limit_s: limits.append(limit_s) or good(_RNG), limits=Limits(60.0, 5000.0))
+    run(
+        path,
+        trials[2:],
+        measure=lambda _, limit_s: limits.append(limit_s) or good(_RNG),
+        limits=SeriesLimits(60.0, 5000.0),
+    )
     assert limits == [60.0]
 
 
@@ -240,10 +250,10 @@ def test_a_trial_that_ran_into_its_limit_is_run_again_under_a_smaller_one(tmp_pa
     path, trials = tmp_path / "r.h5", [trial("late"), trial("new"), trial("known")]
     results.prepare(path, {})
     results.append(path, trials[0], 0, 0, bad("no end within 600 s", wall_s=600.0), "")
-    run_, tally, _ = run(path, trials, limits=Limits(600.0, 500.0), retry_failed=True)
-    assert (run_, tally) == (["late", "new", "known"], Tally(3, 0, 0)), "how long a failure took tells nothing"
+    run_, tally, _ = run(path, trials, limits=SeriesLimits(600.0, 500.0), retry_failed=True)
+    assert (run_, tally) == (["late", "new", "known"], SweepTally(3, 0, 0)), "how long a failure took tells nothing"
     results.append(path, trials[2], 2, 0, good(_RNG, wall_s=1000.0), "")
-    assert run(path, trials, 2, limits=Limits(30.0, 500.0))[0] == ["known", "new", "late"], "30 s at most, each"
+    assert run(path, trials, 2, limits=SeriesLimits(30.0, 500.0))[0] == ["known", "new", "late"], "30 s at most, each"
 
 
 def test_the_lock_is_one_of_many_processes(tmp_path):
@@ -253,7 +263,7 @@ def test_the_lock_is_one_of_many_processes(tmp_path):
     program = f"""
     import sys
     from pathlib import Path
-    from hpcdist.bench import results
+    from hpcdist.bench.sweep import results
     from hpcdist.errors import StorageError
     path, count, done = Path({str(path)!r}), Path({str(count)!r}), 0
     while done < 200:
@@ -275,18 +285,18 @@ def test_a_trial_that_the_budget_ended_is_not_recorded(tmp_path):
         time.sleep(limit_s)
         return bad("no end within 0.05 s")
 
-    ran, tally, said = run(tmp_path / "r.h5", [trial("a")], measure=slow, limits=Limits(60.0, 0.05))
-    assert (ran, tally) == (["a"], Tally(0, 0, 1)) and "ended with the budget" in said[0]
+    ran, tally, said = run(tmp_path / "r.h5", [trial("a")], measure=slow, limits=SeriesLimits(60.0, 0.05))
+    assert (ran, tally) == (["a"], SweepTally(0, 0, 1)) and "ended with the budget" in said[0]
     assert results.statuses(tmp_path / "r.h5") == {}
 
 
 def test_names_of_hosts_are_left_out():
-    outcome = Outcome(FAILED, "", 1.0, 1, "node7 is down", "[node7] gone\n[node8]")
+    outcome = TrialOutcome(FAILED, "", 1.0, 1, "node7 is down", "[node7] gone\n[node8]")
     hidden = series.anonymous(outcome, ["node7"])
     assert (hidden.reason, hidden.stderr_tail) == ("HOST is down", "[HOST] gone\n[node8]")
 
 
 def test_an_item_knows_what_is_recorded(path, rng):
     results.append(path, trial("a"), 0, 0, bad(), "")
-    assert series.plan([trial("a")], 1, path, False) == [Item(trial("a"), 0, 0, FAILED)]
-    assert series.plan([trial("a")], 1, path, True) == [Item(trial("a"), 0, 0, "")]
+    assert series.plan([trial("a")], 1, path, False) == [SeriesItem(trial("a"), 0, 0, FAILED)]
+    assert series.plan([trial("a")], 1, path, True) == [SeriesItem(trial("a"), 0, 0, "")]

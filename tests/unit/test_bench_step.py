@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench import step, step_file, step_plan, step_report
-from hpcdist.bench.step_file import Case, Results
-from hpcdist.bench.step_plan import (
+from hpcdist.bench.step import plan, report, run
+from hpcdist.bench.step import results as step_results
+from hpcdist.bench.step.plan import (
     CONTENDERS,
     EAGER,
     OURS,
@@ -22,33 +22,33 @@ from hpcdist.bench.step_plan import (
     RECOMPUTING,
     WRAPPED_JAX,
     WRAPPED_TORCH,
-    Shape,
-    Wanted,
+    StepRequest,
+    StepShape,
 )
+from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.cli import bench_step
 from hpcdist.cli.bench import command
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.models.counts import counts
 
-TINY = Shape(layers=2, hidden=16, heads=2, context=12, samples=3, vocabulary=30)
-WANTED = Wanted(TINY, (OURS, RECOMPUTING), ranks=1, steps=3, warmup=1, profiled=2, seed=5)
+TINY = StepShape(layers=2, hidden=16, heads=2, context=12, samples=3, vocabulary=30)
+WANTED = StepRequest(TINY, (OURS, RECOMPUTING), ranks=1, steps=3, warmup=1, profiled=2, seed=5)
 
 
-def case(name: str, step_s: list[list[float]], loss: list[float], **more: Any) -> Case:
+def case(name: str, step_s: list[list[float]], loss: list[float], **more: Any) -> StepCase:
     times = np.array(step_s)
     phases = np.full((*times.shape, len(PHASES)), np.nan)
     phases[:, :, 0], phases[:, :, 1] = times / 4, times / 2
     given: dict[str, Any] = {"operation_s": {}, "activation_bytes": None, "activation_closed_bytes": None} | more
-    return Case(name=name, step_s=times, cpu_s=times / 2, phase_s=phases, loss=np.array(loss), **given)
+    return StepCase(name=name, step_s=times, cpu_s=times / 2, phase_s=phases, loss=np.array(loss), **given)
 
 
-def results(*cases: Case) -> Results:
+def results(*cases: StepCase) -> StepResults:
     about = {"ranks": 2, "threads": 1, "parameters": 1000, "forward_flops": 100, "backward_flops": 200, "blas": "mine"}
     rates = {"numpy": np.array([[50.0, 40.0], [45.0, 80.0]]), "torch": np.array([[30.0, 30.0], [30.0, 42.0]])}
-    return Results(about, TINY, rates, cases, {"torch.compile": "no compiler"})
+    return StepResults(about, TINY, rates, cases, {"torch.compile": "no compiler"})
 
 
 def test_figures_are_those_of_the_slowest_rank() -> None:
@@ -56,67 +56,67 @@ def test_figures_are_those_of_the_slowest_rank() -> None:
         OURS, [[2.0, 1.0], [1.0, 3.0], [2.0, 2.0]], [3.0, 2.0], activation_bytes=110, activation_closed_bytes=100
     )
     eager = case(EAGER, [[4.0, 1.0], [1.0, 3.0], [1.0, 1.0]], [3.0, 2.0002])
-    first, second = step_report.rows(results(ours, eager))
+    first, second = report.rows(results(ours, eager))
     assert (first.step_s, first.cpu_s) == (2.0, 2.0)
     samples = 2 * TINY.samples
     assert first.tokens_per_s == samples * TINY.context / 2.0
     # A turn's product is as fast as its slowest rank: 45 of each rank in the second turn.
-    assert step_report.peak_flops_per_s(results(ours)) == {"numpy": 90.0, "torch": 60.0}
+    assert report.peak_flops_per_s(results(ours)) == {"numpy": 90.0, "torch": 60.0}
     assert first.flops_per_s == samples * 300 / 2.0 and first.mfu == first.flops_per_s / 90.0
     assert first.x_eager == np.median([4 / 2, 3 / 3, 1 / 2]) and second.x_eager == 1.0
     assert first.x_eager_cpu == np.median([5 / 3, 4 / 4, 2 / 4])
     assert first.phases_s["forward"] == 0.5 and first.phases_s["communication"] is None
     assert second.loss_difference == pytest.approx(1e-4) and first.loss_difference == 0.0
-    assert step.differences(results(ours, eager), 1) == {OURS: 0.0, EAGER: 0.0}
-    lines = step_report.text(results(ours, eager)).splitlines()
+    assert run.differences(results(ours, eager), 1) == {OURS: 0.0, EAGER: 0.0}
+    lines = report.text(results(ours, eager)).splitlines()
     assert lines[-1] == "left out: torch.compile: no compiler"
     assert any(line.startswith(OURS) and line.endswith("1.100 of the closed form") for line in lines)
     assert not any("more than" in line for line in lines)
     far = replace(eager, loss=np.array([3.0, 2.001]))
-    assert "more than 0.0001" in step_report.text(results(ours, far))
+    assert "more than 0.0001" in report.text(results(ours, far))
 
 
 def test_what_no_operation_explains_is_told() -> None:
     taken = {("matmul", "forward"): [1.0, 3.0], ("matmul", "backward"): [2.0, 2.0], ("all", "step"): [6.0, 8.0]}
     one = case(OURS, [[1.0]], [1.0], operation_s={key: np.array(value) for key, value in taken.items()})
-    assert step_report.operations(one) == {
+    assert report.operations(one) == {
         ("matmul", "forward"): 2.0,
         ("matmul", "backward"): 2.0,
         ("other", "step"): 3.0,
     }
-    told = json.loads(json.dumps(step_report.jsonable(results(one))))
+    told = json.loads(json.dumps(report.jsonable(results(one))))
     assert told["operations_s"][OURS]["other step"] == 3.0
     assert told["rows"][0]["x_eager"] is None and told["rows"][0]["phases_s"]["update"] is None
 
 
 def test_batches_are_the_same_on_every_rank_and_can_be_learnt() -> None:
     wanted = replace(WANTED, ranks=2)
-    first, again = (list(step_plan.batches(wanted, 3)) for _ in range(2))
+    first, again = (list(plan.batches(wanted, 3)) for _ in range(2))
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
     assert first[0].shape == (6, 13) and first[0].dtype == np.uint8 and first[0].max() < 30
     assert not np.array_equal(first[0], first[1])
     followers = Counter(
         (int(a), int(b)) for batch in first for row in batch for a, b in zip(row, row[1:], strict=False)
     )
-    assert max(Counter(a for a, _ in followers).values()) <= step_plan.CHOICES
+    assert max(Counter(a for a, _ in followers).values()) <= plan.CHOICES
     wide = replace(WANTED, shape=replace(TINY, vocabulary=70_000))
-    assert next(step_plan.batches(wide, 1)).dtype == np.uint32
+    assert next(plan.batches(wide, 1)).dtype == np.uint32
 
 
 @pytest.fixture(scope="module")
-def measured() -> Results:
+def measured() -> StepResults:
     """Both built-in contenders on two ranks in one process; their times mean nothing."""
     said: list[str] = []
 
-    def body(comm: Communicator) -> Results | None:
-        return step.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append)
+    def body(comm: Communicator) -> StepResults | None:
+        return run.run(comm, replace(WANTED, ranks=2), {"git_commit": "abc"}, said.append)
 
     found = run_threads(2, body)
     assert found[1] is None and found[0] is not None and len(said) == 1
     return found[0]
 
 
-def test_phases_and_operations_are_timed(measured: Results) -> None:
+def test_phases_and_operations_are_timed(measured: StepResults) -> None:
     assert [one.name for one in measured.cases] == [OURS, RECOMPUTING]
     assert measured.matmul_flops_per_s["numpy"].shape == (3, 2) and measured.left_out == {}
     for one in measured.cases:
@@ -127,37 +127,37 @@ def test_phases_and_operations_are_timed(measured: Results) -> None:
             for way in ("forward", "backward"):
                 assert (one.operation_s[kind, way] > 0).all(), (kind, way)
         assert {("update", "step"), ("clipping", "step"), ("all", "step")} <= one.operation_s.keys()
-        assert step_report.operations(one)["other", "step"] < np.median(one.operation_s["all", "step"])
+        assert report.operations(one)["other", "step"] < np.median(one.operation_s["all", "step"])
     assert measured.provenance["ranks"] == 2 and measured.provenance["git_commit"] == "abc"
 
 
-def test_recomputation_changes_nothing_but_memory(measured: Results) -> None:
+def test_recomputation_changes_nothing_but_memory(measured: StepResults) -> None:
     ours, again = measured.cases
     assert np.array_equal(ours.loss, again.loss)
     assert again.activation_bytes is not None and ours.activation_bytes is not None
     assert again.activation_bytes < ours.activation_bytes
-    numbers = counts(step.model_config(TINY), context=TINY.context)
+    numbers = counts(run.model_config(TINY), context=TINY.context)
     assert ours.activation_closed_bytes == numbers.activation_bytes(TINY.samples)
     assert again.activation_closed_bytes == numbers.activation_bytes(TINY.samples, recompute=True)
 
 
-def test_results_are_kept_and_read_back(measured: Results, tmp_path: Path) -> None:
+def test_results_are_kept_and_read_back(measured: StepResults, tmp_path: Path) -> None:
     path = tmp_path / "s.h5"
     both = replace(measured, cases=(*measured.cases, case(EAGER, [[1.0, 2.0]] * 3, [3.0] * 4)))
-    step_file.write(path, both)
-    found = step_file.read(path)
-    assert step_report.rows(found) == step_report.rows(both)
-    assert step_report.text(found) == step_report.text(both)
+    step_results.write(path, both)
+    found = step_results.read(path)
+    assert report.rows(found) == report.rows(both)
+    assert report.text(found) == report.text(both)
     assert found.shape == TINY and found.provenance == both.provenance
     assert found.cases[2].activation_bytes is None and found.cases[2].operation_s == {}
     (tmp_path / "no.h5").write_bytes(b"nothing")
     with pytest.raises(StorageError):
-        step_file.read(tmp_path / "no.h5")
+        step_results.read(tmp_path / "no.h5")
 
 
-def test_the_picture_is_drawn(measured: Results, tmp_path: Path) -> None:
+def test_the_picture_is_drawn(measured: StepResults, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from hpcdist.bench.step_plot import plot
+    from hpcdist.bench.step.report import plot
 
     plot(measured, tmp_path / "a.png")
     plot(replace(measured, cases=measured.cases[:1]), tmp_path / "b.svg")
@@ -169,10 +169,10 @@ def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("jax")
     monkeypatch.setenv("XLA_FLAGS", "")
     wanted = replace(WANTED, names=(OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER), steps=11, warmup=4, profiled=0)
-    found = step.run(solo(), wanted, {}, lambda line: None)
+    found = run.run(solo(), wanted, {}, lambda line: None)
     assert found is not None and found.left_out == {}
     assert [one.name for one in found.cases] == [OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER]
-    apart = step.differences(found, 100)
+    apart = run.differences(found, 100)
     assert max(apart.values()) < 1e-5
     ours, wrapped, _, eager = found.cases
     assert ours.loss[-1] < 0.99 * ours.loss[0], "the updates of a step that changes nothing would agree, too"
@@ -183,23 +183,23 @@ def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_who_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcdist.bench import step_torch
+    from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
     def missing() -> Any:
         raise MissingCapabilityError("PyTorch is not installed")
 
-    monkeypatch.setattr(step_torch, "torch", missing)
+    monkeypatch.setattr(contenders, "load_torch", missing)
     wanted = replace(WANTED, names=(OURS, EAGER), steps=1, profiled=0)
-    found = step.run(solo(), wanted, {}, lambda line: None)
+    found = run.run(solo(), wanted, {}, lambda line: None)
     assert found is not None and found.left_out == {EAGER: "PyTorch is not installed"}
-    assert step_report.rows(found)[0].x_eager is None
+    assert report.rows(found)[0].x_eager is None
     with pytest.raises(UsageError, match="nobody can take part: PyTorch eager: PyTorch is not installed"):
-        step.run(solo(), replace(wanted, names=(EAGER,)), {}, lambda line: None)
+        run.run(solo(), replace(wanted, names=(EAGER,)), {}, lambda line: None)
 
 
 def test_no_rank_waits_for_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcdist.bench import step_torch
+    from hpcdist.bench.step import contenders
     from hpcdist.errors import MissingCapabilityError
 
     place, began = threading.local(), []
@@ -211,13 +211,13 @@ def test_no_rank_waits_for_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) 
     def begin(comm: Communicator, folder: Path, threads: int) -> None:
         began.append(comm.rank)  # the others are met here
 
-    def body(comm: Communicator) -> Results | None:
+    def body(comm: Communicator) -> StepResults | None:
         place.rank = comm.rank
         wanted = replace(WANTED, names=(OURS, EAGER), ranks=2, steps=1, profiled=0)
-        return step.run(comm, wanted, {}, lambda line: None)
+        return run.run(comm, wanted, {}, lambda line: None)
 
-    monkeypatch.setattr(step_torch, "torch", torch)
-    monkeypatch.setattr(step_torch, "begin", begin)
+    monkeypatch.setattr(contenders, "load_torch", torch)
+    monkeypatch.setattr(contenders, "begin_torch", begin)
     found = run_threads(2, body)[0]
     assert found is not None and found.left_out == {EAGER: "PyTorch is not installed"}
     assert began == []

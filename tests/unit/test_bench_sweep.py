@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.bench import results, sweep
+from hpcdist.bench.sweep import definition, results
 from hpcdist.cli import bench, main
 from hpcdist.errors import CONFIGURATION, FAILURE, OK, REQUEUE, STORAGE, ConfigurationError, StorageError
 
@@ -29,8 +29,8 @@ def expand(tmp_path):
     def expanded(text):
         path = tmp_path / "sweep.toml"
         path.write_text(text)
-        found = sweep.read(path)
-        return sweep.expand(found, bench.Recipes(found))
+        found = definition.read(path)
+        return definition.expand(found, bench.Recipes(found))
 
     return expanded
 
@@ -62,7 +62,7 @@ def test_axes_multiply_with_trials_and_ranks(expand):
 def test_equal_leaves_of_two_sections_are_told_apart(expand):
     (trial,) = expand("[sweep]\nranks=1\n[axes]\nmodel.kind=['gpt']\noptimizer.name=['sgd']\n")
     assert trial.name == "kind=gpt name=sgd"
-    labels = sweep._labels({"a.x": 1, "b.x": 2, "b.y": 3})
+    labels = definition._labels({"a.x": 1, "b.x": 2, "b.y": 3})
     assert labels == ["a.x=1", "b.x=2", "y=3"]
 
 
@@ -222,7 +222,7 @@ def test_what_is_wrong_is_named(expand, text, words):
 
 
 def test_an_unknown_key_ends_the_command_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("hpcdist.bench.trial.run", lambda *_: pytest.fail("a trial was started"))
+    monkeypatch.setattr("hpcdist.bench.sweep.trial.run", lambda *_: pytest.fail("a trial was started"))
     path, results = tmp_path / "sweep.toml", tmp_path / "results.h5"
     path.write_text("[sweep]\nranks = 2\n[axes]\nrun.seed = [1, 2]\n[[trial]]\nname = 'a'\nparallel.stratgy = 'x'\n")
     with pytest.raises(SystemExit) as leaving:
@@ -235,9 +235,9 @@ def test_an_unknown_key_ends_the_command_before_anything_runs(tmp_path, monkeypa
 
 def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
     """Every key and value is one of recipes, and the degrees divide the ranks (as expand sees to), batch and layers."""
-    found = sweep.read(ARCHITECTURES)
+    found = definition.read(ARCHITECTURES)
     resolve = bench.Recipes(found).resolve
-    trials = sweep.expand(found, bench.Recipes(found))
+    trials = definition.expand(found, bench.Recipes(found))
     for trial in trials:
         values = resolve(trial.settings).values
         pipeline, microbatches = values["parallel.pipeline"], values["parallel.microbatches"]
@@ -259,7 +259,7 @@ COMMAND = """
     import signal, sys
     from pathlib import Path
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, as it should be
-    from hpcdist.bench import trial
+    from hpcdist.bench.sweep import trial
     from hpcdist.cli import main
     trial.command = lambda ranks, recipe, out: [sys.executable, "-c", "from pathlib import Path; " + sys.argv[1]]
     main.main(["bench", "sweep", "sweep.toml", *sys.argv[2:]])

@@ -11,15 +11,15 @@ import time
 import numpy as np
 import pytest
 
-from hpcdist.bench import trial as trials
-from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import FAILED, OK
+from hpcdist.bench.sweep import trial as trials
+from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.trial import FAILED, OK
 
-TRIAL = Trial("0123", "fake", 2, {}, "[run]\nsteps = 3\n")
+TRIAL = SweepTrial("0123", "fake", 2, {}, "[run]\nsteps = 3\n")
 MEASURED = """
     import json, sys
     import numpy as np
-    from hpcdist.telemetry.metrics import MetricsWriter
+    from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
     ranks, recipe, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     with MetricsWriter(out + "/metrics.h5", ranks, attributes={"mpi_library": "Fake MPI 1"}) as writer:
         for step in range(1, 4):
@@ -152,11 +152,11 @@ def test_a_trial_does_not_outlive_a_killed_sweep(tmp_path):
     program = f"""
     import os, sys
     from pathlib import Path
-    from hpcdist.bench import trial
-    from hpcdist.bench.sweep import Trial
+    from hpcdist.bench.sweep import trial
+    from hpcdist.bench.sweep.definition import SweepTrial
     child = "import os, time; from pathlib import Path; Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))"
     line = lambda ranks, recipe, out: [sys.executable, "-c", child + "; time.sleep(600)"]
-    trial.run(Trial("0", "fake", 1, {{}}, ""), Path({str(tmp_path)!r}), 600.0, line, os.environ)
+    trial.run(SweepTrial("0", "fake", 1, {{}}, ""), Path({str(tmp_path)!r}), 600.0, line, os.environ)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     limit = time.monotonic() + 60

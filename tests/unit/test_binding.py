@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.comm import binding, launchers, mpirun
-from hpcdist.comm.binding import Bound, Node
-from hpcdist.comm.launchers import KINDS, Layout
-from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
+from hpcdist.comm.launch import core_binding, launchers, mpirun
+from hpcdist.comm.launch.core_binding import CoreBinding, NodeCores
+from hpcdist.comm.launch.launchers import KINDS, LaunchRequest
+from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 
 PROGRAM = ["python", "-m", "hpcdist"]
 
@@ -23,10 +23,10 @@ def job(cpus: str, tasks: str = "", **more: str) -> dict[str, str]:
     return found | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {}) | more
 
 
-def cores(count: int, threads: int = 1, packages: tuple[int, ...] = (), *, confined=True, whole=True) -> Node:
+def cores(count: int, threads: int = 1, packages: tuple[int, ...] = (), *, confined=True, whole=True) -> NodeCores:
     """A node whose hardware threads are numbered as those of most: the second of each core after all first ones."""
     each = tuple(tuple(core + count * one for one in range(threads)) for core in range(count))
-    return Node(each, packages or (count,), confined, whole)
+    return NodeCores(each, packages or (count,), confined, whole)
 
 
 EIGHT = cores(8)
@@ -77,7 +77,7 @@ CORES = {"SLURM_THREADS_PER_CORE": "1"}
     ],
 )
 def test_cores_of_a_rank(node, each, asked, environment, expected):
-    found = binding.bound(each, asked, node, environment)
+    found = core_binding.bind_ranks(each, asked, node, environment)
     assert found.cores == expected and bool(found.reason) is (expected is None)
     if expected is not None:
         assert found.ranks_per_node == each and each * expected <= len(node.cores), "mpirun would end with an error"
@@ -86,13 +86,13 @@ def test_cores_of_a_rank(node, each, asked, environment, expected):
 @pytest.mark.parametrize(("packages", "each"), [((3, 3), 3), ((4, 4), 1)])
 def test_mpich_gives_a_rank_cores_of_two_sockets(packages, each):
     here = cores(sum(packages), packages=packages, whole=False)
-    found = binding.bound(each, 2 if each == 3 else 6, here, job(f"{sum(packages)}(x2)"), apart=False)
-    assert found == Bound(each, 2 if each == 3 else 6)
+    found = core_binding.bind_ranks(each, 2 if each == 3 else 6, here, job(f"{sum(packages)}(x2)"), apart=False)
+    assert found == CoreBinding(each, 2 if each == 3 else 6)
 
 
 @pytest.mark.parametrize("asked", [None, 8])
 def test_the_only_rank_of_a_node_has_all_cores_of_the_job(asked):
-    assert binding.bound(1, asked, cores(8, packages=(4, 4)), job("8(x2)")) == Bound(1, None)
+    assert core_binding.bind_ranks(1, asked, cores(8, packages=(4, 4)), job("8(x2)")) == CoreBinding(1, None)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_only_rank_of_a_node_has_all_cores_of_the_job(asked):
         (cores(8), 2, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8"}, "no node of the job"),  # salloc
         (cores(8), 2, job("?"), "no node of the job"),
         (cores(8, confined=False), 2, job("8"), "by affinity alone"),
-        (Node((), ()), 2, job("8"), "by affinity alone"),
+        (NodeCores((), ()), 2, job("8"), "by affinity alone"),
         (cores(64), 2, job("8"), "8 of the 64 CPUs"),  # no control groups: others are bound to the same first ones
         (cores(64, 2), 2, job("64"), "64 of the 128 CPUs"),
         (cores(64), 2, job("64,8", SLURM_NODEID="1"), "8 of the 64 CPUs"),
@@ -114,7 +114,7 @@ def test_the_only_rank_of_a_node_has_all_cores_of_the_job(asked):
     ],
 )
 def test_why_ranks_are_not_bound(node, each, environment, words):
-    found = binding.bound(each, 2, node, environment)
+    found = core_binding.bind_ranks(each, 2, node, environment)
     assert found.cores is None and words in found.reason and "\n" not in found.reason
 
 
@@ -132,7 +132,7 @@ def test_why_ranks_are_not_bound(node, each, environment, words):
     ],
 )
 def test_ranks_of_a_node(ranks, asked, tasks, expected):
-    assert binding.ranks_per_node(ranks, asked, {"SLURM_TASKS_PER_NODE": tasks}) == expected
+    assert core_binding.ranks_per_node(ranks, asked, {"SLURM_TASKS_PER_NODE": tasks}) == expected
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_ranks_of_a_node(ranks, asked, tasks, expected):
     ],
 )
 def test_processors_of_a_task(each, environment, expected):
-    assert binding.cpus_per_task(each, environment) == expected
+    assert core_binding.cpus_per_task(each, environment) == expected
 
 
 def test_a_daemon_has_all_processors_of_the_job():
     one = {"SRUN_CPUS_PER_TASK": "2"}
-    assert binding.whole_steps(job("8(x2),4") | one) == {"SRUN_CPUS_PER_TASK": "4"}
-    assert binding.whole_steps(job("8(x2)")) == binding.whole_steps(one) == {}
+    assert core_binding.whole_node_step(job("8(x2),4") | one) == {"SRUN_CPUS_PER_TASK": "4"}
+    assert core_binding.whole_node_step(job("8(x2)")) == core_binding.whole_node_step(one) == {}
 
 
 def topology(root: Path, siblings: dict[int, str], name: str = "core_cpus_list") -> Path:
@@ -170,14 +170,16 @@ def test_the_cores_of_a_node(tmp_path, monkeypatch, name):
     set_to = []
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: set_to.append(set(wanted)))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert binding.node(system) == Node(((0, 2), (1, 3)), (2,), confined=True)
+    assert core_binding.node_cores(system) == NodeCores(((0, 2), (1, 3)), (2,), confined=True)
     (system / "cpu1" / "topology" / "physical_package_id").write_text("1\n")
-    assert binding.node(system).packages == (1, 1)
+    assert core_binding.node_cores(system).packages == (1, 1)
     assert set_to == [{0, 1, 2, 3}] * 4, "it is put back"
-    assert binding.hardware_threads(system) == ((0, 2), (1, 3))
+    assert core_binding.hardware_threads(system) == ((0, 2), (1, 3))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3} if set_to[-1] == {1, 3} else {0, 1, 2, 3})
     set_to.append({1, 3})
-    assert binding.node(system) == Node(((1, 3),), (1,), confined=False, whole=False) and set_to[-1] == {1, 3}
+    assert core_binding.node_cores(system) == NodeCores(((1, 3),), (1,), confined=False, whole=False) and set_to[
+        -1
+    ] == {1, 3}
 
 
 def test_a_node_that_does_not_show_its_cores(tmp_path, monkeypatch):
@@ -186,18 +188,18 @@ def test_a_node_that_does_not_show_its_cores(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.sched_setaffinity", refuse)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
-    assert binding.node(tmp_path) == Node(((4,), (5,)), (2,), confined=False, whole=False)
-    assert binding.hardware_threads(tmp_path) == ()
+    assert core_binding.node_cores(tmp_path) == NodeCores(((4,), (5,)), (2,), confined=False, whole=False)
+    assert core_binding.hardware_threads(tmp_path) == ()
 
 
 def test_the_affinity_of_this_process_is_put_back():
     before = os.sched_getaffinity(0)
-    here = binding.node()
+    here = core_binding.node_cores()
     assert os.sched_getaffinity(0) == before and here.processors == len(before)
     if len(before) > 1:
         try:
             os.sched_setaffinity(0, {min(before)})
-            assert not binding.node().confined and os.sched_getaffinity(0) == {min(before)}
+            assert not core_binding.node_cores().confined and os.sched_getaffinity(0) == {min(before)}
         finally:
             os.sched_setaffinity(0, before)
 
@@ -208,17 +210,17 @@ def test_the_affinity_of_this_process_is_put_back():
 @pytest.mark.parametrize(
     ("vendor", "ranks", "bound", "expected"),
     [
-        (OPEN_MPI, 2, Bound(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
-        (OPEN_MPI, None, Bound(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
-        (OPEN_MPI, 2, Bound(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
-        (OPEN_MPI, None, Bound(None, None, "why"), "--bind-to none"),
-        (OPEN_MPI, 1, Bound(1, None), "--map-by ppr:1:node --bind-to none"),
-        (OPEN_MPI, None, Bound(1, None), "--bind-to none"),
+        (OPEN_MPI, 2, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+        (OPEN_MPI, None, CoreBinding(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+        (OPEN_MPI, 2, CoreBinding(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
+        (OPEN_MPI, None, CoreBinding(None, None, "why"), "--bind-to none"),
+        (OPEN_MPI, 1, CoreBinding(1, None), "--map-by ppr:1:node --bind-to none"),
+        (OPEN_MPI, None, CoreBinding(1, None), "--bind-to none"),
         (OPEN_MPI, None, None, ""),
-        (MPICH, 2, Bound(2, 4), "-ppn 2 -bind-to core:4"),
-        (MPICH, None, Bound(2, 4), "-ppn 2 -bind-to core:4"),
-        (MPICH, 2, Bound(2, None, "why"), "-ppn 2"),
-        (MPICH, None, Bound(None, None, "why"), ""),
+        (MPICH, 2, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
+        (MPICH, None, CoreBinding(2, 4), "-ppn 2 -bind-to core:4"),
+        (MPICH, 2, CoreBinding(2, None, "why"), "-ppn 2"),
+        (MPICH, None, CoreBinding(None, None, "why"), ""),
     ],
 )
 def test_options(tmp_path, vendor, ranks, bound, expected):
@@ -231,10 +233,10 @@ def start(tmp_path, monkeypatch):
 
     def line(vendor, layout, environment, options=(), here=EIGHT, survive=None):
         monkeypatch.setattr(mpirun, "find", lambda environment: Launcher(tmp_path / "mpirun", vendor, "5.0"))
-        monkeypatch.setattr(mpirun, "_why_not_surviving", lambda launcher: "")
-        monkeypatch.setattr(binding, "node", lambda: here)
+        monkeypatch.setattr(mpirun, "_why_no_ulfm", lambda launcher: "")
+        monkeypatch.setattr(core_binding, "node_cores", lambda: here)
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-        starter = launchers.starter(KINDS["mpirun"], layout, survive, environment)
+        starter = launchers.choose_starter(KINDS["mpirun"], layout, survive, environment)
         words = starter.line(PROGRAM, {}, options)[1 : -len(PROGRAM)]
         return shlex.join(words).removeprefix("--mca osc '^ucx' "), starter.unbound(options)
 
@@ -245,13 +247,13 @@ TWO = job("8(x2)", "2(x2)", SLURM_CPUS_PER_TASK="4")
 
 
 def test_the_line_in_a_job(start):
-    assert start(OPEN_MPI, Layout(4, 2), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
-    assert start(OPEN_MPI, Layout(4), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
-    assert start(OPEN_MPI, Layout(4, 2, 3), TWO) == ("-n 4 --map-by ppr:2:node:PE=3 --bind-to core", "")
-    assert start(MPICH, Layout(4, 2), TWO) == ("-n 4 -ppn 2 -bind-to core:4", "")
-    assert start(INTEL_MPI, Layout(4, 2), TWO) == ("-n 4 -ppn 2", ""), "it binds by itself"
-    assert start(OPEN_MPI, Layout(2, 1), TWO) == ("-n 2 --map-by ppr:1:node:PE=4 --bind-to core", "")
-    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, here=cores(4))
+    assert start(OPEN_MPI, LaunchRequest(4, 2), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
+    assert start(OPEN_MPI, LaunchRequest(4), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
+    assert start(OPEN_MPI, LaunchRequest(4, 2, 3), TWO) == ("-n 4 --map-by ppr:2:node:PE=3 --bind-to core", "")
+    assert start(MPICH, LaunchRequest(4, 2), TWO) == ("-n 4 -ppn 2 -bind-to core:4", "")
+    assert start(INTEL_MPI, LaunchRequest(4, 2), TWO) == ("-n 4 -ppn 2", ""), "it binds by itself"
+    assert start(OPEN_MPI, LaunchRequest(2, 1), TWO) == ("-n 2 --map-by ppr:1:node:PE=4 --bind-to core", "")
+    line, reason = start(OPEN_MPI, LaunchRequest(4, 2), TWO, here=cores(4))
     assert line == "-n 4 --map-by ppr:2:node --bind-to none" and "do not fit on the 4 cores" in reason
 
 
@@ -259,37 +261,37 @@ def test_a_start_on_the_nodes_that_are_left(start):
     """--restarts with --spare-nodes: as many ranks on fewer nodes of the job, each with the same cores."""
     three = job("8(x3)", "2(x3)", SLURM_CPUS_PER_TASK="4")
     expected = "-n 4 --map-by ppr:2:node:PE=4 --bind-to core --host n1:2,n3:2"
-    assert start(OPEN_MPI, Layout(4, 2), three, ["--host", "n1:2,n3:2"]) == (expected, "")
+    assert start(OPEN_MPI, LaunchRequest(4, 2), three, ["--host", "n1:2,n3:2"]) == (expected, "")
 
 
 @pytest.mark.parametrize("options", ["--bind-to none", "--bind-to=socket", "--cpu-set 0,1", "--rankfile file"])
 def test_the_user_binds(start, options):
-    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, shlex.split(options))
+    line, reason = start(OPEN_MPI, LaunchRequest(4, 2), TWO, shlex.split(options))
     assert "PE=" not in line and not reason and line.endswith(options)
     assert line.startswith("-n 4 --map-by ppr:2:node")
 
 
 def test_the_user_binds_by_hydra(start):
-    assert start(MPICH, Layout(4, 2), TWO, ["-bind-to", "none"]) == ("-n 4 -ppn 2 -bind-to none", "")
+    assert start(MPICH, LaunchRequest(4, 2), TWO, ["-bind-to", "none"]) == ("-n 4 -ppn 2 -bind-to none", "")
 
 
 def test_ranks_that_may_come_later_are_not_bound(start):
-    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, survive="replace")
+    line, reason = start(OPEN_MPI, LaunchRequest(4, 2), TWO, survive="replace")
     assert "--oversubscribe" in line and "PE=" not in line and "--survive" in reason
 
 
 def test_threads_are_those_of_the_task(start, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    start(OPEN_MPI, Layout(4, 2), TWO)
-    for layout, threads in ((Layout(4, 2), "4"), (Layout(4, 4), "1"), (Layout(4, 4, 2), "2")):
-        assert launchers.starter(KINDS["mpirun"], layout, None, TWO).settings()["OMP_NUM_THREADS"] == threads
+    start(OPEN_MPI, LaunchRequest(4, 2), TWO)
+    for layout, threads in ((LaunchRequest(4, 2), "4"), (LaunchRequest(4, 4), "1"), (LaunchRequest(4, 4, 2), "2")):
+        assert launchers.choose_starter(KINDS["mpirun"], layout, None, TWO).settings()["OMP_NUM_THREADS"] == threads
 
 
 def test_outside_of_slurm_nothing_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(mpirun, "find", lambda environment: Launcher(tmp_path / "mpirun", OPEN_MPI, "5.0"))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for environment in ({}, {"PBS_JOBID": "7"}):
-        starter = launchers.starter(KINDS["mpirun"], Layout(4, 2, 3), None, environment)
+        starter = launchers.choose_starter(KINDS["mpirun"], LaunchRequest(4, 2, 3), None, environment)
         assert "--map-by ppr:2:node --bind-to none" in shlex.join(starter.line(PROGRAM, {}, []))
         assert starter.layout.cpus_per_task == 3 and not starter.unbound([])
 
@@ -301,7 +303,7 @@ def test_the_reason_is_said_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(mpirun, "candidates", lambda environment: [program])
     for name, value in job("4", "1").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(binding, "node", lambda: cores(8))
+    monkeypatch.setattr(core_binding, "node_cores", lambda: cores(8))
     true = shutil.which("true")
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "1", "--", true])

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
@@ -18,9 +18,9 @@ from hpcdist.checkpoint.partner.redundancy import PartnerStore, partner_ranks, r
 from hpcdist.checkpoint.restoring import messages
 from hpcdist.checkpoint.restoring import reshard as redistributing
 from hpcdist.checkpoint.restoring.reshard import reshard
-from hpcdist.comm.recording import recording
-from hpcdist.comm.thread_deaths import Death
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import RankDiedError
 from hpcdist.strategies.core.exchange import pieces_of as stored
 
@@ -139,7 +139,7 @@ class DiesAt:
             self.lines += 1
             if self.lines == self._count:
                 sys.settrace(None)
-                raise Death
+                raise RankDeath
         return self._traced
 
 
@@ -283,7 +283,7 @@ def test_memory_is_taken_twice_and_counted(nodes):
         run = Run(comm, ledger)
         sent = []
         for step in range(5):
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 run.keep(step)
             sent.append(traffic.sent_bytes)
             if step == 1:

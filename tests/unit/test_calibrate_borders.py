@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
-from hpcdist.bench import calibrate_borders as borders
-from hpcdist.bench.calibrate_points import sizes
+from hpcdist.bench.calibrate import links as borders
+from hpcdist.bench.calibrate.points import sizes
 
 OCTAVES = sizes(1 << 10, 1 << 20)
 

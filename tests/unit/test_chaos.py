@@ -9,7 +9,7 @@ import pytest
 from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Kind

@@ -13,7 +13,7 @@ from gpu_runs import assembled, write_text
 from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind, Operation

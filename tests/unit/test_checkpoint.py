@@ -13,14 +13,13 @@ import pytest
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.piece import Piece, common, first_gap, runs, whole_box
+from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 
 LAYOUT = Layout.of(
@@ -71,7 +70,7 @@ def test_runs_and_their_intersection_against_index_arrays(rng):
             return found, elements
 
         (one, a), (other, b) = draw(), draw()
-        to, at, size = common(one, other)
+        to, at, size = intersect_runs(one, other)
         pairs = [(t + i, u + i) for t, u, n in zip(to, at, size, strict=True) for i in range(n)]
         assert pairs == [(i, j) for i, v in enumerate(a) for j, w in enumerate(b) if v == w]
 

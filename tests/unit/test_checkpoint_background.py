@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
@@ -16,7 +16,7 @@ from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving import background, two_phase
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe import load
 

@@ -24,8 +24,7 @@ from hpcdist.checkpoint.restoring.restore import newest, newest_complete, on_fir
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import directory, inference
 from hpcdist.training import recipe as recipes

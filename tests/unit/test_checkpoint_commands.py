@@ -17,7 +17,7 @@ from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli import main
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 
 def hpcdist(capsys, *arguments):

@@ -23,8 +23,7 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.training import data, inference
 from hpcdist.training import recipe as recipes

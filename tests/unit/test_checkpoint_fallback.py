@@ -11,8 +11,7 @@ from hpcdist.checkpoint.format import block_reader, manifest
 from hpcdist.checkpoint.format.block_reader import DamagedError
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 
 ELEMENTS = 5000

@@ -29,10 +29,9 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import HpcdistError, StorageError
-from hpcdist.optim.noise import Smoothed
+from hpcdist.optim.batch_size import SmoothedNoise
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
 from hpcdist.training import recipe as recipes
@@ -238,7 +237,7 @@ def small_run(tmp_path, rng):
     trainer = trainer_of(solo(), keys)
     trainer.share_by_speed()
     trainer.executor.loss_scale = DynamicLossScale()
-    trainer.noise = SimpleNamespace(smoothed=Smoothed())
+    trainer.noise = SimpleNamespace(smoothed=SmoothedNoise())
     path = trainer.save(tmp_path / "run/checkpoints", 3, val_loss=1.5)
     (tmp_path / "run/recipe.toml").write_text(recipes.dump(trainer.recipe))
     body = json.loads((path / manifest.FILE_NAME).read_text())

@@ -15,7 +15,7 @@ from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.incremental import IncrementalWriter
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.checkpoint.verify import verify
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe import load
 

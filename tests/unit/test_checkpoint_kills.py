@@ -40,7 +40,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 
 run, way, elements, trouble = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]

@@ -17,8 +17,7 @@ from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
 from hpcdist.cli import main
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 from hpcdist.training import directory
 from hpcdist.training import recipe as recipes

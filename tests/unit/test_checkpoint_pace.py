@@ -9,10 +9,10 @@ from gpu_runs import assembled, write_text
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import loss_of
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.telemetry import metrics as files
+from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.training import recipe as recipes
 from hpcdist.training.energy import Energy
 from hpcdist.training.loop import Loop

@@ -9,7 +9,7 @@ import pytest
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.cli import main
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.training import striping
 

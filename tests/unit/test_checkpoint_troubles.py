@@ -15,8 +15,7 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan, save
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 
 ELEMENTS = 50_000

@@ -20,7 +20,7 @@ from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.checkpoint.format import manifest, shard
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.virtual import rectangles
 from hpcdist.training.recipe import load

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.comm.ending import SURVIVE
+from hpcdist.comm.launch.exit_file import SURVIVE
 from hpcdist.errors import CONFIGURATION, OK, USAGE
 from hpcdist.training.starts import STOPPED, Starts
 from hpcdist.training.survival import GROW_FILE, StopWishes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.comm import launchers, mpirun
+from hpcdist.comm.launch import launchers, mpirun
 
 LIMIT_S = 120.0
 
@@ -19,7 +19,7 @@ LIMIT_S = 120.0
 SUPERVISED = """
 import os, sys
 from pathlib import Path
-from hpcdist.comm import supervisor
+from hpcdist.comm.launch import supervisor
 supervisor.STARTING_S = 0.0
 rank = "trap 'exit 5' TERM; : >$HPCDIST_LAUNCH_DIR/ready; while :; do sleep 0.05; done"
 launcher = f'OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 bash -c "{rank}" & wait $!'.replace("$HPC", "\\\\$HPC")
@@ -38,12 +38,12 @@ class StartedError(Exception):
 def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A launcher that is known, and must not be started."""
 
-    def starts(self: launchers.Mpirun) -> None:
+    def starts(self: launchers.MpirunStarter) -> None:
         raise StartedError
 
     monkeypatch.setattr(mpirun, "find", lambda environment: mpirun.Launcher(tmp_path, mpirun.OPEN_MPI, "5.0.8"))
-    monkeypatch.setattr(mpirun, "_why_not_surviving", lambda launcher: "")
-    monkeypatch.setattr(launchers.Mpirun, "check", starts)
+    monkeypatch.setattr(mpirun, "_why_no_ulfm", lambda launcher: "")
+    monkeypatch.setattr(launchers.MpirunStarter, "check", starts)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench import pipeline_schedules as schedules
-from hpcdist.bench import pipeline_timeline as pictures
-from hpcdist.bench.pipeline_schedules import Wanted
+from hpcdist.bench.pipeline import schedules
+from hpcdist.bench.pipeline import timeline as pictures
+from hpcdist.bench.pipeline.schedules import ScheduleRequest
 from hpcdist.cli.schedule import command
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.strategies.schedule.generate.schedule_file import generated
@@ -101,10 +101,10 @@ def test_the_lists_of_small_schedules_are_verified(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(schedules, "verify", look)
     for name in ("1f1b", "zb-h1", "zb-v"):
-        found = schedules.simulated(name, generated(name, 3, 4), Wanted(3, 4))
+        found = schedules.simulate_schedule(name, generated(name, 3, 4), ScheduleRequest(3, 4))
         assert found.operations
     assert seen == [3, 3, 3]
-    large = schedules.simulated("1f1b", generated("1f1b", 8, 1300), Wanted(8, 1300))
+    large = schedules.simulate_schedule("1f1b", generated("1f1b", 8, 1300), ScheduleRequest(8, 1300))
     assert not large.operations and large.timeline.bubble == pytest.approx(large.closed) and seen == [3, 3, 3]
 
 
@@ -140,7 +140,7 @@ def test_colours_can_be_told_apart_without_colour() -> None:
 
 
 def test_a_path_is_drawn_where_it_computes() -> None:
-    found = schedules.simulated("1f1b", generated("1f1b", 2, 2), Wanted(2, 2))
+    found = schedules.simulate_schedule("1f1b", generated("1f1b", 2, 2), ScheduleRequest(2, 2))
     panel = pictures.panel("two", found.timeline)
     assert panel.path[0] == (0.0, 0) and panel.path[-1] == (found.timeline.makespan_s, 0)
     assert {rank for _, rank in panel.path} == {0, 1}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.collectives import tuning_cache
-from hpcdist.collectives.tuning_cache import Row, Tuning
+from hpcdist.collectives.tuning import cache
+from hpcdist.collectives.tuning.cache import Tuning, TuningRow
 
 KEY = {"kind": "allreduce", "ranks": 2, "mpi_library": "an MPI", "settings": {}, "software": {}}
-TUNED = Tuning("native<=64,ring", (Row(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
+TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
 
 
 def tune(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,8 +36,8 @@ def test_alone_there_is_nothing_to_measure(home):
 
 
 def test_show_names_what_is_kept_and_what_is_damaged(home):
-    tuning_cache.kept(TUNED, KEY)
-    (tuning_cache.directory() / "damaged.json").write_text("{")
+    cache.save(TUNED, KEY)
+    (cache.directory() / "damaged.json").write_text("{")
     done = tune(home, "--show")
     assert done.returncode == 0, done.stderr
     assert TUNED.text in done.stdout and "an MPI" in done.stdout
@@ -47,7 +47,7 @@ def test_show_names_what_is_kept_and_what_is_damaged(home):
 
 
 def test_clear_removes_it(home):
-    tuning_cache.kept(TUNED, KEY)
+    cache.save(TUNED, KEY)
     assert json.loads(tune(home, "--clear", "--json").stdout) == {"removed": 1}
     assert tune(home, "--show").stdout.startswith("0 in ")
 

@@ -6,23 +6,23 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.comm import clocks
-from hpcdist.comm.clocks import Clocks, Hosts, Reading
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record import clock_offsets
+from hpcdist.comm.record.clock_offsets import ClockReading, HostClocks, HostTable
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import clocks as table
+from hpcdist.telemetry.metrics import side_tables as table
 
 HOUR_NS = 3_600_000_000_000
 
 
-def measured(size, hosts, ahead_ns, flat=clocks.FLAT):
+def measured(size, hosts, ahead_ns, flat=clock_offsets.FLAT):
     """Return what each rank gets where rank r is on host ``hosts[r]``, whose clock is ``ahead_ns`` of the true one."""
 
     def body(comm):
         host = hosts[comm.rank]
-        watch = Clocks(comm, f"boot {host}", lambda: time.monotonic_ns() + ahead_ns[host], flat)
+        watch = HostClocks(comm, f"boot {host}", lambda: time.monotonic_ns() + ahead_ns[host], flat)
         return watch.hosts, watch.measure(), watch.measure(rounds=3)
 
     return run_threads(size, body)
@@ -60,8 +60,8 @@ def test_of_many_hosts_nobody_asks_more_than_a_root():
     """36 hosts in groups of 6: rank 0 asks 5 heads and 5 of its own, a head 5, in 4 rounds; and each head reports."""
 
     def body(comm):
-        with recording(comm) as traffic:
-            clocks.compare(comm, time.monotonic_ns, rounds=4, flat=16)
+        with count_traffic(comm) as traffic:
+            clock_offsets.measure_offsets(comm, time.monotonic_ns, rounds=4, flat=16)
         return traffic.calls["send"], traffic.calls["recv"]
 
     made = run_threads(36, body)
@@ -78,7 +78,7 @@ def test_on_one_host_there_is_nothing_to_measure():
 
 def test_only_rank_0_says_when_it_is_time_again():
     def body(comm):
-        watch = Clocks(comm, f"boot {comm.rank}")
+        watch = HostClocks(comm, f"boot {comm.rank}")
         before = watch.due()
         watch.measure()
         return before, watch.due(), watch.due(every_s=0.0)
@@ -95,11 +95,13 @@ def test_the_shortest_round_counts():
         for ns in took:
             shows += [shows[-1] + 17, shows[-1] + 17 + ns]
         upcoming = iter(shows)
-        return clocks.compare(comm, (lambda: next(upcoming)) if comm.rank == 0 else (lambda: 123), rounds=len(took))
+        return clock_offsets.measure_offsets(
+            comm, (lambda: next(upcoming)) if comm.rank == 0 else (lambda: 123), rounds=len(took)
+        )
 
     readings = run_threads(2, body)[0]
     begin = 10**9 + 7000 + 3 * 17
-    assert readings[1] == Reading(1, begin + 500, 123 - begin - 500, 1000)
+    assert readings[1] == ClockReading(1, begin + 500, 123 - begin - 500, 1000)
 
 
 # -- the table
@@ -108,20 +110,20 @@ def test_the_shortest_round_counts():
 def test_the_table_over_sessions(tmp_path):
     path = tmp_path / "metrics.h5"
     large = 2**53 + 1  # a float would round it
-    first = Hosts((0, 0, 1), ("a", "b"), ("boot-a", "boot-b"))
-    second = Hosts((0, 1), ("b", "c"), ("boot-b", "boot-c"))
+    first = HostTable((0, 0, 1), ("a", "b"), ("boot-a", "boot-b"))
+    second = HostTable((0, 1), ("b", "c"), ("boot-b", "boot-c"))
     rounds = [
-        (0, first, [Reading(0, large, 0, 0), Reading(1, large + 2, -HOUR_NS, 901)], 7),
-        (0, first, [Reading(0, large + 10, 0, 0), Reading(1, large + 12, -HOUR_NS + 3, 800)], 9),
-        (2, second, [Reading(0, 5, 0, 0), Reading(1, 6, HOUR_NS, 700)], -4),
+        (0, first, [ClockReading(0, large, 0, 0), ClockReading(1, large + 2, -HOUR_NS, 901)], 7),
+        (0, first, [ClockReading(0, large + 10, 0, 0), ClockReading(1, large + 12, -HOUR_NS + 3, 800)], 9),
+        (2, second, [ClockReading(0, 5, 0, 0), ClockReading(1, 6, HOUR_NS, 700)], -4),
     ]
     for session, hosts, readings, wall_ns in rounds:
         with files.edit(path, "hpcdist.metrics", 1) as file:
-            table.append(file, session, hosts, readings, wall_ns)
-    found = table.read(path)
+            table.append_clocks(file, session, hosts, readings, wall_ns)
+    found = table.read_clocks(path)
     assert [session.number for session in found] == [0, 2]
-    assert found[0] == table.Session(0, first, (*rounds[0][2], *rounds[1][2]), 9)
-    assert found[1] == table.Session(2, second, tuple(rounds[2][2]), -4)
+    assert found[0] == table.ClockSession(0, first, (*rounds[0][2], *rounds[1][2]), 9)
+    assert found[1] == table.ClockSession(2, second, tuple(rounds[2][2]), -4)
     with h5py.File(path) as file:
         readings = file["clocks/readings"]
         assert readings["offset_ns"].dtype == np.int64 and readings["rtt_ns"].attrs["units"] == "ns"
@@ -132,9 +134,9 @@ def test_files_without_the_table_and_damaged_ones(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1):
         pass
-    assert table.read(path) == ()
+    assert table.read_clocks(path) == ()
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(StorageError):
-        table.read(path)
+        table.read_clocks(path)
     with pytest.raises(StorageError):
-        table.read(tmp_path / "none.h5")
+        table.read_clocks(tmp_path / "none.h5")

@@ -7,8 +7,8 @@ import pytest
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = [*range(1, 10), 13, 16]
@@ -25,7 +25,7 @@ def end_to_end(sizes: list[int]) -> list[Range]:
 def test_all_to_all_sends_the_bytes_of_the_ring_in_the_dtype_of_the_buffer(size: int, dtype: type) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.full(64 * size, comm.rank, dtype)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             all_to_all_allreduce(comm, buffer)
         assert (buffer == size * (size - 1) / 2).all()
         assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
@@ -63,7 +63,7 @@ def test_all_to_all_of_equal_blocks(size: int, algorithm: str, dtype: type, rng:
                 send[part.slice] = values[comm.rank, to]
             before = send.copy()
             send.flags.writeable = False
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 all_to_all(comm, send, receive, ranges, ranges, algorithm)
             for source, part in enumerate(ranges):
                 assert np.array_equal(receive[part.slice], values[source, comm.rank])
@@ -89,7 +89,7 @@ def test_all_to_all_of_unequal_blocks(size: int, algorithm: str, rng: np.random.
         send, receive = np.zeros(outgoing[-1].stop), np.zeros(incoming[-1].stop)
         for to, part in enumerate(outgoing):
             send[part.slice] = values[comm.rank][to]
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             all_to_all(comm, send, receive, outgoing, incoming, algorithm)
         for source, part in enumerate(incoming):
             assert np.array_equal(receive[part.slice], values[source][comm.rank])
@@ -104,7 +104,7 @@ def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent() ->
 
     def body(comm: Communicator) -> None:
         send, receive = np.zeros(6), np.zeros(6)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):
                 all_to_all(comm, send, receive, thirds, thirds, "ring")
             with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):

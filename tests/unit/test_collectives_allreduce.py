@@ -6,11 +6,10 @@ import pytest
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.collectives import ALLREDUCE, ON_GPUS
-from hpcdist.collectives.calls import SUM_16_BITS
+from hpcdist.collectives.dispatch import SUM_16_BITS
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import ALGORITHMS
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
 SIZES = range(1, 9)

@@ -8,13 +8,15 @@ import pytest
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import BROADCAST, broadcast
-from hpcdist.collectives.broadcast import chain_broadcast
+from hpcdist.collectives.algorithms.broadcast import chain_broadcast
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
 
-MODULE = importlib.import_module("hpcdist.collectives.broadcast")  # the package has the function under this name
+MODULE = importlib.import_module(
+    "hpcdist.collectives.algorithms.broadcast"
+)  # the package has the function under this name
 SIZES = [*range(1, 10), 13, 16]
 MESSAGES = sorted(set(BROADCAST) - {"native"})
 
@@ -46,7 +48,7 @@ def test_broadcast_sends_what_it_promises(algorithm: str, size: int, root: int, 
 
     def body(comm: Communicator) -> int:
         buffer = inputs[comm.rank].copy()
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             broadcast(comm, buffer, root, algorithm)
         assert not traffic.unknown
         return traffic.sent_bytes
@@ -70,7 +72,7 @@ def test_chain_in_segments(size: int, rng: np.random.Generator) -> None:
     def body(comm: Communicator) -> None:
         for root in (0, size - 1):
             buffer = inputs[comm.rank].copy()
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 chain_broadcast(comm, buffer, root, segment_bytes=256)
             assert np.array_equal(buffer, inputs[root])
             is_last = (comm.rank - root) % size == size - 1
@@ -99,7 +101,7 @@ def test_auto_chooses_by_size_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
                 broadcast(comm, np.zeros(4), 0, "tree")
             for algorithm in (*BROADCAST, "auto"):

@@ -7,12 +7,11 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import INTEGERS
-from hpcdist.collectives import ALLREDUCE, calls
+from hpcdist.collectives import ALLREDUCE, dispatch
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recorder import Recorder
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 
 
@@ -47,7 +46,7 @@ def test_16_bits_are_scaled_before_they_are_rounded(algorithm: str) -> None:
 def test_integers_are_not_scaled(size: int, dtype: np.dtype) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.ones(4, dtype)
-        with recording(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
+        with count_traffic(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
             collectives.allreduce(comm, buffer, "ring", scale=0.5)
         assert not traffic.calls
         collectives.allreduce(comm, buffer, "ring", scale=1)
@@ -69,7 +68,7 @@ def test_what_was_settled_does_not_let_another_buffer_through() -> None:
             "read-only": read_only,
             "native byte order": np.zeros(4, ">f8"),
         }.items():
-            with recording(comm) as traffic, pytest.raises(BufferHandoverError, match=message):
+            with count_traffic(comm) as traffic, pytest.raises(BufferHandoverError, match=message):
                 collectives.allreduce(comm, buffer, "ring")
             assert not traffic.calls
         unaligned = np.zeros(33, np.uint8)[1:].view(np.float64)
@@ -84,7 +83,7 @@ def test_a_call_leaves_one_event_over_those_of_its_messages() -> None:
     def body(comm: Communicator) -> None:
         for algorithm, within in (("native", {"allreduce": 1}), ("recursive_doubling", {"sendrecv": 1})):
             for _ in range(2):  # settled now, and settled before
-                with recording(comm) as traffic:
+                with count_traffic(comm) as traffic:
                     collectives.allreduce(comm, np.zeros(1), algorithm)
                 assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
 
@@ -117,9 +116,9 @@ def test_algorithms_that_take_a_scale_are_given_it() -> None:
     def does_not(comm: Communicator, buffer: np.ndarray, op: str = "sum") -> None:
         buffer += 1
 
-    assert calls.with_scale(takes) is takes
+    assert dispatch.with_scale(takes) is takes
     buffer = np.ones(3, np.float32)
-    calls.with_scale(does_not)(solo(), buffer, "sum", scale=0.5)
+    dispatch.with_scale(does_not)(solo(), buffer, "sum", scale=0.5)
     assert (buffer == 1).all()
 
 

@@ -8,10 +8,10 @@ import pytest
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, SHARDED
-from hpcdist.comm import checked
+from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
 
@@ -258,7 +258,7 @@ def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:
     def body(comm: Communicator) -> list[dict[str, int]]:
         calls = []
         for comm.checked in (False, True, False):
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 collectives.allreduce(comm, np.zeros(4), "ring")
             calls.append(dict(traffic.calls))
         return calls
@@ -268,5 +268,5 @@ def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:
 
 
 def test_a_long_call_site_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "call_site", lambda: "/" + "x" * 5000 + "/train.py:7")
+    monkeypatch.setattr(checks, "call_site", lambda: "/" + "x" * 5000 + "/train.py:7")
     assert "x/train.py:7" in failures(2, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 1, 2))))[0]

@@ -5,10 +5,10 @@ import pytest
 
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import circulant_allreduce
-from hpcdist.collectives.circulant import all_gather, reduce_scatter
+from hpcdist.collectives.algorithms.circulant import all_gather, reduce_scatter
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = [*range(1, 10), 13, 16]
@@ -55,7 +55,7 @@ def test_circulant_gives_all_ranks_the_same_bits(
 def test_circulant_sends_the_bytes_of_the_ring_in_the_rounds_of_a_tree(size: int) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.full(16 * size, float(comm.rank), np.float32)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             circulant_allreduce(comm, buffer)
         assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
         assert not traffic.unknown
@@ -74,14 +74,14 @@ def test_circulant_halves_take_any_ranges(size: int, segment_bytes: int, rng: np
         def body(comm: Communicator, ranges: list[Range] = ranges, inputs: np.ndarray = inputs) -> None:
             buffer = inputs[comm.rank].copy()
             own = ranges[comm.rank].slice
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 reduce_scatter(comm, buffer, ranges, segment_bytes=segment_bytes)
             assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
             assert traffic.sent_bytes == 8 * sum(part.size for part in ranges) - 8 * ranges[comm.rank].size
             kept = buffer[own].copy()
             buffer[...] = -1
             buffer[own] = kept
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 all_gather(comm, buffer, ranges)
             sent = comm.allgather_object(traffic.sent_bytes)
             assert sum(sent) == 8 * (size - 1) * sum(part.size for part in ranges)
@@ -125,7 +125,7 @@ def test_circulant_is_its_two_halves_one_after_the_other(segment_bytes: int, rng
 def test_circulant_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
     def body(comm: Communicator) -> None:
         buffer = np.zeros(6)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             for ranges in ([], [Range(0, 4)] * 2, [Range(0, 2), Range(2, 4), Range(4, 7)]):
                 for half in (reduce_scatter, all_gather):
                     with pytest.raises(UsageError, match="one range inside them for each rank"):

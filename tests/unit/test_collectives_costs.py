@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives.costs import CROWDED, FORMULAS, NODE, WIRE, Link, Machine, Topology
+from hpcdist.collectives.tuning.cost_model import (
+    CROWDED,
+    FORMULAS,
+    NODE,
+    WIRE,
+    LinkParameters,
+    MachineCosts,
+    Topology,
+)
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 ITEMS = 840  # divides into chunks for 1..8 ranks, and fits into one segment of every algorithm
 ROUGHLY = 64 * 8  # bytes by which chunks that begin on 64 bytes may differ from n/p, over all steps
@@ -82,12 +90,12 @@ def test_which_partner_is_on_the_own_node():
     assert Topology((3, 3)).across(1) == CROWDED  # ranks 2 and 3
 
 
-def seconds(name: str, topology: Topology, machine: Machine, nbytes: int) -> float:
+def seconds(name: str, topology: Topology, machine: MachineCosts, nbytes: int) -> float:
     return FORMULAS[name](topology, nbytes).seconds(machine)
 
 
 def test_the_model_ranks_known_cases():
-    machine = Machine({NODE: Link(1e-6, 1e-10)}, 1e-11)
+    machine = MachineCosts({NODE: LinkParameters(1e-6, 1e-10)}, 1e-11)
     many = Topology((64,))
     short = {name: seconds(name, many, machine, 8) for name in FORMULAS}
     assert min(short, key=short.__getitem__) == "recursive_doubling", "fewest steps"
@@ -99,5 +107,7 @@ def test_the_model_ranks_known_cases():
 
 def test_a_ring_suits_a_wire_that_all_ranks_of_a_node_would_crowd():
     topology = Topology((8, 8))
-    machine = Machine({NODE: Link(1e-6, 1e-10), WIRE: Link(1e-5, 1e-9), CROWDED: Link(1e-5, 8e-9)}, 0.0)
+    machine = MachineCosts(
+        {NODE: LinkParameters(1e-6, 1e-10), WIRE: LinkParameters(1e-5, 1e-9), CROWDED: LinkParameters(1e-5, 8e-9)}, 0.0
+    )
     assert seconds("ring", topology, machine, 1 << 26) < seconds("rabenseifner", topology, machine, 1 << 26)

@@ -5,10 +5,10 @@ import pytest
 
 from hpcdist.arrays.ranges import split
 from hpcdist.collectives import double_tree_allreduce
-from hpcdist.collectives.double_tree import trees
+from hpcdist.collectives.algorithms.double_tree import trees
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = [*range(1, 10), 13, 16]
@@ -53,7 +53,7 @@ def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size: int, segm
     def body(comm: Communicator) -> int:
         buffer = np.full(16 * 20, float(comm.rank), np.float32)
         halves = split(buffer.size, 2, 4)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
         places = trees(size)[comm.rank]
         neighbours = [len(place.children) + (place.parent is not None) for place in places]
@@ -82,7 +82,7 @@ def test_the_sum_does_not_depend_on_the_segments(rng: np.random.Generator) -> No
 
 def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
                 double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)
             with pytest.raises(UsageError, match="choose one of sum, max, min"):

@@ -9,11 +9,10 @@ import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
+from hpcdist.collectives.algorithms.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, UsageError
 
 SHARDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 23)
@@ -82,7 +81,7 @@ def test_halves_of_the_ring_are_what_it_sends(rng: np.random.Generator) -> None:
         tree, own = FixedTree(comm, 4), shards_of(4, comm.size)[comm.rank]
         for shard in range(own.start, own.stop):
             tree.add(shard, inputs[shard])
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             tree.reduce_scatter(np.empty(4096), split(4096, comm.size, 8))
         assert traffic.sent_bytes == 4096 * 8 * (comm.size - 1) // comm.size
 
@@ -151,7 +150,7 @@ def test_nodes_tile_a_part_and_no_larger_ones_would_fit() -> None:
 def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: tuple[int, ...]) -> None:
     def body(comm: Communicator) -> None:
         inputs = np.ones((shards, 16 * 8 * 3), np.float32)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             assert (reduced(comm, inputs) == shards).all()
         assert not traffic.unknown
         assert traffic.sent_bytes == 2 * inputs[0].nbytes * (comm.size - 1) // comm.size
@@ -163,7 +162,7 @@ def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: 
 def test_every_further_partial_sum_is_sent_once() -> None:
     def body(comm: Communicator) -> None:
         inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             reduced(comm, inputs)
         assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcdist.collectives import half
+from hpcdist.collectives import half_precision
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
@@ -25,7 +25,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_pattern_is_widened_as_numpy_does(dtype: np.dtype) -> None:
     source, found = PATTERNS.view(dtype), np.empty(1 << 16, np.float32)
-    half.widen(source, found)
+    half_precision.widen_on_host(source, found)
     expected = source.astype(np.float32)
     assert np.isnan(expected).any() and np.isinf(expected).any()
     assert_same(found, expected)
@@ -34,8 +34,8 @@ def test_every_pattern_is_widened_as_numpy_does(dtype: np.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_pattern_survives_the_way_there_and_back(dtype: np.dtype) -> None:
     wide, found = np.empty(1 << 16, np.float32), np.empty(1 << 16, dtype)
-    half.widen(PATTERNS.view(dtype), wide)
-    half.round_into(found, wide)
+    half_precision.widen_on_host(PATTERNS.view(dtype), wide)
+    half_precision.round_on_host(found, wide)
     assert_same(found, PATTERNS.view(dtype))
 
 
@@ -49,11 +49,11 @@ def test_what_lies_half_way_or_a_bit_beside_it_is_rounded_as_numpy_does(dtype: n
     cases = np.concatenate([middle, [beyond, -beyond, np.inf, -np.inf, np.float32(3.4e38)]]).astype(np.float32)
     cases = np.concatenate([cases, np.nextafter(cases, np.float32(np.inf)), np.nextafter(cases, np.float32(-np.inf))])
     found = np.empty(cases.size, dtype)
-    half.round_into(found, cases)
+    half_precision.round_on_host(found, cases)
     with np.errstate(over="ignore"):
         assert_same(found, cases.astype(dtype))
     below, above = np.nextafter(beyond, np.float32(0)), beyond
-    half.round_into(found[:2], np.array([below, above]))
+    half_precision.round_on_host(found[:2], np.array([below, above]))
     assert found[:2].astype(np.float32).tolist() == [largest, np.inf]
 
 
@@ -61,7 +61,7 @@ def test_what_lies_half_way_or_a_bit_beside_it_is_rounded_as_numpy_does(dtype: n
 def test_float32s_of_any_bits_are_rounded_as_numpy_does(dtype: np.dtype, rng: np.random.Generator) -> None:
     source = rng.integers(0, 1 << 32, 1_000_000, np.uint32).view(np.float32)
     found = np.empty(source.size, dtype)
-    half.round_into(found, source)
+    half_precision.round_on_host(found, source)
     with np.errstate(over="ignore", invalid="ignore"):
         assert_same(found, source.astype(dtype))
 
@@ -70,6 +70,6 @@ def test_float32s_of_any_bits_are_rounded_as_numpy_does(dtype: np.dtype, rng: np
 def test_a_nan_whose_payload_does_not_fit_stays_one(dtype: np.dtype) -> None:
     source = np.array([0x7F80_0001, 0xFF80_0001, 0x7FFF_FFFF, 0xFFFF_FFFF], np.uint32).view(np.float32)
     found = np.empty(4, dtype)
-    half.round_into(found, source)
+    half_precision.round_on_host(found, source)
     assert np.isnan(found.astype(np.float32)).all()
     assert np.signbit(found.astype(np.float32)).tolist() == [False, True, False, True]

@@ -9,9 +9,11 @@ import pytest
 
 from hpcdist.collectives import hierarchical, hierarchical_allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
-MODULE = importlib.import_module("hpcdist.collectives.hierarchical")  # the package has the function under this name
+MODULE = importlib.import_module(
+    "hpcdist.collectives.algorithms.hierarchical"
+)  # the package has the function under this name
 DTYPES = (np.float32, np.float64, np.int64)
 SHAPES = [(8, 4), (8, 2), (8, 3), (7, 2), (6, 2), (6, 3), (5, 3), (4, 1), (3, 1), (2, 1), (12, 3)]  # ranks, per node
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
+from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
@@ -20,7 +20,7 @@ def test_leader_gets_the_sum_and_gives_its_buffer(size: int, rng: np.random.Gene
             if comm.rank == LEADER:
                 assert np.array_equal(buffer, inputs.sum(axis=0))
                 buffer *= 2
-            spread_from_leader(comm, buffer)
+            broadcast_from_leader(comm, buffer)
             assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
 
     run_threads(size, body)
@@ -30,11 +30,11 @@ def test_leader_sends_what_the_formula_says() -> None:
     def body(comm: Communicator) -> None:
         buffer = np.ones(512)
         chunk = buffer.nbytes // comm.size
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             reduce_to_leader(comm, buffer)
         assert traffic.sent_bytes == (comm.size - 1) * chunk + (0 if comm.rank == LEADER else chunk)
-        with recording(comm) as traffic:
-            spread_from_leader(comm, buffer)
+        with count_traffic(comm) as traffic:
+            broadcast_from_leader(comm, buffer)
         assert traffic.sent_bytes == (comm.size - 1) * chunk * (2 if comm.rank == LEADER else 1)
 
     run_threads(4, body)

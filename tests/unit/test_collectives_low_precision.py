@@ -6,8 +6,8 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 OTHERS = sorted(set(collectives.ALLREDUCE) - {"all_to_all"})
@@ -60,7 +60,7 @@ def ordered(halves: np.ndarray) -> np.ndarray:
 def test_a_widened_ring_sends_float32_and_says_so(dtype: type) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.ones(256, dtype)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             collectives.allreduce(comm, buffer, "ring")
         assert traffic.sent_bytes == 2 * 3 * (256 * 4) // 4
 

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcdist.collectives.node_flags import NodeFlags
+from hpcdist.collectives.node.flags import NodeFlags
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DeadlineError
 
 

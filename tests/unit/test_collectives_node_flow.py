@@ -8,12 +8,11 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.collectives import node_flow, node_flow_shared
-from hpcdist.collectives.node_flow import NodeFlow
-from hpcdist.collectives.node_flow_shared import SharedFlow, flow_of
+from hpcdist.collectives.node import flow
+from hpcdist.collectives.node.flow import NodeFlow, SharedFlow, flow_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError
 
 PART_BYTES = 48 * 8
@@ -23,7 +22,7 @@ PART_BYTES = 48 * 8
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NodeFlow]:
     """Which flow `flow_of` returns on several ranks."""
     if request.param == "messages":
-        monkeypatch.setattr(node_flow_shared, "MOST_OWNERS", 0)
+        monkeypatch.setattr(flow, "MOST_OWNERS", 0)
     return NodeFlow if request.param == "messages" else SharedFlow
 
 
@@ -33,7 +32,7 @@ def test_segments_are_summed_by_their_owners_and_spread(
 ) -> None:
     inputs = rng.integers(-99, 99, (size, 1000)).astype(np.float64)
     order = [*cut(Range(500, 1000), 48), *cut(Range(0, 500), 48)]
-    assert len(order) > 2 * (node_flow.EARLY + node_flow.LATE)
+    assert len(order) > 2 * (flow.EARLY + flow.LATE)
 
     def body(comm: Communicator) -> None:
         for _ in range(2):  # the second call finds the numbers where the first left them
@@ -99,7 +98,7 @@ def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release() 
     def body(comm: Communicator) -> None:
         through(comm, 2)
         if comm.rank == 0:
-            block = node_flow_shared._memory[comm].block
+            block = flow._memory[comm].block
             block.progress = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
             with pytest.raises(KeyboardInterrupt):
                 through(comm, 2)
@@ -114,7 +113,7 @@ def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release() 
 
 def test_release_gives_back_and_splits_nothing() -> None:
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             collectives.release(comm)
         assert not traffic.calls
         buffer = np.ones(500)
@@ -124,11 +123,11 @@ def test_release_gives_back_and_splits_nothing() -> None:
         assert own is not None and other is not None
         collectives.hierarchical(own, other, buffer)
         assert (buffer == 16).all()
-        assert {node, own} <= set(node_flow_shared._memory)
+        assert {node, own} <= set(flow._memory)
         collectives.release(comm)
-        assert node not in node_flow_shared._memory and own in node_flow_shared._memory
+        assert node not in flow._memory and own in flow._memory
         collectives.release(own)
-        assert own not in node_flow_shared._memory
+        assert own not in flow._memory
         collectives.allreduce(comm, buffer, "hierarchical")
         assert (buffer == 64).all()
 
@@ -149,7 +148,7 @@ def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.
         return buffer.tobytes()
 
     results = set(run_threads(4, body))
-    monkeypatch.setattr(node_flow_shared, "MOST_OWNERS", 0)
+    monkeypatch.setattr(flow, "MOST_OWNERS", 0)
     results |= set(run_threads(4, body))
     assert len(results) == 1
 
@@ -158,7 +157,7 @@ def test_what_a_rank_sends_inside_the_node() -> None:
     def body(comm: Communicator) -> None:
         buffer = np.ones(64 * 8 * 4)
         order = list(cut(Range(0, buffer.size), 256))
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             flow = NodeFlow(comm, comm.size, buffer, "sum", order)
             for segment in order:
                 flow.sum_next()

@@ -5,13 +5,14 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import node_memory, node_shared, node_shared_allreduce, node_words
+from hpcdist.collectives import node_shared_allreduce
+from hpcdist.collectives.node import protocol, shared_memory
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.shared import PrivateBlock
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.mpi.shared_memory import PrivateBlock
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
 
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -30,8 +31,8 @@ def in_rank_order(inputs: np.ndarray, op: str = "sum") -> np.ndarray:
 @pytest.fixture
 def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging areas so small that a few thousand elements need many pieces."""
-    monkeypatch.setattr(node_memory, "HALF_BYTES", 4096)
-    monkeypatch.setattr(node_memory, "SLOTS_BYTES", 2048)
+    monkeypatch.setattr(shared_memory, "HALF_BYTES", 4096)
+    monkeypatch.setattr(shared_memory, "SLOTS_BYTES", 2048)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -40,7 +41,7 @@ def test_node_shared_sends_no_message(size: int) -> None:
         buffer = np.full(1000, 2.0**comm.rank)
         node_shared_allreduce(comm, buffer)  # takes the memory
         buffer[...] = 2.0**comm.rank
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             node_shared_allreduce(comm, buffer)
         assert (buffer == 2**size - 1).all()
         assert not traffic.calls and traffic.sent_bytes == 0
@@ -58,7 +59,7 @@ def test_every_way_gives_the_sum_in_rank_order(size: int, rng: np.random.Generat
     turns = rng.permutation([(count, way) for count in counts for way in range(2)])
 
     def body(comm: Communicator) -> None:
-        shared = node_shared.allocate(comm, max(counts), FLOAT32)
+        shared = shared_memory.allocate(comm, max(counts), FLOAT32)
         for count, way in turns:
             buffer = shared[:count] if way else np.empty(count, np.float32)
             buffer[...] = inputs[count][comm.rank]
@@ -82,17 +83,17 @@ def test_halves_are_reductions_to_owners_and_their_way_back(size: int, op: str, 
     cases = [split(count, size, 4), uneven, uneven[::-1], lonely]
 
     def body(comm: Communicator) -> None:
-        shared = node_shared.allocate(comm, count, FLOAT32)
+        shared = shared_memory.allocate(comm, count, FLOAT32)
         for ranges in cases:
             own = ranges[comm.rank].slice
             for buffer in (np.empty(count, np.float32), shared):
                 buffer[...] = inputs[comm.rank]
-                node_shared.reduce_scatter(comm, buffer, ranges, op)
+                shared_memory.reduce_scatter(comm, buffer, ranges, op)
                 assert np.array_equal(buffer[own], expected[own])
                 kept = buffer[own].copy()
                 buffer[...] = np.nan
                 buffer[own] = kept
-                node_shared.all_gather(comm, buffer, ranges)
+                shared_memory.all_gather(comm, buffer, ranges)
                 assert np.array_equal(buffer, expected)
 
     run_threads(size, body)
@@ -103,7 +104,7 @@ def test_every_dtype_and_op(dtype: np.dtype, rng: np.random.Generator) -> None:
     inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
 
     def body(comm: Communicator) -> None:
-        shared = node_shared.allocate(comm, 3000, dtype)
+        shared = shared_memory.allocate(comm, 3000, dtype)
         for op in NUMPY:
             for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
                 buffer[...] = inputs[comm.rank][: buffer.size]
@@ -132,7 +133,7 @@ def test_a_nan_is_not_lost_in_a_maximum(op: str) -> None:
         (lambda comm: node_shared_allreduce(comm, np.zeros(8, FLOAT32)), r"rank 1: .* of 8 float32"),
         (lambda comm: node_shared_allreduce(comm, np.zeros(8), "max"), r"rank 1: allreduce \(max\)"),
         (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), r"rank 1: allreduce \(sum times 0\.5\)"),
-        (lambda comm: node_shared.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
+        (lambda comm: shared_memory.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
     ],
 )
 def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
@@ -169,7 +170,7 @@ def test_the_scale_is_rounded_alike_on_every_way(size: int, rng: np.random.Gener
 
     def body(comm: Communicator) -> None:
         for dtype, brought in inputs.items():
-            shared = node_shared.allocate(comm, 40_000, np.dtype(dtype))
+            shared = shared_memory.allocate(comm, 40_000, np.dtype(dtype))
             expected = in_rank_order(brought.astype(np.float32)) * np.float32(1 / 3)
             for buffer in (np.empty(40_000, dtype), shared, np.empty(100, dtype)):
                 buffer[...] = brought[comm.rank][: buffer.size]
@@ -185,7 +186,7 @@ def test_after_a_collective_was_given_up_the_memory_is_not_used_again() -> None:
     def body(comm: Communicator) -> None:
         node_shared_allreduce(comm, np.zeros(4))
         if comm.rank == 0:
-            block = node_shared._memory[comm]._block
+            block = shared_memory._memory[comm]._block
             block.check_alive = lambda since: (_ for _ in ()).throw(KeyboardInterrupt)
             with pytest.raises(KeyboardInterrupt):
                 node_shared_allreduce(comm, np.zeros(4))
@@ -205,19 +206,19 @@ def test_one_result_for_all(size: int, rng: np.random.Generator) -> None:
     def body(comm: Communicator) -> None:
         for dtype, brought in inputs.items():
             expected = in_rank_order(brought.astype(np.float32)) * np.float32(0.5)
-            result = node_shared.allocate_common(comm, 6000, np.dtype(dtype))
-            for buffer in (brought[comm.rank].copy(), node_shared.allocate(comm, 6000, np.dtype(dtype))):
+            result = shared_memory.allocate_common(comm, 6000, np.dtype(dtype))
+            for buffer in (brought[comm.rank].copy(), shared_memory.allocate(comm, 6000, np.dtype(dtype))):
                 for count in (6000, 100, 0):
                     buffer[...] = brought[comm.rank]
                     comm.barrier()  # nobody reads the result of the call before any more
-                    node_shared.allreduce_into(comm, buffer[:count], result[:count], scale=0.5)
+                    shared_memory.allreduce_into(comm, buffer[:count], result[:count], scale=0.5)
                     assert np.array_equal(result[:count], expected[:count].astype(dtype))
                     assert np.array_equal(buffer, brought[comm.rank])
             with pytest.raises(UsageError, match="must be alike"):
-                node_shared.allreduce_into(comm, buffer[:5], result)
+                shared_memory.allreduce_into(comm, buffer[:5], result)
             if comm.size > 1:
                 with pytest.raises(UsageError, match="allocate_common"):
-                    node_shared.allreduce_into(comm, buffer, np.empty(6000, dtype))
+                    shared_memory.allreduce_into(comm, buffer, np.empty(6000, dtype))
         comm.barrier()
 
     run_threads(size, body)
@@ -228,14 +229,14 @@ def test_integers_are_not_scaled_and_ranges_do_not_overlap() -> None:
         with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
             node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
         with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
-            node_shared.reduce_scatter(comm, np.ones(4), [Range(0, 3), Range(2, 4)])
+            shared_memory.reduce_scatter(comm, np.ones(4), [Range(0, 3), Range(2, 4)])
 
     run_threads(2, body)
 
 
 def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way() -> None:
     def body(comm: Communicator) -> None:
-        shared = node_shared.allocate(comm, 20_000, FLOAT32)
+        shared = shared_memory.allocate(comm, 20_000, FLOAT32)
         ordinary = np.empty(10_000, np.float32)
         for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
             buffer[...] = comm.rank + 1
@@ -274,7 +275,7 @@ def test_bad_buffers_are_refused() -> None:
         with pytest.raises(BufferHandoverError, match="contiguous"):
             node_shared_allreduce(comm, np.zeros(8)[::2])
         with pytest.raises(UsageError, match="one range inside them for each rank"):
-            node_shared.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
+            shared_memory.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
 
     run_threads(2, body)
 
@@ -286,7 +287,7 @@ def test_node_shared_refuses_several_nodes() -> None:
 
 def test_memory_for_buffers_over_several_nodes_is_shared_inside_each() -> None:
     def body(comm: Communicator) -> None:
-        buffer = node_shared.allocate(comm, 5000, FLOAT32)
+        buffer = shared_memory.allocate(comm, 5000, FLOAT32)
         buffer[...] = comm.rank
         node_shared_allreduce(comm.nodes().intra, buffer)
         assert (buffer == 4 * (comm.rank // 2) + 1).all()
@@ -307,8 +308,8 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
 
     def body(comm: Communicator) -> None:
         comm._shared = lambda nbytes: PrivateBlock(comm.rank, [nbytes] * comm.size, Alone())
-        assert not node_shared.is_available(comm)
-        buffer = node_shared.allocate(comm, 100, FLOAT32)
+        assert not shared_memory.is_available(comm)
+        buffer = shared_memory.allocate(comm, 100, FLOAT32)
         assert buffer.size == 100 and not buffer.any()
         with pytest.raises(MissingCapabilityError, match="cannot share memory"):
             node_shared_allreduce(comm, buffer)
@@ -324,7 +325,7 @@ def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
         for _ in range(2):
             collectives.allreduce(comm, np.zeros(1000), "node_shared")
             collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
-        shared = node_words.LINE_BYTES + 2 * node_memory.slot_bytes(2) + 2 * node_memory.HALF_BYTES
+        shared = protocol.LINE_BYTES + 2 * shared_memory.slot_bytes(2) + 2 * shared_memory.HALF_BYTES
         assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
         collectives.release(comm)
         comm.allgather_object(None)  # threads see the arrays of each other until all have let go

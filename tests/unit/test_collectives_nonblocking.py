@@ -14,25 +14,25 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import nonblocking, resumable
-from hpcdist.collectives.polled import PollProgress, _Operation
-from hpcdist.collectives.progress import Handle, Progress
-from hpcdist.collectives.resumable import Lane
-from hpcdist.collectives.selection import Choice
+from hpcdist.collectives.dispatch import AlgorithmTable
+from hpcdist.collectives.nonblocking import engines, steps
+from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
+from hpcdist.collectives.nonblocking.progress import Handle, ProgressEngine
+from hpcdist.collectives.nonblocking.steps import Lane
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recorder import Recorder
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads, single
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, single_rank
 from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
 from hpcdist.telemetry import hang
 
-KINDS = sorted(nonblocking.KINDS)
+KINDS = sorted(engines.KINDS)
 SIZES = (1, 2, 3, 4)
-PAIRS = [("poll", name) for name in sorted(resumable.RESUMABLE[resumable.ALLREDUCE])]
+PAIRS = [("poll", name) for name in sorted(steps.RESUMABLE[steps.ALLREDUCE])]
 PAIRS += [("thread", name) for name in sorted(collectives.ALLREDUCE)]
-HALVES = [("poll", name) for name in sorted(resumable.RESUMABLE[resumable.ALL_GATHER])]
+HALVES = [("poll", name) for name in sorted(steps.RESUMABLE[steps.ALL_GATHER])]
 HALVES += [("thread", name) for name in sorted(collectives.SHARDED)]
 
 
@@ -57,7 +57,7 @@ def test_bits_are_those_of_the_blocking_algorithm(
         for data in expected:
             collectives.allreduce(comm, data, algorithm)
         found = [data[comm.rank].copy() for data in buffers]
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             handles = [progress.iallreduce(data, algorithm) for data in found]
             for handle in reversed(handles):  # all under way at once, waited for in another order
                 handle.wait()
@@ -73,13 +73,13 @@ def test_bits_are_those_of_the_blocking_algorithm(
 def test_halves_have_the_bits_of_the_blocking_ones(
     kind: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 64)  # several lanes
+    monkeypatch.setattr(steps, "SEGMENT_BYTES", 64)  # several lanes
     counts, sharding = (0, 1, 33, 1000), collectives.SHARDED[algorithm]
     draw = np.random.default_rng(size)
     buffers = [draw.standard_normal((size, count)).astype(np.float32) for count in counts]
 
     def body(comm: Communicator) -> None:
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             shares = [sharding.shares(comm, count, 4) for count in counts]
             expected, found = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
             for data, parts in zip(expected, shares, strict=True):
@@ -108,9 +108,9 @@ def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(kind: str) ->
     def body(comm: Communicator) -> None:
         data = np.ones(96 * comm.size, np.float32)
         shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             for start in (progress.ireduce_scatter, progress.iall_gather):
-                with recording(comm) as traffic:
+                with count_traffic(comm) as traffic:
                     start(data, shares, "ring").wait()
                 assert traffic.sent_bytes == (comm.size - 1) * 96 * 4 and not traffic.unknown
             assert (data == comm.size).all()
@@ -141,7 +141,7 @@ def test_checked_halves_by_other_shares_fail_on_all_ranks(kind: str) -> None:
         comm.checked = True
         data = np.ones(64, np.float32)
         shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
-        progress = nonblocking.begin(comm, kind)
+        progress = engines.begin(comm, kind)
         with pytest.raises(CommunicationError, match="came to one collective with different calls"):
             progress.iall_gather(data, shares, "ring").wait()
         with contextlib.suppress(CommunicationError):
@@ -159,7 +159,7 @@ def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.G
     def body(comm: Communicator) -> None:
         expected, found = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring", op)
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             progress.iallreduce(found, "ring", op).wait()
         assert found.tobytes() == expected.tobytes()
 
@@ -171,14 +171,14 @@ def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.G
 def test_segments_of_the_ring_change_no_bit_and_no_volume(
     size: int, segment_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumable, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(steps, "SEGMENT_BYTES", segment_bytes)
     data = inputs(rng, 96 * size)
-    lanes = min(resumable.MOST_LANES, max(1, 96 * 4 // segment_bytes))
+    lanes = min(steps.MOST_LANES, max(1, 96 * 4 // segment_bytes))
 
     def body(comm: Communicator) -> None:
         expected, found = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring")
-        with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+        with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
             progress.iallreduce(found, "ring").wait()
         assert found.tobytes() == expected.tobytes()
         assert traffic.sent_bytes == 2 * (size - 1) * found.nbytes // size and not traffic.unknown
@@ -194,7 +194,7 @@ def test_polling_moves_only_when_asked_and_never_waits(rng: np.random.Generator)
 
     def body(comm: Communicator) -> None:
         found = data[comm.rank].copy()
-        with nonblocking.begin(comm, "poll") as progress:
+        with engines.begin(comm, "poll") as progress:
             if comm.rank == 1:
                 looked.wait(30)
             handle = progress.iallreduce(found, "ring")
@@ -217,7 +217,7 @@ def test_a_thread_goes_on_while_its_rank_does_something_else(rng: np.random.Gene
 
     def body(comm: Communicator) -> None:
         found = data[comm.rank].copy()
-        with nonblocking.begin(comm, "thread") as progress:
+        with engines.begin(comm, "thread") as progress:
             handle = progress.iallreduce(found, "ring")
             while not handle.test():  # nothing in here moves it
                 pass
@@ -233,7 +233,7 @@ def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) 
 
     def body(comm: Communicator) -> None:
         first, between = data[comm.rank].copy(), data[comm.rank].copy()
-        with nonblocking.begin(comm, kind) as progress, nonblocking.begin(comm, kind) as other:
+        with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
             handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
             collectives.allreduce(comm, between, "ring")
             for handle in handles:
@@ -245,7 +245,7 @@ def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) 
 
 def test_two_that_are_polled_at_once_share_no_memory() -> None:
     def body(comm: Communicator) -> None:
-        with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
+        with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
             for _ in range(20):
                 first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
                 handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
@@ -259,8 +259,8 @@ def test_two_that_are_polled_at_once_share_no_memory() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_is_taken_as_a_text_and_as_a_choice(kind: str) -> None:
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic, nonblocking.begin(comm, kind) as progress:
-            for table in ("ring<=64,native", Choice(("ring", "native"), (64,)), Choice(("native",))):
+        with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
+            for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
                 for count in (8, 9):
                     data = np.ones(count)
                     progress.iallreduce(data, table).wait()
@@ -276,7 +276,7 @@ def test_a_table_is_taken_as_a_text_and_as_a_choice(kind: str) -> None:
 def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(kind: str) -> None:
     def body(comm: Communicator) -> str:
         comm.checked = True
-        progress = nonblocking.begin(comm, kind)
+        progress = engines.begin(comm, kind)
         data = np.ones(1000 + 64 * comm.rank, np.float32)
         with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
             progress.iallreduce(data, "ring").wait()
@@ -293,7 +293,7 @@ def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(k
 def test_a_checked_rank_whose_call_is_refused_tells_the_others(kind: str) -> None:
     def body(comm: Communicator) -> None:
         comm.checked = True
-        progress = nonblocking.begin(comm, kind)
+        progress = engines.begin(comm, kind)
         with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
             progress.iallreduce(np.ones(10), "ring", "mean" if comm.rank else "sum").wait()
         with contextlib.suppress(CommunicationError):
@@ -310,7 +310,7 @@ def test_checked_ranks_may_wait_before_they_start_the_next(kind: str, algorithm:
     def body(comm: Communicator) -> None:
         comm.checked = True
         first, second = np.ones(500), np.ones(70_000)
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             handles = [progress.iallreduce(first, algorithm)]
             if comm.rank == 1:
                 handles.pop().wait()
@@ -325,7 +325,7 @@ def test_checked_ranks_may_wait_before_they_start_the_next(kind: str, algorithm:
 def test_the_event_of_a_call_that_a_thread_is_refused_ends(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
-        progress = nonblocking.begin(comm, "thread")
+        progress = engines.begin(comm, "thread")
         with pytest.raises(UsageError, match="choose hierarchical"):
             progress.iallreduce(np.ones(10), "node_shared").wait()
         assert not recorder.running()
@@ -339,7 +339,7 @@ def test_the_event_of_a_start_that_is_refused_ends(gpu: object, tmp_path: Path) 
     def body(comm: Communicator) -> None:
         comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
         buffer = backend.place(np.ones(10), "gpu")
-        with nonblocking.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+        with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
             progress.iallreduce(buffer, "ring")
         assert not recorder.running()
 
@@ -368,7 +368,7 @@ def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.
         yield [request]
         went_on.append(request)
 
-    progress = PollProgress(single())
+    progress = PollEngine(single_rank())
     waited = []
     monkeypatch.setattr(progress.own, "wait_any", waited.append)
     found, missing = Late(3), Late(float("inf"))  # complete when it is looked at after the lanes have been moved
@@ -385,7 +385,7 @@ def test_who_waits_for_one_does_not_wait_for_what_comes_after_it() -> None:
     """What was started later is the other rank's to move, and that may do something else first."""
 
     def body(comm: Communicator) -> None:
-        with nonblocking.begin(comm, "poll") as progress:
+        with engines.begin(comm, "poll") as progress:
             for _ in range(20):
                 first, second, beside = np.ones(300), np.ones(300), np.ones(1)
                 handles = [progress.iallreduce(data, "ring") for data in (first, second)]
@@ -400,7 +400,7 @@ def test_who_waits_for_one_does_not_wait_for_what_comes_after_it() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_fails_releases_the_others(kind: str) -> None:
     def body(comm: Communicator) -> None:
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             if comm.rank == 1:
                 raise ValueError("no gradient")
             handle = progress.iallreduce(np.zeros(10), "ring")
@@ -413,15 +413,15 @@ def test_a_rank_that_fails_releases_the_others(kind: str) -> None:
     assert not running()
 
 
-def unequal(comm: Communicator, progress: Progress) -> list[Handle]:
+def unequal(comm: Communicator, progress: ProgressEngine) -> list[Handle]:
     """The same calls in another order: what the ranks must not do."""
     sizes = (10, 20) if comm.rank == 0 else (20, 10)
     return [progress.iallreduce(np.zeros(size), "ring") for size in sizes]
 
 
-def fail_in_step(comm: Communicator, kind: str) -> Progress:
+def fail_in_step(comm: Communicator, kind: str) -> ProgressEngine:
     """Return a progress on which an operation failed, once its failure has surfaced."""
-    progress = nonblocking.begin(comm, kind)
+    progress = engines.begin(comm, kind)
     with pytest.raises(CommunicationError, match="met a buffer of") as caught:
         [handle.wait() for handle in unequal(comm, progress)]
     assert "deliver" in [entry.name for entry in caught.traceback], "where it happened, in whatever thread"
@@ -444,7 +444,7 @@ def test_after_a_failure_nothing_goes_on(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) -> None:
     def body(comm: Communicator) -> None:
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             progress.iallreduce(np.zeros(3), "ring").wait()
             raise ValueError(f"rank {comm.rank} has an error of its own")
 
@@ -455,7 +455,7 @@ def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) 
 
 def test_close_raises_what_nobody_waited_for() -> None:
     def body(comm: Communicator) -> None:
-        progress = nonblocking.begin(comm, "thread")
+        progress = engines.begin(comm, "thread")
         first, second = unequal(comm, progress)
         with pytest.raises(CommunicationError, match="met a buffer of"):
             progress.close()
@@ -487,7 +487,7 @@ def test_the_recorder_sees_calls_in_another_order(kind: str, tmp_path: Path) -> 
 def test_after_close(kind: str) -> None:
     def body(comm: Communicator) -> None:
         data = np.ones(100)
-        progress = nonblocking.begin(comm, kind)
+        progress = engines.begin(comm, kind)
         handle = progress.iallreduce(data)
         progress.close()  # waits for what is under way
         assert (data == comm.size).all() and handle.test()
@@ -502,7 +502,7 @@ def test_after_close(kind: str) -> None:
 
 
 def test_a_thread_ends_with_the_last_reference_to_its_progress() -> None:
-    progress = nonblocking.begin(single(), "thread")
+    progress = engines.begin(single_rank(), "thread")
     (thread,) = running()
     assert thread.is_alive()
     del progress
@@ -513,9 +513,9 @@ def test_a_thread_ends_with_the_last_reference_to_its_progress() -> None:
 def test_a_process_ends_though_nobody_closed() -> None:
     code = (
         "import numpy as np\n"
-        "from hpcdist.collectives import nonblocking\n"
-        "from hpcdist.comm.threads import run_threads\n"
-        "kept = run_threads(2, lambda comm: nonblocking.begin(comm, 'thread'))\n"
+        "from hpcdist.collectives.nonblocking import engines\n"
+        "from hpcdist.comm.threads.communicator import run_threads\n"
+        "kept = run_threads(2, lambda comm: engines.begin(comm, 'thread'))\n"
         "print('left')"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -528,7 +528,7 @@ def test_scratch_is_kept_and_counted(kind: str) -> None:
         ledger = Ledger()
         collectives.account(ledger)
         try:
-            with nonblocking.begin(comm, kind) as progress:
+            with engines.begin(comm, kind) as progress:
                 for _ in range(3):
                     progress.iallreduce(np.ones(1024, np.float32), "ring").wait()
                 during = ledger.current["communication"]
@@ -542,10 +542,10 @@ def test_scratch_is_kept_and_counted(kind: str) -> None:
 
 def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals: list[tuple[type[Exception], str, Callable[[], object]]] = []
-    comm = single()
-    poll, thread = nonblocking.begin(comm, "poll"), nonblocking.begin(comm, "thread")
+    comm = single_rank()
+    poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
     refusals += [
-        (UsageError, "choose one of thread, poll", lambda: nonblocking.begin(comm, "magic")),
+        (UsageError, "choose one of thread, poll", lambda: engines.begin(comm, "magic")),
         (UsageError, "'rabenseifner' is none of native, ring", lambda: poll.iallreduce(np.ones(3), "rabenseifner")),
         (UsageError, "reduction 'mean' is unknown", lambda: thread.iallreduce(np.ones(3), op="mean")),
         (BufferHandoverError, "1-D contiguous", lambda: poll.iallreduce(np.ones((3, 3)))),
@@ -557,15 +557,15 @@ def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPa
     thread.close()
     monkeypatch.setattr(comm, "supports", lambda feature: False)
     with pytest.raises(MissingCapabilityError, match=r"communication.overlap = 'poll'"):
-        nonblocking.begin(comm, "thread")
+        engines.begin(comm, "thread")
 
 
 def test_a_thread_takes_no_device_memory(gpu: object) -> None:
     def body(comm: Communicator) -> None:
         buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
-        with nonblocking.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+        with engines.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
             progress.iallreduce(buffer, "ring")
-        with nonblocking.begin(comm, "poll") as progress:
+        with engines.begin(comm, "poll") as progress:
             progress.iallreduce(buffer, "ring").wait()
         assert (backend.to_host(buffer) == 3).all()
 

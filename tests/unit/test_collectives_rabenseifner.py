@@ -5,15 +5,15 @@ import pytest
 
 from hpcdist.collectives import rabenseifner_allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(size: int) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.full(16 * size, 2.0**comm.rank)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             rabenseifner_allreduce(comm, buffer)
         assert (buffer == 2**size - 1).all()
         assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
@@ -31,7 +31,7 @@ def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np
 
     def body(comm: Communicator) -> None:
         buffer = inputs[comm.rank].copy()
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             rabenseifner_allreduce(comm, buffer, halves_bytes=0)
         assert np.array_equal(buffer, inputs.sum(axis=0))
         if comm.rank >= 2 * pairs:
@@ -52,7 +52,7 @@ def test_rabenseifner_folds_short_buffers(size: int) -> None:
 
     def body(comm: Communicator) -> None:
         buffer = np.full(16 * cube, 2.0**comm.rank)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             rabenseifner_allreduce(comm, buffer, halves_bytes=buffer.nbytes + 1)
         assert (buffer == 2**size - 1).all()
         inside = 2 * (cube - 1) * buffer.nbytes // cube

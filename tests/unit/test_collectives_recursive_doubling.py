@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hpcdist.collectives import recursive_doubling_allreduce
-from hpcdist.collectives.power_of_two import Hypercube
+from hpcdist.collectives.algorithms.hypercube import Hypercube
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 
 SIZES = range(1, 9)
 
@@ -20,7 +20,7 @@ def test_recursive_doubling_sends_the_buffer_once_a_step(size: int) -> None:
 
     def body(comm: Communicator) -> None:
         buffer = np.full(10, 2.0**comm.rank)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             recursive_doubling_allreduce(comm, buffer)
         assert (buffer == 2**size - 1).all()
         if comm.rank < 2 * pairs:

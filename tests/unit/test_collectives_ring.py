@@ -6,8 +6,8 @@ import pytest
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import ALLREDUCE, all_gather, reduce_scatter, ring_allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
 
 SIZES = range(1, 9)
@@ -26,7 +26,7 @@ def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size: int, bidirectiona
 
     def body(comm: Communicator) -> None:
         buffer = np.full(count, float(comm.rank), np.float32)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             ring_allreduce(comm, buffer, bidirectional=bidirectional)
         assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
         messages = "isend" if bidirectional else "sendrecv"
@@ -47,7 +47,7 @@ def test_ring_reduce_scatter_leaves_each_rank_its_range(
 
         def body(comm: Communicator, ranges: list[Range] = ranges, inputs: np.ndarray = inputs) -> None:
             buffer = inputs[comm.rank].copy()
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional)
             own = ranges[comm.rank].slice
             assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
@@ -118,11 +118,11 @@ def test_ring_in_segments_gives_the_same_bits(size: int, bidirectional: bool, rn
 
         def body(comm: Communicator, inputs: np.ndarray = inputs) -> None:
             whole = inputs[comm.rank].copy()
-            with recording(comm) as expected:
+            with count_traffic(comm) as expected:
                 ring_allreduce(comm, whole, bidirectional=bidirectional)
             for segment_bytes in (1, 64, 100, 1000):
                 buffer = inputs[comm.rank].copy()
-                with recording(comm) as traffic:
+                with count_traffic(comm) as traffic:
                     ring_allreduce(comm, buffer, bidirectional=bidirectional, segment_bytes=segment_bytes)
                 assert np.array_equal(buffer, whole)
                 assert traffic.sent_bytes == expected.sent_bytes
@@ -141,7 +141,7 @@ def test_ring_halves_in_segments_take_any_ranges(size: int, bidirectional: bool,
     def body(comm: Communicator) -> None:
         buffer = inputs[comm.rank].copy()
         own = ranges[comm.rank].slice
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
         assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
         assert traffic.sent_bytes == buffer.nbytes - 8 * ranges[comm.rank].size
@@ -157,7 +157,7 @@ def test_ring_passes_short_chunks_in_one_message() -> None:
         for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
             buffer = np.ones(300, np.float32)
             chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 reduce_scatter(comm, buffer, chunks, segment_bytes=segment_bytes)
                 all_gather(comm, buffer, chunks, segment_bytes=segment_bytes)
             assert traffic.calls == calls
@@ -180,7 +180,10 @@ def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
 
 def test_ring_refuses_segments_of_nothing() -> None:
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic, pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
+        with (
+            count_traffic(comm) as traffic,
+            pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"),
+        ):
             ring_allreduce(comm, np.zeros(100), segment_bytes=0)
         assert not traffic.calls
 

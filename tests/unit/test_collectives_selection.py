@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist import collectives
-from hpcdist.collectives.selection import Choice, parse
+from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
 
 TEXT = "recursive_doubling<=4096,native<=262144,ring"
@@ -18,21 +18,21 @@ NAMES = st.sampled_from(sorted(collectives.ALLREDUCE))
 
 @given(st.dictionaries(st.integers(0, 1 << 50), NAMES, max_size=6), NAMES)
 def test_a_text_is_read_back_as_what_it_was(limits, last):
-    choice = Choice((*(limits[limit] for limit in sorted(limits)), last), tuple(sorted(limits)))
-    assert parse(str(choice)) == choice
-    assert str(parse(str(choice))) == str(choice)
+    choice = AlgorithmTable((*(limits[limit] for limit in sorted(limits)), last), tuple(sorted(limits)))
+    assert parse_algorithm(str(choice)) == choice
+    assert str(parse_algorithm(str(choice))) == str(choice)
 
 
 def test_limits_belong_to_the_row():
-    choice = parse(TEXT)
+    choice = parse_algorithm(TEXT)
     sizes = {0: "recursive_doubling", 4096: "recursive_doubling", 4097: "native", 262144: "native", 262145: "ring"}
     assert {size: choice.at(size) for size in sizes} == sizes
-    assert parse("ring").at(0) == parse("ring").at(1 << 60) == "ring"
+    assert parse_algorithm("ring").at(0) == parse_algorithm("ring").at(1 << 60) == "ring"
 
 
 def test_neighbours_of_one_name_are_one_row():
-    assert str(Choice.of([(64, "ring"), (256, "ring"), (1024, "native"), (0, "native")])) == "ring<=256,native"
-    assert str(Choice.of([(64, "ring"), (0, "ring")])) == "ring"
+    assert str(AlgorithmTable.of([(64, "ring"), (256, "ring"), (1024, "native"), (0, "native")])) == "ring<=256,native"
+    assert str(AlgorithmTable.of([(64, "ring"), (0, "ring")])) == "ring"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_neighbours_of_one_name_are_one_row():
 )
 def test_other_texts_are_refused(text):
     with pytest.raises(UsageError, match=r"allreduce"):
-        parse(text)
+        parse_algorithm(text)
     with pytest.raises(UsageError, match=r"allreduce"):
         run_threads(1, lambda comm: collectives.allreduce(comm, np.ones(1), text))
 
@@ -63,16 +63,16 @@ def test_other_texts_are_refused(text):
 def test_limits_must_ascend_and_names_be_one_more():
     for names, limits in (((), ()), (("ring",), (1,)), (("ring", "ring", "ring"), (2, 1))):
         with pytest.raises(UsageError, match="limits"):
-            Choice(names, limits)
+            AlgorithmTable(names, limits)
 
 
-@pytest.mark.parametrize("algorithm", [TEXT, parse(TEXT)])
+@pytest.mark.parametrize("algorithm", [TEXT, parse_algorithm(TEXT)])
 def test_a_table_is_called_like_an_algorithm(rng, algorithm):
     inputs = {size: rng.standard_normal((3, size)).astype(np.float32) for size in (1024, 1025, 65537)}
 
     def body(comm: Communicator) -> tuple[list[bytes], set[str]]:
         found = []
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             for data in inputs.values():
                 buffer = data[comm.rank].copy()
                 collectives.allreduce(comm, buffer, algorithm)

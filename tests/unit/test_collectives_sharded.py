@@ -8,8 +8,8 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = range(1, 9)
@@ -112,7 +112,7 @@ def test_16_bit_halves_of_the_ring_send_half_the_bytes(size: int) -> None:
         buffer = np.ones(32 * size, FLOATS["bfloat16"])
         shares = SHARDED["ring"].shares(comm, buffer.size, 2)
         for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 call(comm, buffer, shares)
             assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size and not traffic.unknown
 
@@ -144,7 +144,7 @@ def test_each_half_of_the_ring_sends_p_minus_one_over_p(size: int) -> None:
         buffer = np.full(16 * size, 1.0, np.float32)
         shares = SHARDED["ring"].shares(comm, buffer.size, 4)
         for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 call(comm, buffer, shares)
             assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size
             assert not traffic.unknown
@@ -163,7 +163,7 @@ def test_hierarchical_sends_one_part_in_m_between_nodes(nodes: int, per_node: in
         between = buffer.nbytes // per_node * (nodes - 1) // nodes
         for call in (sharding.reduce_scatter, sharding.all_gather):
             sent = {"peers": 0, "node": 0}
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 traffic.inner = by_name = _ByName()
                 call(comm, buffer, shares)
             assert traffic.sent_bytes == inside + between
@@ -227,7 +227,7 @@ def test_one_rank_sends_nothing(algorithm: str) -> None:
         shares = SHARDED[algorithm].shares(comm, 7, 8)
         assert shares == [Range(0, 7)]
         buffer = np.arange(7.0)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
             SHARDED[algorithm].all_gather(comm, buffer, shares)
         assert not traffic.calls and np.array_equal(buffer, np.arange(7.0))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives import tuning
-from hpcdist.collectives.costs import NODE, Link, Machine, Topology
-from hpcdist.collectives.race import Race
-from hpcdist.collectives.tuning import Model, Wanted, choose, select, sizes
+from hpcdist.collectives.tuning import autotune
+from hpcdist.collectives.tuning.autotune import CostModel, TuningRequest, choose, select, sizes
+from hpcdist.collectives.tuning.cost_model import NODE, LinkParameters, MachineCosts, Topology
+from hpcdist.collectives.tuning.tournament import Tournament
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 FLOAT = np.dtype(np.float32)
@@ -26,9 +26,9 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def of(ranks: int, max_bytes: int = 4096, ranks_per_node: int | None = None, **keys: object) -> list[tuning.Tuning]:
-    def body(comm: Communicator) -> tuning.Tuning:
-        return select(comm, comm, Wanted(max_bytes=max_bytes, dtype=FLOAT, budget_s=0.1), "threads", **keys)
+def of(ranks: int, max_bytes: int = 4096, ranks_per_node: int | None = None, **keys: object) -> list[autotune.Tuning]:
+    def body(comm: Communicator) -> autotune.Tuning:
+        return select(comm, comm, TuningRequest(max_bytes=max_bytes, dtype=FLOAT, budget_s=0.1), "threads", **keys)
 
     return run_threads(ranks, body, ranks_per_node)
 
@@ -77,8 +77,8 @@ def test_a_second_start_takes_what_the_first_measured():
 
 
 def test_a_kept_choice_that_cannot_run_is_made_anew(tmp_path):
-    def body(comm: Communicator) -> tuning.Tuning:
-        return select(comm, comm, Wanted(max_bytes=64, dtype=FLOAT, kind="sharded", budget_s=0.1), "threads")
+    def body(comm: Communicator) -> autotune.Tuning:
+        return select(comm, comm, TuningRequest(max_bytes=64, dtype=FLOAT, kind="sharded", budget_s=0.1), "threads")
 
     run_threads(2, body)
     (file,) = (tmp_path / "hpcdist" / "tuning").iterdir()
@@ -97,11 +97,11 @@ def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, tmp_path):
 
 
 def test_several_groups_that_measure_at_once_agree():
-    def body(comm: Communicator) -> tuple[tuning.Tuning, tuning.Tuning]:
+    def body(comm: Communicator) -> tuple[autotune.Tuning, autotune.Tuning]:
         pair = comm.split(comm.rank // 2)
         assert pair is not None
-        first = select(pair, comm, Wanted(max_bytes=1024, dtype=FLOAT, budget_s=0.1), "threads")
-        return first, select(pair, comm, Wanted(max_bytes=1024, dtype=FLOAT), "threads")
+        first = select(pair, comm, TuningRequest(max_bytes=1024, dtype=FLOAT, budget_s=0.1), "threads")
+        return first, select(pair, comm, TuningRequest(max_bytes=1024, dtype=FLOAT), "threads")
 
     found = run_threads(4, body)
     assert all(pair == found[0] for pair in found)
@@ -109,8 +109,8 @@ def test_several_groups_that_measure_at_once_agree():
 
 
 def test_sharding_has_one_algorithm_for_all_sizes():
-    def body(comm: Communicator) -> tuning.Tuning:
-        wanted = Wanted(max_bytes=4096, dtype=FLOAT, kind="sharded", budget_s=0.1)
+    def body(comm: Communicator) -> autotune.Tuning:
+        wanted = TuningRequest(max_bytes=4096, dtype=FLOAT, kind="sharded", budget_s=0.1)
         return select(comm, comm, wanted, "threads")
 
     found = run_threads(4, body, 2)
@@ -121,9 +121,9 @@ def test_sharding_has_one_algorithm_for_all_sizes():
 def test_on_one_node_an_algorithm_between_nodes_is_not_measured():
     assert not any("hierarchical" in row.measured for row in of(4)[0].rows)
     names = ("hierarchical", "node_shared", "ring")
-    assert [tuning.differs_on(1, name) for name in names] == [False, True, True]
-    assert [tuning.differs_on(2, name) for name in names] == [True, False, True]
-    assert tuning.usable("hierarchical", tuning.ALLREDUCE_KIND, 1), "a checkpoint may have it"
+    assert [autotune.differs_on(1, name) for name in names] == [False, True, True]
+    assert [autotune.differs_on(2, name) for name in names] == [True, False, True]
+    assert autotune.usable("hierarchical", autotune.ALLREDUCE_KIND, 1), "a checkpoint may have it"
 
 
 def test_a_table_serves_smaller_buffers_and_no_larger_ones():
@@ -172,7 +172,7 @@ class Course:
 
     def race(self, comm: Communicator, share_s: float, kept: str = "native") -> dict[str, float]:
         calls = {name: lambda name=name: self.call(name) for name in self.seconds}
-        return Race(comm, comm, calls, self.clock).run(share_s, kept)
+        return Tournament(comm, comm, calls, self.clock).run(share_s, kept)
 
 
 def test_the_time_is_that_of_the_slowest_rank():
@@ -212,7 +212,7 @@ def test_what_one_rank_cannot_run_nobody_runs():
                 raise MissingCapabilityError("not here")
 
         calls = {"native": lambda: None, "ring": refuse}
-        return Race(comm, comm, calls, time.perf_counter).run(0.01, "native")
+        return Tournament(comm, comm, calls, time.perf_counter).run(0.01, "native")
 
     assert [set(found) for found in run_threads(2, body)] == [{"native"}] * 2
 
@@ -222,7 +222,7 @@ def test_other_failures_are_not_swallowed():
         raise OSError("a bug")
 
     with pytest.raises(OSError, match="a bug"):
-        run_threads(1, lambda comm: Race(comm, comm, {"native": fail}, time.perf_counter).run(0.01, "native"))
+        run_threads(1, lambda comm: Tournament(comm, comm, {"native": fail}, time.perf_counter).run(0.01, "native"))
 
 
 def test_the_budget_holds_where_every_call_is_slow():
@@ -239,9 +239,9 @@ def test_the_budget_holds_where_every_call_is_slow():
 
 
 def test_16_bit_floats_travel_as_they_are_or_widened():
-    machine = Machine({NODE: Link(0.0, 1e-9)}, 0.0)
-    narrow = Model(Topology((4,)), machine, np.dtype(np.float16)).predicted(1 << 20)
-    wide = Model(Topology((4,)), machine, np.dtype(np.float32)).predicted(1 << 20)
+    machine = MachineCosts({NODE: LinkParameters(0.0, 1e-9)}, 0.0)
+    narrow = CostModel(Topology((4,)), machine, np.dtype(np.float16)).predicted(1 << 20)
+    wide = CostModel(Topology((4,)), machine, np.dtype(np.float32)).predicted(1 << 20)
     assert narrow["ring"] == pytest.approx(2 * wide["ring"])
     assert narrow["all_to_all"] == pytest.approx(wide["all_to_all"])
 

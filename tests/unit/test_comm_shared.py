@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.comm import shared, ulfm
-from hpcdist.comm.recordfile import start_ticks
-from hpcdist.comm.shared import Members
+from hpcdist.comm.mpi import shared_memory, ulfm
+from hpcdist.comm.mpi.shared_memory import Members
+from hpcdist.comm.record.flight_file import start_ticks
 from hpcdist.errors import RankDiedError
 
 
@@ -116,7 +116,7 @@ def test_other_errors_of_mpi_stay_what_they_are(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_known_any_more_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     members = members_of(_World([SELF, SELF]), monkeypatch)
     for ended in (True, False, True):  # in the midst there was no descriptor to look with
-        monkeypatch.setattr(shared, "has_ended", lambda pid, began, ended=ended: ended)
+        monkeypatch.setattr(shared_memory, "has_ended", lambda pid, began, ended=ended: ended)
         members.check_alive(0.0)
     with pytest.raises(RankDiedError, match=r"^rank 0, 1 of world \(process \d+, \d+\) has died"):
         members.check_alive(0.0)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 
@@ -16,7 +15,7 @@ def test_every_rank_puts_into_all_and_gets_from_all(size: int, rng: np.random.Ge
 
     def body(comm: Communicator) -> np.ndarray:
         window = comm.window(comm.size * 20 if comm.rank % 2 == 0 else comm.size * 24)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             for peer in range(size):
                 window.put(values[comm.rank, peer], peer, 20 * comm.rank)
             for peer in range(size):

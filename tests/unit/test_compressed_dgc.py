@@ -7,8 +7,8 @@ import pytest
 from compressed_optimizers import layout, padded, seat_of, step, steps
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.dgc import DgcExchange
 
@@ -152,10 +152,10 @@ def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Ge
         config = CompressionConfig(density=0.001, warmup_steps=8)
         exchange, found = DgcExchange(seat_of(comm, sgd(), WHOLE), config), []
         for _ in range(10):
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 step(exchange, gradient)
                 exchange.agree(np.zeros(1))
-            with recording(comm) as agreed:
+            with count_traffic(comm) as agreed:
                 exchange.agree(np.zeros(1))
             found.append(traffic.sent_bytes - 2 * agreed.sent_bytes)
             assert not traffic.unknown

@@ -9,7 +9,7 @@ from rank_runs import losses, state, trainer_of
 from resume_runs import EXCHANGES, HALF, SMALL, bits, steps
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
 from hpcdist.strategies.compressed.exchange import CompressedExchange

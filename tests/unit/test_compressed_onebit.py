@@ -10,8 +10,8 @@ from hpcdist import models
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
@@ -201,11 +201,11 @@ def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Ge
 
     def body(comm: Communicator) -> list[int]:
         exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
-        with recording(comm) as agreed:
+        with count_traffic(comm) as agreed:
             exchange.agree(np.zeros(1))
         found = []
         for gradients in given:
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 step(exchange, gradients[comm.rank])
             found.append(traffic.sent_bytes - agreed.sent_bytes)
             assert not traffic.unknown

@@ -15,8 +15,7 @@ from resume_runs import SMALL, bits, steps
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.compressed.config import CompressionConfig

@@ -10,7 +10,7 @@ from resume_runs import HALF, SMALL, bits, steps
 
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange

@@ -10,8 +10,8 @@ from compressed_server import EVEN, SOME, UNEVEN, Case, Job, OneProcess, colocat
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SPARSE, CompressionConfig
 from hpcdist.strategies.compressed.registry import compressor
@@ -138,7 +138,7 @@ def test_recorded_bytes_are_those_of_the_formula(
 
     def sent(comm: Communicator, case: Case) -> tuple[int, list[tuple[Range, int]]]:
         job = Job(comm, case)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             for row in given:
                 job.step(row[comm.rank])
         return traffic.sent_bytes, job.exchange.site.messages

@@ -7,7 +7,7 @@ import pytest
 from gpu_runs import PIPELINE, SERVER, Trained, assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.feedback import RESIDUAL
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation

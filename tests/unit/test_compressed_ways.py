@@ -9,10 +9,10 @@ from hpcdist import models
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression import powersgd
-from hpcdist.compression.compressor import Key, align
+from hpcdist.compression.compressor import RandomKey, align
 from hpcdist.compression.feedback import ErrorFeedback
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
@@ -94,7 +94,7 @@ def through(name: str, feedback: bool, values: np.ndarray, where: Range, step: i
     """Return what is left of the values of one piece on the other side."""
     made = compressor(name, replace(CONFIG, error_feedback=feedback))
     payload = np.zeros(made.payload_bytes(values.size), np.uint8)
-    made.encode(values, payload, Key(3, step, 0 if name in SUMMED else rank, where.start // 16))
+    made.encode(values, payload, RandomKey(3, step, 0 if name in SUMMED else rank, where.start // 16))
     out = np.empty_like(values)
     made.decode(payload, out)
     return out
@@ -260,7 +260,7 @@ def test_bytes_follow_the_formula(rng: np.random.Generator, name: str) -> None:
 
     def run(comm: Communicator) -> int:
         made = make(comm, name, feedback=True)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             made.step(0, given[comm.rank])
         assert not traffic.unknown
         return traffic.sent_bytes
@@ -294,7 +294,7 @@ def test_long_messages_travel_in_segments_between_nodes(
 
     def run(comm: Communicator) -> tuple[np.ndarray, int, int]:
         made = make(comm, name, feedback=True)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             found = made.step(0, given[comm.rank])
         return found, traffic.calls["isend"], traffic.sent_bytes
 
@@ -319,10 +319,10 @@ def test_draws_of_no_two_pieces_have_the_same_name(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
 ) -> None:
     """However short buckets are, in both phases and on all ranks."""
-    found: list[Key] = []
+    found: list[RandomKey] = []
     named = GradientCoder._key
 
-    def noted(coder: GradientCoder, unit: CodedUnit) -> Key:
+    def noted(coder: GradientCoder, unit: CodedUnit) -> RandomKey:
         found.append(named(coder, unit))
         return found[-1]
 

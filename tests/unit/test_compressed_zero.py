@@ -10,8 +10,8 @@ from zero_compressed import RATE, Defined, Driven, compare, cuts_of, drawn, roun
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
@@ -144,13 +144,13 @@ def test_bytes_are_those_of_the_formula(bits: int, size: int) -> None:
         plan = run.exchange.plan()
         reduces = [op for op in plan if op.kind is Kind.REDUCE]
         run.exchange.begin([*reduces, *plan])
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             for _ in range(2):
                 for op in reduces:
                     run.fill(op, run.gradients(1, 0), 1.0)
                     run.exchange.carries_out[op.kind](op)
         assert traffic.sent_bytes == 2 * expected
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.computed_with()
         agreed = 2 * 8 * 2  # the order of these gathers may be agreed on anew: two numbers
         assert owned <= traffic.sent_bytes <= owned + agreed

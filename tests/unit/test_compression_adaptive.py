@@ -8,10 +8,9 @@ from compressed import decoded, encoded, students, through, values
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from hpcdist.compression.adaptive import HEAD_BYTES, Adaptive
-from hpcdist.compression.blockwise import Blockwise
-from hpcdist.compression.compressor import Key
-from hpcdist.compression.levels import BINS, LEVELS, fitted, spacing, tables
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.quantise.adaptive import BINS, HEAD_BYTES, LEVELS, Adaptive, fit_levels, spacing, tables
+from hpcdist.compression.quantise.uniform import Blockwise
 
 DISTRIBUTIONS = {
     "Student's t, 2 degrees": (students, 0.3),
@@ -42,7 +41,7 @@ def test_levels_are_never_worse_than_equally_spaced_ones(seed, peak, width):
     counts = np.zeros(BINS, np.uint32)
     np.add.at(counts, np.clip(rng.normal(peak, width, 3000), 0, BINS - 1).astype(int), 1)
     counts[rng.integers(0, BINS, 3)] += 1000
-    levels = fitted(counts).astype(np.float64)
+    levels = fit_levels(counts).astype(np.float64)
     assert levels[0] == 0 and levels[-1] == 1 and (np.diff(levels) > 0).all()
     assert _variance(counts, levels) <= _variance(counts, _even()) * (1 + 1e-9)
 
@@ -50,7 +49,7 @@ def test_levels_are_never_worse_than_equally_spaced_ones(seed, peak, width):
 def test_no_level_can_be_moved_to_advantage():
     at, _, _ = tables(np)
     counts = np.random.default_rng(1).integers(0, 50, BINS).astype(np.uint32)
-    levels = fitted(counts).astype(np.float64)
+    levels = fit_levels(counts).astype(np.float64)
     least = _variance(counts, levels)
     for j in range(1, LEVELS):
         for edge in at[(at > levels[j - 1]) & (at < levels[j + 1])]:
@@ -76,7 +75,7 @@ def test_there_is_no_bias():
     payload = np.empty(compressor.payload_bytes(300), np.uint8)
     total = np.zeros(300)
     for draw in range(draws):
-        compressor.encode(given, payload, Key(3, draw, 0, 0))
+        compressor.encode(given, payload, RandomKey(3, draw, 0, 0))
         total += decoded(compressor, payload, 300).astype(np.float64) - given
     levels = payload[:HEAD_BYTES].view(np.float32).astype(np.float64)
     scales = np.repeat(payload[HEAD_BYTES : HEAD_BYTES + 8].view(np.float32), 256)[:300].astype(np.float64)
@@ -124,5 +123,5 @@ def test_a_gpu_counts_of_many_blocks_the_same_ones(gpu: ModuleType) -> None:
     compressor = Adaptive()
     want = encoded(compressor, given)
     payload = gpu.empty(want.size, np.uint8)
-    compressor.encode(gpu.asarray(given), payload, Key(0x123456789ABCDEF, 17, 3, 5))
+    compressor.encode(gpu.asarray(given), payload, RandomKey(0x123456789ABCDEF, 17, 3, 5))
     assert payload.get().tobytes() == want.tobytes()

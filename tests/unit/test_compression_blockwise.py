@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from compressed import KEY, SMALLEST, decoded, encoded, through, values
 
-from hpcdist.compression.blockwise import Blockwise
-from hpcdist.compression.compressor import Key
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.quantise.uniform import Blockwise
 
 LEVELS = {8: 127, 4: 7}
 
@@ -69,7 +69,7 @@ def test_rounding_by_draws_has_no_bias(bits):
     payload = np.empty(compressor.payload_bytes(300), np.uint8)
     total, squares = np.zeros(300), np.zeros(300)
     for draw in range(draws):
-        compressor.encode(given, payload, Key(11, draw, 0, 0))
+        compressor.encode(given, payload, RandomKey(11, draw, 0, 0))
         error = decoded(compressor, payload, 300).astype(np.float64) - given
         total += error
         squares += error**2
@@ -86,7 +86,7 @@ def test_rounding_by_draws_has_no_bias(bits):
 def test_pieces_of_a_tensor_are_drawn_apart():
     compressor = Blockwise(bits=4, rounding="stochastic")
     given = np.random.default_rng(6).standard_normal(4096).astype(np.float32)
-    codes = [encoded(compressor, given, Key(KEY.seed, 1, 0, tensor))[64:] for tensor in range(4)]
+    codes = [encoded(compressor, given, RandomKey(KEY.seed, 1, 0, tensor))[64:] for tensor in range(4)]
     ups = np.array([np.unpackbits(code) for code in codes], float)
     assert len({code.tobytes() for code in codes}) == 4
     assert np.abs(np.corrcoef(ups - ups.mean(axis=0)) + 1 / 3 - np.eye(4) * 4 / 3).max() < 0.1

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from compressed import KEY, decoded, encoded, values
 
-from hpcdist.compression.adaptive import Adaptive
-from hpcdist.compression.blockwise import Blockwise
 from hpcdist.compression.casts import BFloat16, Float16
-from hpcdist.compression.compressor import Compressor, Key, align
-from hpcdist.compression.qsgd import Qsgd
-from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.compressor import Compressor, RandomKey, align
+from hpcdist.compression.quantise.adaptive import Adaptive
+from hpcdist.compression.quantise.sign import SignSgd
+from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
 from hpcdist.errors import ConfigurationError, UsageError
 
 
@@ -75,7 +74,12 @@ def test_awkward_values_come_back_finite_and_are_kept(compressor, name):
 def test_the_bits_are_those_of_the_key_alone(compressor):
     given = VALUES["heavy tails"]
     first = encoded(compressor, given)
-    others = [Key(1, 17, 3, 5), Key(KEY.seed, 18, 3, 5), Key(KEY.seed, 17, 4, 5), Key(KEY.seed, 17, 3, 6)]
+    others = [
+        RandomKey(1, 17, 3, 5),
+        RandomKey(KEY.seed, 18, 3, 5),
+        RandomKey(KEY.seed, 17, 4, 5),
+        RandomKey(KEY.seed, 17, 3, 6),
+    ]
     differs = [bool((encoded(compressor, given, other) != first).any()) for other in others]
     assert differs == [compressor.is_random] * 4
 
@@ -84,7 +88,7 @@ def test_the_stream_of_a_key_is_none_of_dropout():
     words = KEY.words
     assert words[:3] == (5, 17, 3) and words[3] == KEY.seed & 0xFFFFFFFF
     assert words[4] != KEY.seed >> 32 < 1 << 32 and all(0 <= word < 1 << 32 for word in words)
-    assert Key(KEY.seed + (1 << 40), 17, 3, 5).words != words  # all 64 bits of the seed count
+    assert RandomKey(KEY.seed + (1 << 40), 17, 3, 5).words != words  # all 64 bits of the seed count
 
 
 @every

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist import collectives, models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.compressor import Compressor
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression import dgc, sparse
-from hpcdist.compression.dgc import Dgc
+from hpcdist.compression.sparsify import coo, dgc
+from hpcdist.compression.sparsify.dgc import DeepGradientCompression
 from hpcdist.errors import ConfigurationError, UsageError
 
 N, STEPS = 300, 40
 
 
-def step_of(state: Dgc, gradient: np.ndarray, k: int, scale: float = 1.0) -> np.ndarray:
+def step_of(state: DeepGradientCompression, gradient: np.ndarray, k: int, scale: float = 1.0) -> np.ndarray:
     payload = np.empty(8 * k, np.uint8)
     state.accumulate(gradient, scale)
     state.encode(payload)
     out = np.empty(gradient.size, np.float32)
-    sparse.write(payload, out)
+    coo.write(payload, out)
     return out
 
 
@@ -26,7 +26,7 @@ def step_of(state: Dgc, gradient: np.ndarray, k: int, scale: float = 1.0) -> np.
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_formulas(nesterov: bool, masks: bool, rng: np.random.Generator) -> None:
     m, k = 0.9, 30
-    state = Dgc(N, momentum=m, nesterov=nesterov, masks_velocity=masks)
+    state = DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=masks)
     u, v = np.zeros((2, N))
     for _ in range(STEPS):
         gradient = rng.standard_normal(N).astype(np.float32)
@@ -48,7 +48,10 @@ def test_the_formulas(nesterov: bool, masks: bool, rng: np.random.Generator) -> 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov: bool, rng: np.random.Generator) -> None:
     m, rate = 0.8, 0.1
-    open_, masked = Dgc(N, momentum=m, nesterov=nesterov, masks_velocity=False), Dgc(N, momentum=m, nesterov=nesterov)
+    open_, masked = (
+        DeepGradientCompression(N, momentum=m, nesterov=nesterov, masks_velocity=False),
+        DeepGradientCompression(N, momentum=m, nesterov=nesterov),
+    )
     weights = np.zeros((2, N))
     dense, plain, velocity = np.zeros((3, N))
     for _ in range(STEPS):
@@ -64,7 +67,7 @@ def test_with_everything_sent_it_is_momentum_sgd_and_masked_plain_sgd(nesterov: 
 
 
 def test_nothing_is_lost_without_momentum(rng: np.random.Generator) -> None:
-    state = Dgc(N, momentum=0.0)
+    state = DeepGradientCompression(N, momentum=0.0)
     gradients = rng.integers(-50, 50, (STEPS, N)).astype(np.float32)  # whole numbers: sums are exact
     sent = sum(step_of(state, gradient, 3) for gradient in gradients)
     assert np.array_equal(sent + state.unsent, gradients.sum(axis=0))
@@ -97,8 +100,8 @@ def test_local_clipping_keeps_the_norm_of_the_sum(rng: np.random.Generator) -> N
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(UsageError, match="momentum 1.0"):
-        Dgc(4, momentum=1.0)
-    state = Dgc(4, momentum=0.9)
+        DeepGradientCompression(4, momentum=1.0)
+    state = DeepGradientCompression(4, momentum=0.9)
     for wrong in (np.zeros(4), np.zeros(3, np.float32)):
         with pytest.raises(UsageError, match="float32 gradient of the same elements"):
             state.accumulate(wrong)
@@ -108,7 +111,7 @@ def test_bad_input_is_refused() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_on_a_gpu_the_same_bits_without_a_wait(nesterov: bool, gpu: ModuleType, rng: np.random.Generator) -> None:
-    host, there = (Dgc(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu"))
+    host, there = (DeepGradientCompression(N, momentum=0.9, nesterov=nesterov, on=on) for on in ("cpu", "gpu"))
     payload, sent = np.empty(80, np.uint8), backend.empty(80, np.dtype(np.uint8), "gpu")
     for _ in range(4):
         gradient = rng.standard_normal(N).astype(np.float32)

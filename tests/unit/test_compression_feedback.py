@@ -8,13 +8,12 @@ from compressed import decoded
 
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
-from hpcdist.compression.adaptive import Adaptive
-from hpcdist.compression.blockwise import Blockwise
 from hpcdist.compression.casts import Float16
-from hpcdist.compression.compressor import Key
+from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.feedback import ErrorFeedback
-from hpcdist.compression.qsgd import Qsgd
-from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.quantise.adaptive import Adaptive
+from hpcdist.compression.quantise.sign import SignSgd
+from hpcdist.compression.quantise.uniform import Blockwise, Qsgd
 from hpcdist.errors import UsageError
 
 LAYOUT = Layout.of([TensorSpec(0, "weight", (20, 30)), TensorSpec(0, "bias", (7,)), TensorSpec(1, "weight", (300,))])
@@ -32,7 +31,7 @@ def _step(feedback, compressor, gradients, step, unscale=1.0):
     sent = {}
     for number, segment in enumerate(LAYOUT.segments):
         payload = np.empty(compressor.payload_bytes(segment.range.size), np.uint8)
-        key = Key(1, step, 0, number)
+        key = RandomKey(1, step, 0, number)
         feedback.encode(segment.range, gradients[segment.key], compressor, payload, key, unscale)
         sent[segment.key] = decoded(compressor, payload, segment.range.size)
     return sent
@@ -63,10 +62,10 @@ def test_the_mean_of_signs_comes_to_the_mean_of_the_gradients():
     feedback, total = ErrorFeedback(layout), np.zeros(4)
     payload = np.empty(SignSgd().payload_bytes(4), np.uint8)
     for step in range(steps):
-        feedback.encode(Range(0, 4), gradient, SignSgd(), payload, Key(0, step, 0, 0))
+        feedback.encode(Range(0, 4), gradient, SignSgd(), payload, RandomKey(0, step, 0, 0))
         total += decoded(SignSgd(), payload, 4)
         feedback.keep()
-    SignSgd().encode(gradient, payload, Key(0, 0, 0, 0))
+    SignSgd().encode(gradient, payload, RandomKey(0, 0, 0, 0))
     alone = decoded(SignSgd(), payload, 4)
     assert np.abs(total / steps - gradient).max() < 0.1 < np.abs(alone - gradient).max()
 
@@ -170,9 +169,9 @@ def test_a_gpu_keeps_the_same_residuals(gpu: ModuleType, compressor) -> None:
         gradient = _gradients(step)["0.weight"]
         payload = np.empty(compressor.payload_bytes(where.size), np.uint8)
         on_device, given = gpu.empty(payload.size, np.uint8), gpu.asarray(gradient)
-        host.encode(where, gradient, compressor, payload, Key(1, step, 0, 0), 0.25)
+        host.encode(where, gradient, compressor, payload, RandomKey(1, step, 0, 0), 0.25)
         gpu.LOG.clear()
-        device.encode(where, given, compressor, on_device, Key(1, step, 0, 0), 0.25)
+        device.encode(where, given, compressor, on_device, RandomKey(1, step, 0, 0), 0.25)
         assert not gpu.LOG.events
         assert on_device.get().tobytes() == payload.tobytes()
         for each in (host, device):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression import onebit
-from hpcdist.compression.compressor import Compressor, Key
-from hpcdist.compression.onebit import Moments, OneBitAdam
-from hpcdist.compression.sign import SignSgd
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.quantise import onebit_adam
+from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
+from hpcdist.compression.quantise.sign import SignSgd
 from hpcdist.errors import UsageError
 
-MOMENTS = Moments(beta1=0.9, beta2=0.95, epsilon=1e-6)
+MOMENTS = AdamMoments(beta1=0.9, beta2=0.95, epsilon=1e-6)
 WARM, STEPS = 6, 8
 
 
@@ -23,14 +23,14 @@ def step(states: list[OneBitAdam], gradients: list[np.ndarray], number: int) -> 
         state.accumulate(gradient)
         message = np.empty(state.worker_places[-1].stop, np.uint8)
         for owner, place in enumerate(state.worker_places):
-            state.encode_worker(owner, message[place.slice], Key(0, number, rank, owner))
+            state.encode_worker(owner, message[place.slice], RandomKey(0, number, rank, owner))
         messages.append(message)
     gathered = []
     for rank, state in enumerate(states):
         for message, source in zip(messages, states, strict=True):
             state.add_worker(message[source.worker_places[rank].slice])
         gathered.append(np.empty(state.own_places[0].size, np.uint8))
-        state.encode_server(gathered[-1], Key(0, number, rank, len(states)))
+        state.encode_server(gathered[-1], RandomKey(0, number, rank, len(states)))
     outs = [np.full(gradients[0].size, np.nan, np.float32) for _ in states]
     for state, out in zip(states, outs, strict=True):
         for owner, payload in enumerate(gathered):
@@ -112,7 +112,7 @@ def test_frozen_steps_are_those_of_the_formulas(n: int, ranks: int, scale: str, 
 
 def test_two_sided_feedback_loses_nothing(rng: np.random.Generator) -> None:
     n, ranks = 300, 3
-    states = [OneBitAdam(n, rank, ranks, Moments(beta1=0.0)) for rank in range(ranks)]
+    states = [OneBitAdam(n, rank, ranks, AdamMoments(beta1=0.0)) for rank in range(ranks)]
     for state in states:
         state.warm(np.ones(n, np.float32))
         state.freeze()
@@ -143,7 +143,7 @@ def test_chunks_and_bytes() -> None:
     long = OneBitAdam(1 << 20, 0, 8, MOMENTS)  # sends 7 chunks to their owners, and its own to 7 ranks
     sent = sum(place.size for place in long.worker_places[1:]) + 7 * long.own_places[0].size
     assert sent == 14 * (4 + (1 << 17) // 8) and 2 * 7 / 8 * (4 << 20) / sent > 31.9
-    assert onebit.places([3, 0, 65, 1])[-1].start == 72
+    assert onebit_adam.places([3, 0, 65, 1])[-1].start == 72
 
 
 def test_bad_input_is_refused() -> None:
@@ -164,7 +164,7 @@ def test_bad_input_is_refused() -> None:
         state.freeze()
     for wrong in ({"beta1": 1.0}, {"beta2": -0.1}, {"epsilon": 0.0}):
         with pytest.raises(UsageError):
-            Moments(**wrong)
+            AdamMoments(**wrong)
 
 
 def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
@@ -185,9 +185,9 @@ def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.G
     )
     for number in (1, 2, 3):
         there.accumulate(moved[number])
-        there.encode_worker(0, payload, Key(0, number, 0, 0))
+        there.encode_worker(0, payload, RandomKey(0, number, 0, 0))
         there.add_worker(payload)
-        there.encode_server(payload, Key(0, number, 0, 1))
+        there.encode_server(payload, RandomKey(0, number, 0, 1))
         there.receive(0, payload)
         there.direction(out)
         (expected,) = step([host], [gradients[number]], number)

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpcdist.compression.packing import GROUP, WIDTHS, pack, pack_arrays, packed_bytes, rows_of, spread, unpack_arrays
+from hpcdist.compression.quantise.codes import (
+    GROUP,
+    WIDTHS,
+    pack,
+    pack_arrays,
+    packed_bytes,
+    rows_of,
+    spread,
+    unpack_arrays,
+)
 
 counts = st.integers(0, 3 * GROUP + 9)
 

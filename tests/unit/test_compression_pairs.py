@@ -11,7 +11,7 @@ from resume_runs import SMALL, steps
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import COMPRESSIONS
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.training import recipe as recipes
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.compression import powersgd
-from hpcdist.compression.powersgd import LowRank
+from hpcdist.compression.powersgd import PowerSgd
 from hpcdist.errors import UsageError
 
 ROWS, COLUMNS = 40, 60
@@ -23,11 +23,11 @@ def with_spectrum(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
     return ((left * values) @ right.T).astype(np.float32)
 
 
-def made(rank: int, seed: int = 7, rows: int = ROWS, columns: int = COLUMNS) -> LowRank:
-    return LowRank((rows, columns), rank, seed=seed, tensor=3)
+def made(rank: int, seed: int = 7, rows: int = ROWS, columns: int = COLUMNS) -> PowerSgd:
+    return PowerSgd((rows, columns), rank, seed=seed, tensor=3)
 
 
-def exchanged(states: list[LowRank], matrices: list[np.ndarray]) -> np.ndarray:
+def exchanged(states: list[PowerSgd], matrices: list[np.ndarray]) -> np.ndarray:
     """A step of all ranks: both rounds averaged. Returns what the first rank takes for the mean matrix."""
     one = states[0]
     p = np.full((len(states), one.rows * one.rank), np.nan, np.float32)
@@ -147,7 +147,9 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 def test_seeds_agree_and_differ() -> None:
     assert made(3).query.tobytes() == made(3).query.tobytes() != made(3, seed=8).query.tobytes()
-    assert LowRank((9, 5), 2, seed=7, tensor=4).query.tobytes() != LowRank((9, 5), 2, seed=7, tensor=3).query.tobytes()
+    assert (
+        PowerSgd((9, 5), 2, seed=7, tensor=4).query.tobytes() != PowerSgd((9, 5), 2, seed=7, tensor=3).query.tobytes()
+    )
     assert set(made(2).arrays()) == {"query"}
 
 
@@ -164,7 +166,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_on_a_gpu_the_same_numbers_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
-    host, there = made(3), LowRank((ROWS, COLUMNS), 3, seed=7, tensor=3, on="gpu")
+    host, there = made(3), PowerSgd((ROWS, COLUMNS), 3, seed=7, tensor=3, on="gpu")
     for matrix in (of_rank(rng, 20), np.ones((ROWS, COLUMNS), np.float32), of_rank(rng, 20)):
         moved = backend.place(matrix.reshape(-1), "gpu")
         p, q, out = (backend.empty(size, matrix.dtype, "gpu") for size in (3 * ROWS, 3 * COLUMNS, matrix.size))

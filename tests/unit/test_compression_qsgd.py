@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from compressed import decoded, through, values
 
-from hpcdist.compression.compressor import Key
-from hpcdist.compression.qsgd import Qsgd
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.quantise.uniform import Qsgd
 
 DRAWS = 1500
 SHAPES = {
@@ -32,7 +32,7 @@ def test_the_mean_and_the_variance(bits, shape):
     payload = np.empty(compressor.payload_bytes(given.size), np.uint8)
     total, squares = np.zeros(given.size), np.zeros(given.size)
     for draw in range(DRAWS):
-        compressor.encode(given, payload, Key(0xABCDEF, draw, 1, 2))
+        compressor.encode(given, payload, RandomKey(0xABCDEF, draw, 1, 2))
         error = decoded(compressor, payload, given.size) - wide
         total += error
         squares += error**2

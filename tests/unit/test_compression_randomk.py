@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.arrays import backend
-from hpcdist.compression import randomk
-from hpcdist.compression.compressor import Key
-from hpcdist.compression.randomk import RandomK
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.sparsify import randomk
+from hpcdist.compression.sparsify.randomk import RandomK
 from hpcdist.errors import ConfigurationError, UsageError
 
 
-def encoded(compressor: RandomK, values: np.ndarray, key: Key) -> np.ndarray:
+def encoded(compressor: RandomK, values: np.ndarray, key: RandomKey) -> np.ndarray:
     payload = np.full(compressor.payload_bytes(values.size), 0xFF, np.uint8)
     compressor.encode(values, payload, key)
     return payload
@@ -22,7 +22,7 @@ def encoded(compressor: RandomK, values: np.ndarray, key: Key) -> np.ndarray:
 
 @given(st.integers(1, 5000), st.floats(1e-4, 1), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
 def test_indices_are_distinct_and_within(n: int, density: float, seed: int, step: int) -> None:
-    payload = encoded(RandomK(density=density), np.zeros(n, np.float32), Key(seed, step, 0, 3))
+    payload = encoded(RandomK(density=density), np.zeros(n, np.float32), RandomKey(seed, step, 0, 3))
     where = randomk.indices(payload, n)
     assert where.min() >= 0 and where.max() < n and np.unique(where).size == where.size
     assert (np.diff(where) < 0).sum() <= 1  # in order, but for one turn
@@ -32,7 +32,7 @@ def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
     values = rng.standard_normal(1000).astype(np.float32)
     out = np.full(1000, np.nan, np.float32)
     for compressor, scale in ((RandomK(density=0.03), 1000 / 30), (RandomK(density=0.03, scaled=False), 1)):
-        payload = encoded(compressor, values, Key(1, 2, 0, 3))
+        payload = encoded(compressor, values, RandomKey(1, 2, 0, 3))
         assert payload.size == 16 + 4 * 30 and compressor.payload_bytes(0) == 0
         compressor.decode(payload, out)
         where = randomk.indices(payload, 1000)
@@ -43,14 +43,14 @@ def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
         compressor.add(payload, out, -0.5)
         np.testing.assert_allclose(out, expected / 2, rtol=4e-7)
     everything = RandomK(density=1.0)
-    everything.decode(encoded(everything, values, Key(1, 2, 0, 3)), out)
+    everything.decode(encoded(everything, values, RandomKey(1, 2, 0, 3)), out)
     assert np.array_equal(out, values)
     empty = np.empty(0, np.float32)
-    everything.decode(encoded(everything, empty, Key(1, 2, 0, 3)), empty)
+    everything.decode(encoded(everything, empty, RandomKey(1, 2, 0, 3)), empty)
 
 
 def test_payloads_of_all_ranks_may_be_summed(rng: np.random.Generator) -> None:
-    compressor, key = RandomK(density=0.1), Key(5, 6, 0, 7)
+    compressor, key = RandomK(density=0.1), RandomKey(5, 6, 0, 7)
     ranks = [rng.integers(-100, 100, 640).astype(np.float32) for _ in range(5)]  # sums of whole numbers are exact
     payloads = [encoded(compressor, values, key) for values in ranks]
     assert compressor.is_linear
@@ -64,11 +64,17 @@ def test_payloads_of_all_ranks_may_be_summed(rng: np.random.Generator) -> None:
 
 def test_other_keys_other_indices() -> None:
     zeros = np.zeros(4000, np.float32)
-    keys = [Key(0, 0, 0, 0), Key(1, 0, 0, 0), Key(1 << 40, 0, 0, 0), Key(0, 1, 0, 0), Key(0, 0, 0, 1)]
+    keys = [
+        RandomKey(0, 0, 0, 0),
+        RandomKey(1, 0, 0, 0),
+        RandomKey(1 << 40, 0, 0, 0),
+        RandomKey(0, 1, 0, 0),
+        RandomKey(0, 0, 0, 1),
+    ]
     drawn = [randomk.indices(encoded(RandomK(density=0.01), zeros, key), 4000).tolist() for key in keys]
     assert len({tuple(one) for one in drawn}) == len(keys)
     with pytest.raises(UsageError, match="pass rank 0 on all ranks"):
-        encoded(RandomK(density=0.01), zeros, Key(0, 0, 1, 0))
+        encoded(RandomK(density=0.01), zeros, RandomKey(0, 0, 1, 0))
 
 
 @pytest.mark.parametrize(("n", "density"), [(7, 0.4), (23, 0.5), (64, 0.05)])
@@ -78,7 +84,7 @@ def test_every_index_is_taken_as_often(n: int, density: float, rng: np.random.Ge
     payload, zeros = np.empty(compressor.payload_bytes(n), np.uint8), np.zeros(n, np.float32)
     counts = np.zeros(n)
     for step in range(draws):
-        compressor.encode(zeros, payload, Key(seed, step, 0, 0))
+        compressor.encode(zeros, payload, RandomKey(seed, step, 0, 0))
         counts[randomk.indices(payload, n)] += 1
     share = (payload.size - 16) // 4 / n
     # Six standard deviations of a binomial: a false alarm in 10^7 runs or so.
@@ -93,7 +99,7 @@ def test_the_error_is_that_of_the_formula(rng: np.random.Generator) -> None:
         out = np.empty(n, np.float32)
         errors = []
         for step in range(draws):
-            compressor.decode(encoded(compressor, values, Key(seed, step, 0, 0)), out)
+            compressor.decode(encoded(compressor, values, RandomKey(seed, step, 0, 0)), out)
             errors.append(np.sum((out - values).astype(np.float64) ** 2) / norm)
         assert abs(np.mean(errors) - expected) <= 6 * np.std(errors) / np.sqrt(draws)
 
@@ -115,12 +121,12 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(UsageError, match="encode it in pieces"):
         RandomK(density=0.1).payload_bytes(2**31)
     with pytest.raises(UsageError, match="float32"):
-        encoded(RandomK(density=0.5), np.zeros(4), Key(0, 0, 0, 0))
+        encoded(RandomK(density=0.5), np.zeros(4), RandomKey(0, 0, 0, 0))
 
 
 def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
     for n, density in ((3001, 0.037), (17, 1.0), (1, 0.5)):
-        compressor, key = RandomK(density=density), Key(2**45 + 3, 9, 0, 4)
+        compressor, key = RandomK(density=density), RandomKey(2**45 + 3, 9, 0, 4)
         values = rng.standard_normal(n).astype(np.float32)
         payload, out = encoded(compressor, values, key), np.zeros(n, np.float32)
         compressor.decode(payload, out)

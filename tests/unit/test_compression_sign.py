@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from compressed import LARGEST, through, values
 
-from hpcdist.compression.sign import SignSgd, magnitude
+from hpcdist.compression.quantise.sign import SignSgd, magnitude
 
 
 def test_zero_is_positive_of_either_sign():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression import sparse, topk
+from hpcdist.compression.sparsify import coo, topk
 from hpcdist.errors import UsageError
 
 
@@ -23,7 +23,7 @@ def by_index_then_rank(found: list[np.ndarray], n: int) -> np.ndarray:
     entries = sorted(
         (int(index), rank, value)
         for rank, payload in enumerate(found)
-        for index, value in zip(sparse.indices(payload), sparse.values(payload), strict=True)
+        for index, value in zip(coo.indices(payload), coo.values(payload), strict=True)
     )
     out = np.zeros(n, np.float32)
     for index, _, value in entries:
@@ -38,11 +38,11 @@ def test_the_sum_has_the_bits_of_its_definition(n: int, counts: list[int], rng: 
     found = payloads(rng, n, counts)
     expected = by_index_then_rank(found, n)
     out = np.full(n, np.nan, np.float32)
-    sparse.accumulate(np.concatenate(found), [payload.size for payload in found], out)
+    coo.accumulate(np.concatenate(found), [payload.size for payload in found], out)
     assert out.tobytes() == expected.tobytes()
-    sparse.write(found[0], out)
+    coo.write(found[0], out)
     for payload in found[1:]:
-        sparse.add(payload, out)
+        coo.add(payload, out)
     assert np.array_equal(out, expected)
 
 
@@ -51,29 +51,29 @@ def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.G
     sizes = [payload.size for payload in found]
     gathered, out = backend.place(np.concatenate(found), "gpu"), backend.empty(700, np.dtype(np.float32), "gpu")
     gpu.LOG.clear()
-    sparse.accumulate(gathered, sizes, out)
+    coo.accumulate(gathered, sizes, out)
     expected = by_index_then_rank(found, 700)
-    sparse.clear(gathered[: sizes[0]], out)
+    coo.clear(gathered[: sizes[0]], out)
     assert gpu.LOG.events == []
-    sparse.clear(found[0], expected)
-    assert not expected[sparse.indices(found[0])].any() and out.get().tobytes() == expected.tobytes()
+    coo.clear(found[0], expected)
+    assert not expected[coo.indices(found[0])].any() and out.get().tobytes() == expected.tobytes()
 
 
 def test_payloads_of_another_tensor_are_refused(rng: np.random.Generator) -> None:
     (payload,) = payloads(rng, 60, [4])
-    sparse.indices(payload)[-1] = 99
+    coo.indices(payload)[-1] = 99
     out = np.zeros(60, np.float32)
     guarded = np.zeros(200, np.float32)
-    for use in (sparse.write, sparse.add, sparse.clear, lambda p, o: sparse.accumulate(p, [p.size], o)):
+    for use in (coo.write, coo.add, coo.clear, lambda p, o: coo.accumulate(p, [p.size], o)):
         with pytest.raises(UsageError, match=r"1 indices .* are not ascending below 60: it is of another tensor"):
             use(payload, guarded[:60])
         assert not guarded[60:].any()  # nothing was written behind
-    sparse.indices(payload)[:] = [5000, 3, 2, 1]
+    coo.indices(payload)[:] = [5000, 3, 2, 1]
     with pytest.raises(UsageError, match="3 indices .* are not ascending below 8000"):
-        sparse.accumulate(payload, [payload.size], np.zeros(8000, np.float32))
-    sparse.indices(payload)[0] = -1
+        coo.accumulate(payload, [payload.size], np.zeros(8000, np.float32))
+    coo.indices(payload)[0] = -1
     with pytest.raises(UsageError, match="another tensor"):
-        sparse.write(payload, out)
+        coo.write(payload, out)
     for sizes in ([16], [16, 12], [40, -8]):
         with pytest.raises(UsageError, match="pass the size of each"):
-            sparse.accumulate(payload, sizes, out)
+            coo.accumulate(payload, sizes, out)

@@ -15,8 +15,8 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -8,12 +8,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpcdist.arrays import backend
-from hpcdist.compression import sparse, topk
-from hpcdist.compression.compressor import Key
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.compressor import RandomKey
+from hpcdist.compression.sparsify import coo, topk
+from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
 
-KEY = Key(0, 0, 0, 0)
+KEY = RandomKey(0, 0, 0, 0)
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 1.5, -1.5, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, 2.0, 2.0000002]
 
 
@@ -24,8 +24,8 @@ def first_by_stable_sort(values: np.ndarray, k: int) -> np.ndarray:
 def selected(values: np.ndarray, k: int) -> np.ndarray:
     payload = np.full(8 * k, 0xFF, np.uint8)
     topk.select(values, payload)
-    where = sparse.indices(payload)
-    assert sparse.values(payload).tobytes() == values[where].tobytes()
+    where = coo.indices(payload)
+    assert coo.values(payload).tobytes() == values[where].tobytes()
     return where
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import linear
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers import linear
 from hpcdist.models.model import Model
-from hpcdist.models.split import narrow, splitting
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.split_backward import release_first_pass, split_operations
 from hpcdist.strategies.pipeline.costs import TensorSplit, attention_scores, unit_costs
 
 SAMPLES = 3
@@ -54,7 +54,7 @@ class Walked:
     def __init__(self, model: Model, x: np.ndarray, counted: list[int], *, split: bool) -> None:
         stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
         parameters, gradients = model.bind(stores[0]), model.bind_gradients(stores[1])
-        operations = splitting(model.operations) if split else model.operations
+        operations = split_operations(model.operations) if split else model.operations
         self.arena, self.kept, self.forward, self.backward = Arena(), [], [], []
         last, before = len(model.stages) - 1, 0
         for unit, stage in enumerate(model.stages):
@@ -71,7 +71,7 @@ class Walked:
             d = stage.backward(parameters[unit], gradients[unit], d, operations, saved)
             self.backward.insert(0, sum(counted) - begun)
             if split:
-                narrow(saved)
+                release_first_pass(saved)
 
     def taken(self) -> int:
         """Bytes of all blocks that somebody holds."""

@@ -12,9 +12,9 @@ from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
 from hpcdist.strategies.schedule.simulate.costs import LinkCost as Wire
 from hpcdist.strategies.schedule.simulate.costs import Rate, StepCosts
 from hpcdist.strategies.schedule.simulate.program import RECV, SEND
-from hpcdist.telemetry import critical
-from hpcdist.telemetry.critical import Link, critical_path
-from hpcdist.telemetry.timeline import Piece
+from hpcdist.telemetry.trace import critical_path as trace_critical_path
+from hpcdist.telemetry.trace.critical_path import PathSegment, critical_path
+from hpcdist.telemetry.trace.timeline import TimelinePiece
 
 
 class Dag:
@@ -41,7 +41,7 @@ class Dag:
     def compute(self, rank, duration, name="work"):
         begin = self.now(rank)
         self.last[rank] = self.add(duration, [self.last[rank]])
-        self.pieces[rank].append(Piece(rank, "compute", name, begin, begin + duration))
+        self.pieces[rank].append(TimelinePiece(rank, "compute", name, begin, begin + duration))
 
     def meet(self, ranks, duration):
         came = {rank: self.now(rank) for rank in ranks}
@@ -51,7 +51,7 @@ class Dag:
             self.last[rank] = node
             late = came[by] > came[rank]
             cause = (by, came[by]) if late else (rank, came[rank])
-            self.pieces[rank].append(Piece(rank, "communication", "meet", came[rank], self.end[node], *cause))
+            self.pieces[rank].append(TimelinePiece(rank, "communication", "meet", came[rank], self.end[node], *cause))
 
     def message(self, source, to, latency):
         """A send that waits for nobody, and its receive."""
@@ -65,7 +65,7 @@ class Dag:
         late = (source, sent) if sent > came else (to, came)
         if sent <= came:  # on its way when it was waited for: to the receiver it is a transfer of its own
             late = (source, sent)
-        self.pieces[to].append(Piece(to, "communication", "recv", came, arrives, *late))
+        self.pieces[to].append(TimelinePiece(to, "communication", "recv", came, arrives, *late))
 
     def longest(self):
         """The longest path, by going through all of them."""
@@ -131,7 +131,7 @@ def test_what_lies_beside_it_can_be_longer_without_harm(rng):
             dag.compute(rank, ns + step, f"work {step}")
         dag.meet([0, 1, 2], 5)
     path = critical_path(dag.pieces)
-    of_rank, of_phase, of_name = critical.shares(path)
+    of_rank, of_phase, of_name = trace_critical_path.path_shares(path)
     assert of_rank == {1: 93, -1: 15}, "the slowest computes, the rest is transfer"
     assert of_phase == {"compute": 93, "communication": 15}
     assert of_name == {"work 0": 30, "work 1": 31, "work 2": 32, "meet": 15}
@@ -144,9 +144,9 @@ def test_waits_and_their_culprits():
     dag.meet([0, 1, 2], 5)
     dag.compute(2, 50, "more")
     dag.message(2, 0, 7)
-    assert critical.waits(dag.pieces) == {(0, 1): 20, (2, 1): 10, (0, 2): 50}
-    assert critical.by_culprit(critical.waits(dag.pieces)) == {2: 50, 1: 30}
-    longest = critical.gaps(dag.pieces, most=2)
+    assert trace_critical_path.waited_for(dag.pieces) == {(0, 1): 20, (2, 1): 10, (0, 2): 50}
+    assert trace_critical_path.waits_by_cause(trace_critical_path.waited_for(dag.pieces)) == {2: 50, 1: 30}
+    longest = trace_critical_path.longest_waits(dag.pieces, most=2)
     assert [(gap.rank, gap.by, gap.name, gap.doing, gap.waited_ns) for gap in longest] == [
         (0, 2, "recv", "more", 50), (0, 1, "meet", "work of 1", 20)
     ]  # fmt: skip
@@ -169,19 +169,22 @@ def test_it_jumps_to_the_sender_and_back():
 def test_a_transfer_that_went_on_beside_work_is_followed():
     """Rank 1 waits for what rank 0 sent long before: the transfer decides, not what rank 1 did meanwhile."""
     pieces = {
-        0: [Piece(0, "compute", "a", 0, 10), Piece(0, "compute", "c", 10, 40)],
-        1: [Piece(1, "compute", "b", 0, 60), Piece(1, "communication", "WAIT", 60, 100, 0, 10)],
+        0: [TimelinePiece(0, "compute", "a", 0, 10), TimelinePiece(0, "compute", "c", 10, 40)],
+        1: [TimelinePiece(1, "compute", "b", 0, 60), TimelinePiece(1, "communication", "WAIT", 60, 100, 0, 10)],
     }
     path = critical_path(pieces)
-    assert path == [Link(0, "compute", "a", 0, 10), Link(1, "communication", "WAIT", 10, 100, travels=True)]
-    assert critical.waits(pieces) == {}, "nobody was waited for: it was on its way"
+    assert path == [
+        PathSegment(0, "compute", "a", 0, 10),
+        PathSegment(1, "communication", "WAIT", 10, 100, travels=True),
+    ]
+    assert trace_critical_path.waited_for(pieces) == {}, "nobody was waited for: it was on its way"
 
 
 def test_gaps_and_clocks_that_disagree_end():
     """Nothing known in between, and causes that come later than their effects: a path all the same."""
     pieces = {
-        0: [Piece(0, "compute", "a", 0, 10), Piece(0, "communication", "x", 20, 30, 1, 35)],
-        1: [Piece(1, "compute", "b", 0, 28), Piece(1, "communication", "x", 28, 31, 0, 33)],
+        0: [TimelinePiece(0, "compute", "a", 0, 10), TimelinePiece(0, "communication", "x", 20, 30, 1, 35)],
+        1: [TimelinePiece(1, "compute", "b", 0, 28), TimelinePiece(1, "communication", "x", 28, 31, 0, 33)],
     }
     path = critical_path(pieces)
     assert path[-1].end_ns == 31 and path[0].begin_ns == 0
@@ -204,9 +207,9 @@ def simulated(timeline):
             if program.code[entry] == RECV:
                 sent = sends[int(program.target[entry])]
                 by, since = program.rank_of(sent), int(times.end_s[sent])
-                pieces[rank].append(Piece(rank, "communication", "recv", begin, end, by, since))
+                pieces[rank].append(TimelinePiece(rank, "communication", "recv", begin, end, by, since))
             else:
-                pieces[rank].append(Piece(rank, "compute", str(int(program.work[entry])), begin, end))
+                pieces[rank].append(TimelinePiece(rank, "compute", str(int(program.work[entry])), begin, end))
     return pieces
 
 
@@ -241,14 +244,14 @@ def test_it_agrees_with_the_simulator(name, rng):
 
 def test_overlap():
     row = [
-        Piece(0, "compute", "F", 0, 100),
-        Piece(0, "communication", "AGREE", 100, 130, 1, 120),
-        Piece(0, "update", "APPLY", 130, 150),
+        TimelinePiece(0, "compute", "F", 0, 100),
+        TimelinePiece(0, "communication", "AGREE", 100, 130, 1, 120),
+        TimelinePiece(0, "update", "APPLY", 130, 150),
     ]
-    found = critical.overlap(row, [(50, 90), (80, 110), (140, 145), (145, 145)])
+    found = trace_critical_path.communication_overlap(row, [(50, 90), (80, 110), (140, 145), (145, 145)])
     assert (found.hidden_ns, found.exposed_ns, found.waited_ns) == (55, 30, 20)
     assert found.hidden_share == 55 / 65
-    nothing = critical.overlap([Piece(0, "compute", "F", 0, 9)], [])
+    nothing = trace_critical_path.communication_overlap([TimelinePiece(0, "compute", "F", 0, 9)], [])
     assert nothing.hidden_share is None
 
 
@@ -261,6 +264,6 @@ def test_common_time_of_intervals(rng):
         for marks, intervals in zip(held, (a, b), strict=True):
             for begin, end in intervals:
                 marks[begin:end] = True
-        ours = critical.common_ns(critical.union(a), critical.union(b))
+        ours = trace_critical_path.intersection_ns(trace_critical_path.union(a), trace_critical_path.union(b))
         assert ours == int((held[0] & held[1]).sum())
-        assert sum(end - begin for begin, end in critical.union(a)) == int(held[0].sum())
+        assert sum(end - begin for begin, end in trace_critical_path.union(a)) == int(held[0].sum())

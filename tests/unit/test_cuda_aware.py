@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hpcdist.arrays import device
-from hpcdist.comm import cuda_aware
-from hpcdist.comm.cuda_aware import Outcome, Verdict
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.handover import OPERATIONS
-from hpcdist.comm.launcher import Announced
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.comm.mpi import cuda_aware
+from hpcdist.comm.mpi.cuda_aware import DevicePointerSupport, ProbeOutcome
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 
@@ -30,44 +30,44 @@ class Children:
         self.limits_s: list[float] = []
         self.library = "Some MPI 1.0"
 
-    def __call__(self, words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+    def __call__(self, words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
         if "-c" in words:
-            return Outcome((self.library,), "") if self.library else Outcome((), "exit code 1: no MPI")
+            return ProbeOutcome((self.library,), "") if self.library else ProbeOutcome((), "exit code 1: no MPI")
         self.limits_s.append(limit_s)
         ranks = 1 if words[0] == sys.executable else 2
         operations = list(words[words.index(cuda_aware.MODULE) + 1 :])
         self.runs.append((ranks, operations))
         if ranks == 2 and not self.starts:
-            return Outcome((), "exit code 1: no slots")
+            return ProbeOutcome((), "exit code 1: no slots")
         lines = [json.dumps({"ready": ranks, "notes": [*self.notes, *(["two"] if ranks == 2 else [])]})]
         for name in operations:
             end = self.deadly.get(ranks, {}).get(name)
             if end == "wrong":
                 lines.append(json.dumps({"failed": name, "why": "wrong data arrived"}))
             elif end:
-                return Outcome(tuple(lines), end)
+                return ProbeOutcome(tuple(lines), end)
             else:
                 lines.append(json.dumps({"passed": name}))
-        return Outcome(tuple(lines), "")
+        return ProbeOutcome(tuple(lines), "")
 
 
 @pytest.fixture(autouse=True)
 def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cuda_aware, "_pair", lambda environment: (["mpirun", "-n", "2"], {}))
+    monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: (["mpirun", "-n", "2"], {}))
 
 
 def test_everything_passes_in_both_rounds() -> None:
     children = Children({})
     verdict = cuda_aware.probe({}, "cpu", children)
-    assert verdict == Verdict(frozenset(OPERATIONS), "tried between two ranks")
+    assert verdict == DevicePointerSupport(frozenset(OPERATIONS), "tried between two ranks")
     assert children.runs == [(1, list(OPERATIONS)), (2, list(OPERATIONS))]
 
 
 def test_what_dies_alone_is_not_tried_between_two() -> None:
     children = Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")})
     verdict = cuda_aware.probe({}, "cpu", children)
-    assert verdict == Verdict(frozenset(), "in a world of one: SIGSEGV")
+    assert verdict == DevicePointerSupport(frozenset(), "in a world of one: SIGSEGV")
     assert all(ranks == 1 for ranks, _ in children.runs)
     assert [operations[0] for _, operations in children.runs] == list(OPERATIONS)  # a new child after each death
 
@@ -87,38 +87,38 @@ def test_without_two_ranks_the_library_itself_must_say_so(notes: list[str], allo
 
 
 def test_without_mpirun_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_aware, "_pair", lambda environment: None)
+    monkeypatch.setattr(cuda_aware, "_two_rank_launch", lambda environment: None)
     verdict = cuda_aware.probe({}, "cpu", Children({}))
     assert not verdict.operations and "no mpirun was found" in verdict.reason
 
 
 def test_the_answer_of_the_environment_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(environment: Mapping[str, str], **_: object) -> Verdict:
+    def forbidden(environment: Mapping[str, str], **_: object) -> DevicePointerSupport:
         raise AssertionError("a probe was started")
 
-    monkeypatch.setattr(cuda_aware, "probed", forbidden)
-    two = Announced("mpirun", 2, 0, 0)
-    yes, no = (cuda_aware.find_out(two, {cuda_aware.VARIABLE: said}) for said in ("yes", "no"))
+    monkeypatch.setattr(cuda_aware, "probe_cached", forbidden)
+    two = LaunchEnvironment("mpirun", 2, 0, 0)
+    yes, no = (cuda_aware.detect(two, {cuda_aware.VARIABLE: said}) for said in ("yes", "no"))
     assert yes is not None and yes.operations == set(OPERATIONS)
     assert no is not None and no.operations == set()
     with pytest.raises(ConfigurationError, match="HPCDIST_CUDA_AWARE=maybe; set it to yes, no or auto"):
-        cuda_aware.find_out(two, {cuda_aware.VARIABLE: "maybe"})
-    assert cuda_aware.find_out(Announced("mpirun", 2, 1, 1), {}) is None  # the first rank of the node probes
-    alone = cuda_aware.find_out(None, {})
+        cuda_aware.detect(two, {cuda_aware.VARIABLE: "maybe"})
+    assert cuda_aware.detect(LaunchEnvironment("mpirun", 2, 1, 1), {}) is None  # the first rank of the node probes
+    alone = cuda_aware.detect(None, {})
     assert alone is not None and not alone.operations
     with pytest.raises(AssertionError, match="a probe was started"):
-        cuda_aware.find_out(two, {})
+        cuda_aware.detect(two, {})
 
 
 def test_all_nodes_must_say_yes() -> None:
     said = [
-        Verdict(frozenset({"send", "allreduce"}), "one"),
+        DevicePointerSupport(frozenset({"send", "allreduce"}), "one"),
         None,
-        Verdict(frozenset({"send"}), "two"),
+        DevicePointerSupport(frozenset({"send"}), "two"),
         None,
     ]
     for verdict in run_threads(4, lambda comm: cuda_aware.agree(comm, said[comm.rank])):
-        assert verdict == Verdict(frozenset({"send"}), "two")
+        assert verdict == DevicePointerSupport(frozenset({"send"}), "two")
     for verdict in run_threads(2, lambda comm: cuda_aware.agree(comm, None)):
         assert verdict.operations == frozenset()
 
@@ -130,11 +130,11 @@ def test_children_inherit_no_world_but_the_settings_of_the_library() -> None:
 
 
 def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
-    def child(code: str) -> Outcome:
+    def child(code: str) -> ProbeOutcome:
         return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ, 1.0)
 
     died = child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})")
-    assert died == Outcome(("{}",), "SIGSEGV")
+    assert died == ProbeOutcome(("{}",), "SIGSEGV")
     assert child("import time; time.sleep(60)").end == "no end within 1 s"
     assert child("raise SystemExit('reason')").end == "exit code 1: reason"
     assert child("").end == ""
@@ -143,10 +143,10 @@ def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
 
 
 def test_a_line_that_is_cut_off_is_no_answer() -> None:
-    def run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+    def run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
         whole = [json.dumps(row) for row in ({"ready": 1, "notes": []}, {"passed": "send"}, {"passed": "broadcast"})]
         ended = words[words.index(cuda_aware.MODULE) + 1 :] != list(OPERATIONS)
-        return Outcome((whole[0], "[1]", "7") if ended else (*whole[:2], whole[2][:-3]), "SIGSEGV")
+        return ProbeOutcome((whole[0], "[1]", "7") if ended else (*whole[:2], whole[2][:-3]), "SIGSEGV")
 
     passed, failures, _ = cuda_aware._try(run, [], {}, OPERATIONS, math.inf)
     assert passed == ["send"] and failures == dict.fromkeys(OPERATIONS[1:], "SIGSEGV")
@@ -157,7 +157,7 @@ def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cuda_aware, "time", SimpleNamespace(monotonic=lambda: now))
     children = Children({2: dict.fromkeys(OPERATIONS[1:], "no end")})
 
-    def slow(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+    def slow(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
         nonlocal now
         outcome = children(words, environment, limit_s)
         now += min(50.0, limit_s)
@@ -168,7 +168,7 @@ def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) 
     assert verdict.operations == {"send"}
     tried, untried = (f"{OPERATIONS[2]}: no end", f"{OPERATIONS[3]}: not tried, 120 s were spent")
     assert tried in verdict.reason and untried in verdict.reason
-    assert cuda_aware.probe({}, "cpu", children, ends_at=now) == Verdict(
+    assert cuda_aware.probe({}, "cpu", children, ends_at=now) == DevicePointerSupport(
         frozenset(), "in a world of one: not tried, 120 s were spent"
     )
 
@@ -176,8 +176,10 @@ def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) 
 def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def found(children: Children, environment: Mapping[str, str] = os.environ, renewed: bool = False) -> Verdict:
-        return cuda_aware.probed(environment, renewed, children)
+    def found(
+        children: Children, environment: Mapping[str, str] = os.environ, renewed: bool = False
+    ) -> DevicePointerSupport:
+        return cuda_aware.probe_cached(environment, renewed, children)
 
     first, second, third, fourth = (Children({2: {"allreduce": "SIGSEGV"}}) for _ in range(4))
     before, after = found(first), found(second)
@@ -206,7 +208,7 @@ def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(
 
 @pytest.mark.parametrize("spoil", ["others", "cut", "operation", "key", "list"])
 def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu: ModuleType, spoil: str, tmp_path: Path) -> None:
-    cuda_aware.probed(run=Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")}))
+    cuda_aware.probe_cached(run=Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")}))
     (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
     content = json.loads(file.read_text())
     content |= {"operations": list(OPERATIONS)}
@@ -218,7 +220,7 @@ def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu: ModuleType, sp
     file.write_text({"cut": text[:-9], "list": "[]"}.get(spoil, text))
     file.chmod(0o622 if spoil == "others" else 0o600)
     children = Children({1: {"send": "SIGBUS"}})
-    assert cuda_aware.probed(run=children).operations == set(OPERATIONS) - {"send"}
+    assert cuda_aware.probe_cached(run=children).operations == set(OPERATIONS) - {"send"}
     assert children.runs
     assert json.loads(file.read_text())["operations"] == sorted(set(OPERATIONS) - {"send"})
 
@@ -228,11 +230,13 @@ def test_what_cannot_be_kept_is_found_each_time(
 ) -> None:
     nameless = Children({})
     nameless.library = ""
-    assert cuda_aware.probed(run=nameless) == Verdict(frozenset(OPERATIONS), "tried between two ranks")
+    assert cuda_aware.probe_cached(run=nameless) == DevicePointerSupport(
+        frozenset(OPERATIONS), "tried between two ranks"
+    )
     assert not (tmp_path / "hpcdist").exists()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    verdict = cuda_aware.probed(run=Children({}))
+    verdict = cuda_aware.probe_cached(run=Children({}))
     assert verdict.operations == set(OPERATIONS) and "; not kept: " in verdict.reason
 
 

@@ -10,12 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.comm import kept_files
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.models.config import ModelConfig
+from hpcdist.reporting import user_cache
 from hpcdist.training import adoption, state
 from hpcdist.training import recipe as recipes
 from hpcdist.training.config import DataConfig
@@ -177,7 +176,7 @@ def test_a_user_without_a_cache_directory(data: Path, monkeypatch: pytest.Monkey
     def refuse(kind: str) -> Path:
         raise StorageError("HOME is not set")
 
-    monkeypatch.setattr(kept_files, "directory", refuse)
+    monkeypatch.setattr(user_cache, "directory", refuse)
     monkeypatch.setattr(module, "SETTLED_NS", -1)
     assert opened(data).digest == opened(data).digest != ""
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hpcdist.models.encoder import predictions
 from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.sampler import Sampler, in_order
 from hpcdist.training.data.samples import Windows
@@ -19,7 +19,7 @@ def masked(rng, context=20, length=2001, dtype=np.uint8, vocabulary=256, mask=MA
 
 @pytest.mark.parametrize(("context", "expected"), [(1, 1), (3, 1), (7, 1), (10, 2), (20, 3), (128, 19), (256, 38)])
 def test_targets_of_a_sample(context, expected, rng):
-    assert predictions(context) == expected
+    assert masked_predictions(context) == expected
     tokens, samples = masked(rng, context, length=20 * context + 30)
     x, targets = samples.in_epoch(5, 3).take(np.array([4, 0, 11]), 1)
     assert x.shape == targets.shape == (3, context)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.training.config import DataConfig, RunConfig
 from hpcdist.training.data import Prefetcher, open_source
 from hpcdist.training.data.prefetch import ReadAhead

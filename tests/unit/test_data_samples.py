@@ -71,4 +71,4 @@ def test_warmup_knows_the_kernel_that_reads(monkeypatch: pytest.MonkeyPatch) -> 
     modules: list[str] = []
     monkeypatch.setattr(importlib, "import_module", modules.append)
     warmup._import_kernels()
-    assert {"hpcdist.training.data.samples", "hpcdist.models.activation"} <= set(modules)
+    assert {"hpcdist.training.data.samples", "hpcdist.models.layers.activation"} <= set(modules)

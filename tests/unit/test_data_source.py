@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist import errors
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
 from hpcdist.training.config import DataConfig, RunConfig

@@ -14,9 +14,8 @@ from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
 
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -338,7 +337,7 @@ def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, 
     def body(comm: Communicator) -> float:
         trainer, _ = trained(comm, settings, 1)
         trainer.first_step = 1
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             trained(comm, settings, 2, trainer)
         assert not traffic.unknown
         return traffic.sent_bytes / (trainer.model.layout.parameters * 8)
@@ -354,7 +353,7 @@ def test_bytes_of_an_averaging(text: dict[str, object]) -> None:
         found = []
         for step in (2, 3):
             trainer.first_step = step
-            with recording(comm) as traffic:
+            with count_traffic(comm) as traffic:
                 trained(comm, settings, step + 1, trainer)
             found.append(traffic.sent_bytes / (trainer.model.layout.parameters * 8))
         return found

@@ -9,7 +9,7 @@ import pytest
 from hpcdist.batch import ledger, submission
 from hpcdist.batch.job import BatchJob
 from hpcdist.batch.sites.profile import SiteProfile, SiteScheduler
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.training import directory
@@ -49,7 +49,7 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> 
     job.input_file.touch()
     job.input_file.with_name(f"{job.input_file.name}.7_1").touch()
     for path in (job.input_file, submission.script_path(job, SiteProfile(scheduler=SiteScheduler(kind=kind)))):
-        atomic.unfinished(path).touch()
+        atomic.temporary_path(path).touch()
     assert prepare(tmp_path).resume_from is None
 
 

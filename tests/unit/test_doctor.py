@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.cli import doctor, doctor_report
-from hpcdist.comm import cuda_aware, diagnosis
-from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check, Library
-from hpcdist.comm.launcher import Announced
-from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.doctor import mpi_library
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check, MpiLibrary
+from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
+from hpcdist.comm.mpi import cuda_aware
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 
@@ -53,7 +54,7 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("text", LIBRARIES)
 def test_recognise_library(text):
-    assert diagnosis.recognise_library(text) == LIBRARIES[text]
+    assert mpi_library.recognise_library(text) == LIBRARIES[text]
 
 
 @pytest.mark.parametrize(
@@ -68,16 +69,18 @@ def test_recognise_library(text):
     ],
 )
 def test_launcher_match(tmp_path, library, launcher, status):
-    check = diagnosis.match(Library("text", *library, "/lib/libmpi.so"), Launcher(tmp_path, *launcher))
+    check = mpi_library.check_launcher_match(
+        MpiLibrary("text", *library, "/lib/libmpi.so"), Launcher(tmp_path, *launcher)
+    )
     assert check.status == status
     assert bool(check.cure) is (status != OK)
 
 
 @pytest.mark.parametrize("vendor", [OPEN_MPI, MPICH, "unknown"])
 def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnosis, "library", lambda: Library("text", vendor, "5.0", "/lib/libmpi.so"))
-    monkeypatch.setattr(diagnosis.mpirun, "find", lambda *_: Launcher(tmp_path, vendor, "5.0"))
-    (check,) = [check for check in diagnosis.check_library_and_launcher({}) if check.name == "signals to stop"]
+    monkeypatch.setattr(mpi_library, "load_library", lambda: MpiLibrary("text", vendor, "5.0", "/lib/libmpi.so"))
+    monkeypatch.setattr(mpi_library.mpirun, "find", lambda *_: Launcher(tmp_path, vendor, "5.0"))
+    (check,) = [check for check in mpi_library.check_library_and_launcher({}) if check.name == "signals to stop"]
     assert check.status == OK and "`hpcdist run` passes" in check.found
     kills = {OPEN_MPI: "kills the ranks at SIGTERM, SIGINT and SIGHUP", MPICH: "kills the ranks at SIGHUP"}
     assert kills.get(vendor, "may kill them") in check.found
@@ -87,21 +90,21 @@ def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
     def missing(*_: object) -> None:
         raise MissingCapabilityError("there is none")
 
-    monkeypatch.setattr(diagnosis, "library", missing)
-    monkeypatch.setattr(diagnosis.mpirun, "find", missing)
-    checks = diagnosis.check_library_and_launcher({})
+    monkeypatch.setattr(mpi_library, "load_library", missing)
+    monkeypatch.setattr(mpi_library.mpirun, "find", missing)
+    checks = mpi_library.check_library_and_launcher({})
     assert [(check.name, check.status) for check in checks] == [("MPI library", FAIL), ("launcher", WARN)]
 
 
 def test_a_library_that_cannot_be_loaded_gives_the_reason(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_ASK", "raise RuntimeError('cannot load MPI library')")
+    monkeypatch.setattr(mpi_library, "_ASK", "raise RuntimeError('cannot load MPI library')")
     with pytest.raises(MissingCapabilityError, match="RuntimeError: cannot load MPI library"):
-        diagnosis.library()
+        mpi_library.load_library()
 
 
 @pytest.mark.parametrize(("said", "status"), [("no", OK), ("yes", OK), ("perhaps", FAIL)])
 def test_device_pointers_as_they_are_set(said, status):
-    check = diagnosis.check_device_pointers({cuda_aware.VARIABLE: said})
+    check = mpi_library.check_device_pointers({cuda_aware.VARIABLE: said})
     assert check.status == status
     if status == OK:
         assert ("pinned memory" in check.found) is (said == "no")
@@ -111,19 +114,21 @@ def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
     def missing():
         raise MissingCapabilityError("no GPU")
 
-    monkeypatch.setattr(diagnosis.device, "count", missing)
-    assert "not tried" in diagnosis.check_device_pointers({}).found
-    verdict = cuda_aware.Verdict(frozenset({"send"}), "tried between two ranks; allreduce: SIGSEGV")
-    monkeypatch.setattr(diagnosis.device, "count", lambda: 1)
-    monkeypatch.setattr(cuda_aware, "probed", lambda environment, renewed: verdict if renewed else None)
-    found = diagnosis.check_device_pointers({}).found
+    monkeypatch.setattr(mpi_library.device, "count", missing)
+    assert "not tried" in mpi_library.check_device_pointers({}).found
+    verdict = cuda_aware.DevicePointerSupport(frozenset({"send"}), "tried between two ranks; allreduce: SIGSEGV")
+    monkeypatch.setattr(mpi_library.device, "count", lambda: 1)
+    monkeypatch.setattr(cuda_aware, "probe_cached", lambda environment, renewed: verdict if renewed else None)
+    found = mpi_library.check_device_pointers({}).found
     assert found == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_world(size):
     def examine(comm):
-        return diagnosis.check_world(comm, Announced("Somebody's mpirun", size, comm.rank, comm.rank), "Some MPI")
+        return mpi_library.check_world(
+            comm, LaunchEnvironment("Somebody's mpirun", size, comm.rank, comm.rank), "Some MPI"
+        )
 
     for checks in run_threads(size, examine):
         world, level = checks

@@ -15,19 +15,26 @@ from hpcdist.batch.schedulers.base import JobState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
 from hpcdist.cli import doctor, doctor_job
-from hpcdist.comm import diagnosis_binding, diagnosis_facts, diagnosis_job, diagnosis_nodes, diagnosis_table
-from hpcdist.comm.diagnosis import FAIL, OK, WARN
-from hpcdist.comm.diagnosis_facts import Asked, Facts, Gpu, Machine, Volume
-from hpcdist.comm.diagnosis_nodes import NODE_LOCAL, RUN_DIRECTORY, SHARED_MEMORY, Offset
-from hpcdist.comm.diagnosis_table import Greeting, Row, Table
-from hpcdist.comm.diagnosis_text import fold, grouped, read_spans, spans
-from hpcdist.comm.launcher import Announced
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks
+from hpcdist.comm.doctor.facts import GpuFacts, NodeFacts, RankFacts, SchedulerRequest, Volume
+from hpcdist.comm.doctor.job_checks import (
+    NODE_LOCAL,
+    RUN_DIRECTORY,
+    SHARED_MEMORY,
+    ClockOffset,
+    Greeting,
+    RankRow,
+    RankTable,
+)
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN
+from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError, ConfigurationError, DeadlineError, MissingCapabilityError, UsageError
+from hpcdist.reporting.hostlist import fold_names, format_ranges, group_texts, parse_ranges
 
 GIB = 1 << 30
 GREETING = Greeting(arrived=True, inside_s=2e-6, across_s=5e-6, reduced_s=8e-6)
-FACTS = Facts("n1", (0,), None, "1", "srun", None, None, Gpu(None, 0, "", "no driver"))
+FACTS = RankFacts("n1", (0,), None, "1", "srun", None, None, GpuFacts(None, 0, "", "no driver"))
 VOLUMES = tuple(
     Volume(role, path, kind, 100 * GIB)
     for role, path, kind in (
@@ -36,7 +43,7 @@ VOLUMES = tuple(
         (SHARED_MEMORY, "/dev/shm", "tmpfs"),
     )
 )
-MACHINE = Machine("A CPU", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), {"hpcdist": "1", "numpy": "2", "MPI": "3"}, {}, VOLUMES)
+MACHINE = NodeFacts("A CPU", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), {"hpcdist": "1", "numpy": "2", "MPI": "3"}, {}, VOLUMES)
 
 
 def table(nodes=1, ranks=2, machines=None, **facts):
@@ -47,8 +54,8 @@ def table(nodes=1, ranks=2, machines=None, **facts):
             own = {name: value(node, local) if callable(value) else value for name, value in facts.items()}
             machine = (MACHINE if machines is None else machines[node]) if local == 0 else None
             given = dataclasses.replace(FACTS, **{"host": f"n{node + 1}", "cores": (local,), **own})
-            rows.append(Row(node, local, given, GREETING, machine))
-    return Table(rows)
+            rows.append(RankRow(node, local, given, GREETING, machine))
+    return RankTable(rows)
 
 
 def machines(*changes):
@@ -59,8 +66,8 @@ def machines(*changes):
 
 
 def test_spans():
-    assert [spans(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
-    assert [read_spans(text) for text in ["", "3\n", "0-2,5"]] == [(), (3,), (0, 1, 2, 5)]
+    assert [format_ranges(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
+    assert [parse_ranges(text) for text in ["", "3\n", "0-2,5"]] == [(), (3,), (0, 1, 2, 5)]
 
 
 @pytest.mark.parametrize(
@@ -75,17 +82,17 @@ def test_spans():
     ],
 )
 def test_names_are_folded(names, folded):
-    assert fold(names) == folded
+    assert fold_names(names) == folded
 
 
 def test_what_many_nodes_have_in_common_is_said_once():
     nodes = [f"n{k}" for k in range(1000)]
-    assert grouped(nodes, ["fine"] * 1000) == "fine"
-    assert grouped(nodes, ["old" if k == 7 else "" for k in range(1000)]) == "n7: old"
-    assert grouped(nodes, ["new" if k % 500 else "old" for k in range(1000)]) == (
+    assert group_texts(nodes, ["fine"] * 1000) == "fine"
+    assert group_texts(nodes, ["old" if k == 7 else "" for k in range(1000)]) == "n7: old"
+    assert group_texts(nodes, ["new" if k % 500 else "old" for k in range(1000)]) == (
         "n[1-499,501-999]: new; n[0,500]: old"
     )
-    shown = grouped(nodes, [str(k) for k in range(1000)])
+    shown = group_texts(nodes, [str(k) for k in range(1000)])
     assert shown.endswith("and 994 more, each otherwise") and len(shown) < 100
 
 
@@ -95,22 +102,22 @@ def test_what_many_nodes_have_in_common_is_said_once():
 @pytest.mark.parametrize(
     ("asked", "status", "words"),
     [
-        (Asked(""), OK, "no scheduler; 4 ranks on 2 nodes (2 on each)"),
-        (Asked("Slurm", 4, 2), OK, "4 ranks on 2 nodes (2 on each); Slurm was asked for 4 tasks on 2 nodes"),
-        (Asked("Slurm", 8, 2), WARN, "8 tasks"),
-        (Asked("Slurm", 4, 3), WARN, "3 nodes"),
-        (Asked("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
-        (Asked("Slurm"), OK, "what it does not say"),
+        (SchedulerRequest(""), OK, "no scheduler; 4 ranks on 2 nodes (2 on each)"),
+        (SchedulerRequest("Slurm", 4, 2), OK, "4 ranks on 2 nodes (2 on each); Slurm was asked for 4 tasks on 2 nodes"),
+        (SchedulerRequest("Slurm", 8, 2), WARN, "8 tasks"),
+        (SchedulerRequest("Slurm", 4, 3), WARN, "3 nodes"),
+        (SchedulerRequest("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
+        (SchedulerRequest("Slurm"), OK, "what it does not say"),
     ],
 )
 def test_world_against_scheduler(asked, status, words):
-    check = diagnosis_table.check_size(table(nodes=2), asked)
+    check = job_checks.check_size(table(nodes=2), asked)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
 def test_a_world_of_one_among_many_tasks_may_have_fallen_apart():
-    assert "worlds of one" in diagnosis_table.check_size(table(ranks=1), Asked("Slurm", 4, 1)).cure
-    assert "worlds of one" not in diagnosis_table.check_size(table(ranks=2), Asked("Slurm", 4, 1)).cure
+    assert "worlds of one" in job_checks.check_size(table(ranks=1), SchedulerRequest("Slurm", 4, 1)).cure
+    assert "worlds of one" not in job_checks.check_size(table(ranks=2), SchedulerRequest("Slurm", 4, 1)).cure
 
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
@@ -120,38 +127,38 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "5"}
 @pytest.mark.parametrize(
     ("environment", "asked"),
     [
-        ({}, Asked("")),
-        (BATCH, Asked("Slurm", 5, 2)),
-        (BATCH | {"SLURM_NTASKS_PER_NODE": "4"}, Asked("Slurm", 8, 2)),
-        (BATCH | SRUN | {"SLURM_NTASKS_PER_NODE": "9", "SLURM_NTASKS": "4"}, Asked("Slurm", 4, 2)),
-        (BATCH | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, Asked("Slurm", None, 2)),
-        (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, Asked("Slurm", 5, 2, True)),
-        (BATCH | {"SLURM_HET_SIZE": "2"}, Asked("Slurm, for a heterogeneous job,")),
-        ({"PBS_NODEFILE": "/no/such/file"}, Asked("PBS")),
+        ({}, SchedulerRequest("")),
+        (BATCH, SchedulerRequest("Slurm", 5, 2)),
+        (BATCH | {"SLURM_NTASKS_PER_NODE": "4"}, SchedulerRequest("Slurm", 8, 2)),
+        (BATCH | SRUN | {"SLURM_NTASKS_PER_NODE": "9", "SLURM_NTASKS": "4"}, SchedulerRequest("Slurm", 4, 2)),
+        (BATCH | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, SchedulerRequest("Slurm", None, 2)),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, SchedulerRequest("Slurm", 5, 2, True)),
+        (BATCH | {"SLURM_HET_SIZE": "2"}, SchedulerRequest("Slurm, for a heterogeneous job,")),
+        ({"PBS_NODEFILE": "/no/such/file"}, SchedulerRequest("PBS")),
     ],
 )
 def test_what_the_scheduler_was_asked_for(environment, asked):
-    assert diagnosis_facts.asked(Announced("Slurm srun", 4, 1, 1), environment) == asked
+    assert facts.scheduler_request(LaunchEnvironment("Slurm srun", 4, 1, 1), environment) == asked
 
 
 def test_pbs_names_a_node_once_for_each_task(tmp_path):
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    assert diagnosis_facts.asked(None, {"PBS_NODEFILE": str(tmp_path / "nodes")}) == Asked("PBS", 4, 2)
+    assert facts.scheduler_request(None, {"PBS_NODEFILE": str(tmp_path / "nodes")}) == SchedulerRequest("PBS", 4, 2)
 
 
 def test_damaged_messages_fail_with_the_ranks():
     good = table(nodes=2)
-    assert diagnosis_table.check_messages(good).found.startswith("inside a node 2.0 us, slowest 2.0")
-    bad = Table([dataclasses.replace(row, greeting=Greeting(rank != 3, None, None, 1e-6))
+    assert job_checks.check_messages(good).found.startswith("inside a node 2.0 us, slowest 2.0")
+    bad = RankTable([dataclasses.replace(row, greeting=Greeting(rank != 3, None, None, 1e-6))
                  for rank, row in enumerate(good.rows)])  # fmt: skip
-    check = diagnosis_table.check_messages(bad)
+    check = job_checks.check_messages(bad)
     assert check.status == FAIL and check.found.endswith("rank 3")
 
 
 def test_the_slowest_rank_is_named_with_its_node():
     rows = [dataclasses.replace(row, greeting=dataclasses.replace(GREETING, across_s=1e-6 * (1 + 98 * (rank == 2))))
             for rank, row in enumerate(table(nodes=2).rows)]  # fmt: skip
-    assert "between nodes 1.0 us, slowest 99.0 (rank 2 on n2)" in diagnosis_table.check_messages(Table(rows)).found
+    assert "between nodes 1.0 us, slowest 99.0 (rank 2 on n2)" in job_checks.check_messages(RankTable(rows)).found
 
 
 # -- binding
@@ -168,15 +175,15 @@ def test_the_slowest_rank_is_named_with_its_node():
     ],
 )
 def test_local_ranks(facts, status, words):
-    check = diagnosis_binding.check_local_ranks(table(nodes=2, **facts))
+    check = binding_checks.check_local_ranks(table(nodes=2, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
 def gpus(count, visible=None, name=lambda local: f"0000:0{local}:00.0"):
-    return {"gpu": lambda node, local: Gpu(visible, count, name(local))}
+    return {"gpu": lambda node, local: GpuFacts(visible, count, name(local))}
 
 
-NO_GPU = {"gpu": Gpu(None, 0, "", "no driver")}
+NO_GPU = {"gpu": GpuFacts(None, 0, "", "no driver")}
 
 
 @pytest.mark.parametrize(
@@ -194,15 +201,15 @@ NO_GPU = {"gpu": Gpu(None, 0, "", "no driver")}
     ],
 )
 def test_gpus(facts, wanted, held, status, words):
-    check = diagnosis_binding.check_gpus(table(nodes=2, **facts), wanted, held)
+    check = binding_checks.check_gpus(table(nodes=2, **facts), wanted, held)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
     assert "n1" not in check.found, "it is the same on all nodes"
 
 
 @pytest.mark.parametrize(("wanted", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
 def test_gpus_that_only_some_nodes_have(wanted, status):
-    rows = table(nodes=3, gpu=lambda node, local: Gpu(None, 2 * (node != 1), f"{local}", "driver too old"))
-    check = diagnosis_binding.check_gpus(rows, wanted, held=False)
+    rows = table(nodes=3, gpu=lambda node, local: GpuFacts(None, 2 * (node != 1), f"{local}", "driver too old"))
+    check = binding_checks.check_gpus(rows, wanted, held=False)
     assert check.status == status
     if status != OK:
         assert check.found == "n2: 2 of 2 ranks without a GPU: driver too old"
@@ -235,7 +242,7 @@ def cores(*sets, **more):
     ],
 )
 def test_cores(facts, status, words):
-    check = diagnosis_binding.check_cores(table(nodes=2, **facts))
+    check = binding_checks.check_cores(table(nodes=2, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
@@ -249,7 +256,7 @@ def test_cores(facts, status, words):
     ],
 )
 def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
-    check = diagnosis_binding.check_cores(table(nodes=2, **facts), "Slurm")
+    check = binding_checks.check_cores(table(nodes=2, **facts), "Slurm")
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
@@ -265,13 +272,13 @@ def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
 )
 def test_cores_of_several_hardware_threads(facts, status, words):
     threads = machines({"numa": (), "hardware_threads": tuple((core, core + 4) for core in range(4))}) * 2
-    check = diagnosis_binding.check_cores(table(nodes=2, machines=threads, **facts))
+    check = binding_checks.check_cores(table(nodes=2, machines=threads, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
 def test_cores_without_memory_domains():
     flat = machines({"numa": ()})
-    assert diagnosis_binding.check_cores(table(machines=flat, **cores((0, 1), (3, 4), (6, 7)))).status == OK
+    assert binding_checks.check_cores(table(machines=flat, **cores((0, 1), (3, 4), (6, 7)))).status == OK
 
 
 # -- nodes
@@ -280,15 +287,31 @@ def test_cores_without_memory_domains():
 @pytest.mark.parametrize(
     ("offsets", "status", "words"),
     [
-        ([Offset(0, 0)], OK, "one node"),
-        ([Offset(0, 0), Offset(0.25, 0.001), Offset(-0.5, 0.002)], OK, "500.000 ms apart, to within 2.000 ms"),
-        ([Offset(0, 0), Offset(3.0, 0.001), Offset(3.0, 0.002)], WARN, "n[2-3]: 3.0 s ahead of the first node"),
-        ([Offset(0, 0), Offset(0.0, 0.001), Offset(-1.5, 0.1)], WARN, "n3: 1.5 s behind the first node, to within 0.1"),
-        ([Offset(0, 0), Offset(0.0, 0.001), Offset(-1.5, 0.6)], OK, "1500.000 ms"),  # it may be less than a second
+        ([ClockOffset(0, 0)], OK, "one node"),
+        (
+            [ClockOffset(0, 0), ClockOffset(0.25, 0.001), ClockOffset(-0.5, 0.002)],
+            OK,
+            "500.000 ms apart, to within 2.000 ms",
+        ),
+        (
+            [ClockOffset(0, 0), ClockOffset(3.0, 0.001), ClockOffset(3.0, 0.002)],
+            WARN,
+            "n[2-3]: 3.0 s ahead of the first node",
+        ),
+        (
+            [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.1)],
+            WARN,
+            "n3: 1.5 s behind the first node, to within 0.1",
+        ),
+        (
+            [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.6)],
+            OK,
+            "1500.000 ms",
+        ),  # it may be less than a second
     ],
 )
 def test_clocks(offsets, status, words):
-    check = diagnosis_nodes.check_clocks(table(nodes=len(offsets)), offsets)
+    check = job_checks.check_clocks(table(nodes=len(offsets)), offsets)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
@@ -297,31 +320,31 @@ def on(kind, **more):
 
 
 def test_a_run_directory_that_all_nodes_share():
-    check = diagnosis_nodes.check_directory(table(nodes=2), "/scratch/run", "")
+    check = job_checks.check_directory(table(nodes=2), "/scratch/run", "")
     assert (check.status, check.found) == (OK, "/scratch/run (lustre), seen by 2 nodes")
 
 
 def test_a_run_directory_on_a_file_system_of_one_node():
     one, two = (table(nodes=count, machines=machines(on("ext4"), on("ext4"))) for count in (1, 2))
-    assert diagnosis_nodes.check_directory(one, "/run", "").status == OK
-    check = diagnosis_nodes.check_directory(two, "/run", "")
+    assert job_checks.check_directory(one, "/run", "").status == OK
+    check = job_checks.check_directory(two, "/run", "")
     assert check.status == WARN and "ext4" in check.found and check.cure
 
 
 def test_a_run_directory_that_a_node_does_not_see():
     rows = list(table(nodes=3, ranks=1, machines=machines(on("nfs"), on("nfs"), on("tmpfs"))).rows)
     rows[2] = dataclasses.replace(rows[2], unseen="another directory")
-    check = diagnosis_nodes.check_directory(Table(rows), "/run", "")
+    check = job_checks.check_directory(RankTable(rows), "/run", "")
     assert (check.status, check.found) == (FAIL, "/run: n3: another directory (tmpfs)") and check.cure
 
 
 def test_a_run_directory_that_cannot_be_written():
-    check = diagnosis_nodes.check_directory(table(), "/run", "Permission denied")
+    check = job_checks.check_directory(table(), "/run", "Permission denied")
     assert (check.status, check.found) == (FAIL, "/run: Permission denied") and check.cure
 
 
 def test_space():
-    check = diagnosis_nodes.check_space(table(nodes=2, machines=machines({}, on("lustre", free_bytes=90 * GIB))))
+    check = job_checks.check_space(table(nodes=2, machines=machines({}, on("lustre", free_bytes=90 * GIB))))
     assert check.status == OK and "run directory 90.0 GiB (/scratch/run, lustre)" in check.found
 
 
@@ -334,7 +357,7 @@ def test_space():
     ],
 )
 def test_too_little_space(change, words):
-    check = diagnosis_nodes.check_space(table(nodes=2, machines=machines({}, on("lustre", **change))))
+    check = job_checks.check_space(table(nodes=2, machines=machines({}, on("lustre", **change))))
     assert check.status == WARN and words in check.found and check.cure
 
 
@@ -349,21 +372,21 @@ def test_too_little_space(change, words):
     ],
 )
 def test_software(software, status, words):
-    check = diagnosis_nodes.check_software(table(nodes=2, machines=machines({}, {"software": software})))
+    check = job_checks.check_software(table(nodes=2, machines=machines({}, {"software": software})))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
 def test_processors():
-    assert diagnosis_nodes.check_processors(table(nodes=2)).status == OK
-    check = diagnosis_nodes.check_processors(table(nodes=2, machines=machines({}, {"processor": "An old CPU"})))
+    assert job_checks.check_processors(table(nodes=2)).status == OK
+    check = job_checks.check_processors(table(nodes=2, machines=machines({}, {"processor": "An old CPU"})))
     assert check.status == WARN and "n2: An old CPU, 8 cores" in check.found
 
 
 def test_settings():
     same = table(nodes=2, machines=machines(*[{"settings": {"HPCDIST_CUDA_AWARE": "no", "PYTHONPATH": "x"}}] * 2))
-    assert diagnosis_nodes.check_settings(same).found == "HPCDIST_CUDA_AWARE=no"
+    assert job_checks.check_settings(same).found == "HPCDIST_CUDA_AWARE=no"
     other = table(nodes=2, machines=machines({"settings": {"OMP_NUM_THREADS": "4"}}, {}))
-    check = diagnosis_nodes.check_settings(other)
+    check = job_checks.check_settings(other)
     assert check.status == WARN
     assert check.found == "n1: OMP_NUM_THREADS=4; n2: OMP_NUM_THREADS=(unset)"
 
@@ -376,20 +399,20 @@ def test_nodes_of_one_name_are_told_apart_by_number():
 
 
 def test_facts_of_a_rank_of_srun():
-    said = Announced("MPICH mpirun", 4, 1, None)
-    found = diagnosis_facts.facts(said, FACTS.gpu, SRUN | {"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "3"})
+    said = LaunchEnvironment("MPICH mpirun", 4, 1, None)
+    found = facts.rank_facts(said, FACTS.gpu, SRUN | {"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "3"})
     assert (found.slurm_local, found.cores_asked, found.threads, found.announced) == (1, 6, "3", None)
 
 
 def test_a_daemon_of_mpirun_leaves_its_local_rank_to_the_ranks():
     """Open MPI starts a daemon on each node by srun; its ranks all see SLURM_LOCALID=0 of it."""
     of_daemon = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-    assert diagnosis_facts.facts(Announced("Open MPI mpirun", 4, 1, 1), FACTS.gpu, of_daemon).slurm_local is None
+    assert facts.rank_facts(LaunchEnvironment("Open MPI mpirun", 4, 1, 1), FACTS.gpu, of_daemon).slurm_local is None
 
 
 def test_a_machine_tells_settings_but_not_those_of_one_launch():
     environment = {"HPCDIST_CUDA_AWARE": "no", "HPCDIST_FAILURE_DIR": "/tmp/x", "HOME": "/root", "NCCL_DEBUG": "INFO"}
-    machine = diagnosis_facts.machine("Some MPI", VOLUMES, environment | {"LD_LIBRARY_PATH": "/b:/a:/b:"})
+    machine = facts.node_facts("Some MPI", VOLUMES, environment | {"LD_LIBRARY_PATH": "/b:/a:/b:"})
     expected = {"HPCDIST_CUDA_AWARE": "no", "NCCL_DEBUG": "INFO", "LD_LIBRARY_PATH": "/b:/a"}
     assert machine.settings == expected, "launchers add their folder to a path again on each hop"
     assert machine.software["MPI"] == "Some MPI" and machine.processor and machine.cores > 0
@@ -399,22 +422,22 @@ def test_memory_domains(tmp_path):
     for node, cpus in enumerate(("0-1,4\n", "2-3\n", "\n")):  # the last has memory only
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cpus)
-    assert diagnosis_facts.domains(tmp_path) == ((0, 1, 4), (2, 3))
+    assert facts.numa_domains(tmp_path) == ((0, 1, 4), (2, 3))
     (tmp_path / "node0" / "cpulist").write_text("damaged")
-    assert diagnosis_facts.domains(tmp_path) == ()
+    assert facts.numa_domains(tmp_path) == ()
 
 
 def test_an_edited_copy_has_other_sources(tmp_path):
     (tmp_path / "module.py").write_text("A = 1\n")
-    before = diagnosis_facts.sources(tmp_path)
+    before = facts.source_digest(tmp_path)
     (tmp_path / "module.py").write_text("A = 2\n")
-    assert len({before, diagnosis_facts.sources(tmp_path), diagnosis_facts.sources()}) == 3
+    assert len({before, facts.source_digest(tmp_path), facts.source_digest()}) == 3
 
 
 def test_volumes(tmp_path):
-    assert diagnosis_facts.volume("x", tmp_path / "not" / "there", "ext4").free_bytes > 0
+    assert facts.volume_facts("x", tmp_path / "not" / "there", "ext4").free_bytes > 0
     (tmp_path / "file").touch()
-    assert diagnosis_facts.volume("x", tmp_path / "file" / "below", "ext4").error == ""
+    assert facts.volume_facts("x", tmp_path / "file" / "below", "ext4").error == ""
 
 
 def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_path):
@@ -423,7 +446,7 @@ def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_p
 
     assert doctor_job._volume("x", tmp_path).kind != "unknown"
     monkeypatch.setattr(stripe, "file_system", stale)
-    monkeypatch.setattr(diagnosis_facts.os, "statvfs", stale)
+    monkeypatch.setattr(facts.os, "statvfs", stale)
     assert doctor_job._volume("x", tmp_path) == Volume("x", str(tmp_path), "unknown", 0, error="Stale file handle")
 
 
@@ -435,31 +458,31 @@ def test_the_node_local_folder_is_that_of_tmpdir(monkeypatch, tmp_path):
 
 
 def test_gpus_are_looked_for_before_mpi_starts(monkeypatch):
-    monkeypatch.setattr(diagnosis_facts.device, "choose", lambda local_rank: chosen.append(local_rank))
-    monkeypatch.setattr(diagnosis_facts.device, "count", lambda: 4)
-    monkeypatch.setattr(diagnosis_facts.device, "bus_id", lambda: "0000:01:00.0")
+    monkeypatch.setattr(facts.device, "choose", lambda local_rank: chosen.append(local_rank))
+    monkeypatch.setattr(facts.device, "count", lambda: 4)
+    monkeypatch.setattr(facts.device, "bus_id", lambda: "0000:01:00.0")
     chosen: list[int] = []
-    said = Announced("mpirun", 4, 3, 3)
-    assert diagnosis_facts.gpu(said, "", {"CUDA_VISIBLE_DEVICES": "2"}) == Gpu("2", 4, "0000:01:00.0")
-    assert diagnosis_facts.gpu(said, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"
+    said = LaunchEnvironment("mpirun", 4, 3, 3)
+    assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "2"}) == GpuFacts("2", 4, "0000:01:00.0")
+    assert facts.gpu_facts(said, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"
     assert chosen == [3, 3]
-    assert diagnosis_facts.gpu(said, "cpu", {}).count == 0 and chosen == [3, 3]
-    assert "no local rank" in diagnosis_facts.gpu(Announced("mpirun", 4, 3, None), "gpu", {}).reason
+    assert facts.gpu_facts(said, "cpu", {}).count == 0 and chosen == [3, 3]
+    assert "no local rank" in facts.gpu_facts(LaunchEnvironment("mpirun", 4, 3, None), "gpu", {}).reason
 
 
 def test_any_error_of_a_driver_is_a_reason(monkeypatch):
     def broken():
         raise OSError("device is busy")
 
-    monkeypatch.setattr(diagnosis_facts.device, "count", broken)
-    assert diagnosis_facts.gpu(None, "", {}).reason == "OSError: device is busy"
+    monkeypatch.setattr(facts.device, "count", broken)
+    assert facts.gpu_facts(None, "", {}).reason == "OSError: device is busy"
 
 
 def test_srun_is_asked_for_its_plugins(tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\necho 'MPI plugin types are...' >&2\nprintf '\\tpmi2\\n\\tnone\\n' >&2\n")
     (tmp_path / "srun").chmod(0o755)
-    assert diagnosis_facts.plugins({"PATH": str(tmp_path)}) == "pmi2, none"
-    assert diagnosis_facts.plugins({"PATH": "/no/such/path"}) == ""
+    assert facts.plugin_versions({"PATH": str(tmp_path)}) == "pmi2, none"
+    assert facts.plugin_versions({"PATH": "/no/such/path"}) == ""
 
 
 # -- messages
@@ -471,9 +494,7 @@ def gathered(size, ranks_per_node, directory, clock=lambda rank: time.time, sees
     def body(comm):
         stages = []
         own = directory if sees(comm.rank) else directory / "elsewhere"
-        found = diagnosis_job.gather(
-            comm, FACTS, lambda: MACHINE, own, stages.append, clock=clock(comm.rank), look_s=look_s
-        )
+        found = gather.gather(comm, FACTS, lambda: MACHINE, own, stages.append, clock=clock(comm.rank), look_s=look_s)
         return found, stages
 
     return run_threads(size, body, ranks_per_node)
@@ -488,8 +509,8 @@ def test_rank_0_gathers_all_rows(tmp_path, size, ranks_per_node, nodes):
     assert [row.local_rank for row in one.table.rows] == [rank % ranks_per_node for rank in range(size)]
     assert one.table.machines == [MACHINE] * nodes and one.failure == ""
     assert {stages[-1] for _, stages in found} == {"collecting what all ranks found"}
-    assert diagnosis_table.check_messages(one.table).status == OK
-    assert diagnosis_nodes.check_directory(one.table, "run", one.failure).status == OK
+    assert job_checks.check_messages(one.table).status == OK
+    assert job_checks.check_directory(one.table, "run", one.failure).status == OK
     assert len(one.offsets) == nodes
     assert all(abs(offset.offset_s) <= offset.bound_s + 1e-3 for offset in one.offsets)
     inside = [row.greeting.inside_s is not None for row in one.table.rows]
@@ -503,7 +524,7 @@ def test_nodes_whose_ranks_alternate_are_put_in_rank_order(tmp_path):
     def body(comm):
         comm.declared_node = comm.rank % 2
         facts = dataclasses.replace(FACTS, announced=comm.rank)
-        return diagnosis_job.gather(comm, facts, lambda: MACHINE, tmp_path, lambda _: None)
+        return gather.gather(comm, facts, lambda: MACHINE, tmp_path, lambda _: None)
 
     one = run_threads(5, body)[0]
     assert [(row.node, row.local_rank, row.facts.announced) for row in one.table.rows] == [
@@ -514,16 +535,16 @@ def test_nodes_whose_ranks_alternate_are_put_in_rank_order(tmp_path):
 def test_a_clock_that_is_ahead(tmp_path):
     found = gathered(4, 2, tmp_path, clock=lambda rank: lambda: time.time() + 5.0 * (rank >= 2))
     offsets = found[0][0].offsets
-    assert offsets[0] == Offset(0.0, 0.0)
+    assert offsets[0] == ClockOffset(0.0, 0.0)
     assert offsets[1].offset_s == pytest.approx(5.0, abs=offsets[1].bound_s + 1e-6)
-    check = diagnosis_nodes.check_clocks(found[0][0].table, offsets)
+    check = job_checks.check_clocks(found[0][0].table, offsets)
     assert check.status == WARN and check.found.startswith("node1: 5.0 s ahead")
 
 
 def test_a_node_that_sees_another_directory(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     found, _ = gathered(4, 2, tmp_path, sees=lambda rank: rank < 2, look_s=0.2)[0]
-    check = diagnosis_nodes.check_directory(found.table, "run", found.failure)
+    check = job_checks.check_directory(found.table, "run", found.failure)
     assert check.status == FAIL and "node1: another directory" in check.found
 
 
@@ -536,7 +557,7 @@ def test_a_directory_that_rank_0_cannot_make(tmp_path):
 def test_a_file_that_comes_late_is_seen(tmp_path):
     """As on NFS, whose clients look again when their cache has aged."""
     path = tmp_path / "late"
-    assert "another directory" in diagnosis_job.look(path, "text", 0.0)
+    assert "another directory" in gather.look_for_text(path, "text", 0.0)
     looks = []
     original = Path.read_text
 
@@ -547,9 +568,9 @@ def test_a_file_that_comes_late_is_seen(tmp_path):
                 path.write_text("text")
             return original(path, *arguments, **options)
 
-    assert diagnosis_job.look(Late(path), "text", 10.0) == "" and len(looks) == 3
-    assert "another content" in diagnosis_job.look(path, "other", 0.0)
-    assert "no such directory" in diagnosis_job.look(tmp_path / "no" / "file", "text", 0.0)
+    assert gather.look_for_text(Late(path), "text", 10.0) == "" and len(looks) == 3
+    assert "another content" in gather.look_for_text(path, "other", 0.0)
+    assert "no such directory" in gather.look_for_text(tmp_path / "no" / "file", "text", 0.0)
 
 
 @pytest.mark.parametrize("damaged", [2, 1 << 17])
@@ -565,7 +586,7 @@ def test_damaged_data_is_found(damaged):
                 receive[-1] += 1
 
         comm.sendrecv = damaging
-        return diagnosis_job._ring(comm)[0]
+        return gather._ring(comm)[0]
 
     assert run_threads(3, body) == [True, False, True]
 
@@ -575,7 +596,7 @@ def test_the_others_are_released_when_a_rank_fails(tmp_path):
         def describe():
             raise OSError("a bug in here")
 
-        diagnosis_job.gather(
+        gather.gather(
             comm, FACTS, describe if comm.rank == 1 else lambda: MACHINE, tmp_path, lambda _: None, look_s=0.2
         )
 
@@ -586,7 +607,7 @@ def test_the_others_are_released_when_a_rank_fails(tmp_path):
 
 def test_a_stage_that_does_not_end_fails_with_what_was_waited_for():
     failures = []
-    deadline = diagnosis_job.Deadline("rank 3 on n2", 0.05, failures.append)
+    deadline = gather.StageDeadline("rank 3 on n2", 0.05, failures.append)
     deadline.stage("messages with ranks 1 and 5")
     deadline._timer.join(60)
     assert isinstance(failures[0], DeadlineError)
@@ -595,7 +616,7 @@ def test_a_stage_that_does_not_end_fails_with_what_was_waited_for():
 
 def test_a_stage_that_ends_does_not_fail():
     failures, timers = [], []
-    deadline = diagnosis_job.Deadline("rank 3 on n2", 3600.0, failures.append)
+    deadline = gather.StageDeadline("rank 3 on n2", 3600.0, failures.append)
     for _ in range(2):
         deadline.stage("a stage")
         timers.append(deadline._timer)
@@ -633,15 +654,15 @@ def test_walltime(monkeypatch, environment, scheduler, status, words):
 
 
 def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
-    monkeypatch.setattr(diagnosis_facts, "plugins", lambda: "pmi2, none")
+    monkeypatch.setattr(facts, "plugin_versions", lambda: "pmi2, none")
     error = ConfigurationError("a world of 1")
-    of_srun = doctor_job._apart(Announced("Slurm srun", 4, 0, 0), error)
+    of_srun = doctor_job._apart(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
     assert of_srun.status == FAIL and "`srun --mpi=list` has pmi2, none" in of_srun.cure
-    by_pmi2 = Announced("MPICH mpirun", 4, 2, 0)
+    by_pmi2 = LaunchEnvironment("MPICH mpirun", 4, 2, 0)
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
     assert "--mpi=pmix for Open MPI" in doctor_job._apart(by_pmi2, error, step).cure
     assert "srun" not in doctor_job._apart(by_pmi2, error, {}).cure
-    assert "srun" not in doctor_job._apart(Announced("Open MPI mpirun", 4, 0, 0), error).cure
+    assert "srun" not in doctor_job._apart(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
 
 
 def test_a_single_process_is_a_job_too(tmp_path):

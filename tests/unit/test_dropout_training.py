@@ -7,8 +7,8 @@ import pytest
 from gpu_runs import STEPS, assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
-from hpcdist.models.arena import Arena
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.data import Shares
 
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpcdist.comm.spanfile import PHASES
+from hpcdist.comm.record.spans import PHASES
 from hpcdist.energy.accounts import phase_shares
 from hpcdist.energy.accounts.attribution import Attribution, CounterSamples, update_brackets
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.energy.report import DECLARED

@@ -17,7 +17,7 @@ from hpcdist.energy.monitor.tables import NodeRows
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import COLUMNS
 from hpcdist.errors import HpcdistError, StorageError, UsageError
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 
 WATTS = {"cpu": 100.0, "gpu": 300.0}
 SOURCES = (("cpu", "package-0"), ("gpu", "GPU-1"))

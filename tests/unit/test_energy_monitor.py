@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import monitor as monitors
 from hpcdist.energy.monitor.monitor import EnergyMonitor

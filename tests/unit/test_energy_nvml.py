@@ -19,7 +19,7 @@ LIMIT_S = 120
 PRELUDE = """
 import json, math, os, sys, threading, time
 from pathlib import Path
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.sources import counters, nvml
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.counters import SensorReadError, CounterReader

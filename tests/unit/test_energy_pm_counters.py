@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.energy.sources import counters, pm_counters

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.solo import solo
-from hpcdist.comm.spanfile import PHASES
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.spans import PHASES
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.energy.accounts import phase_shares
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.discovery import GpuClaim
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
 from hpcdist.training import energy

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.comm import failfast, recordfile
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.record import flight_file
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
 
 PREAMBLE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from hpcdist.comm import failfast
-from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import ConfigurationError, CommunicationError
 
 def abort(code):
@@ -168,7 +169,9 @@ raise ConfigurationError("bad\\nsecond line")
     path = tmp_path / "rank-00002.rec"
     ended = run(source, str(path), HPCDIST_FAILURE_DIR=str(tmp_path))
     assert (tmp_path / "rank-2.txt").read_text() == ended.stderr
-    assert recordfile.read(path).notes["raised"].text == "ConfigurationError: bad second line at <string>:16 (<module>)"
+    assert (
+        flight_file.read(path).notes["raised"].text == "ConfigurationError: bad second line at <string>:16 (<module>)"
+    )
 
 
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
@@ -222,7 +225,7 @@ def test_closed_stderr_does_not_keep_the_process() -> None:
 def test_normal_end_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "rank-00002.rec"
     assert run("failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))", str(path)).returncode == 0
-    assert recordfile.read(path).notes["finished"].text == "end of the program"
+    assert flight_file.read(path).notes["finished"].text == "end of the program"
 
 
 def test_sigusr2_shows_all_stacks_and_goes_on() -> None:

@@ -13,8 +13,8 @@ import shard_runs
 from shard_runs import SAMPLES, train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies.core import logical_shards
 from hpcdist.strategies.core.grid import ProcessGrid
@@ -132,7 +132,7 @@ def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], 
 def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, text, {"model.hidden": 64})
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             train(trainer, 1)
         assert not traffic.unknown
         psi = trainer.model.layout.parameters * 4

@@ -8,9 +8,9 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.cli import run as run_command
-from hpcdist.comm import ending
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.launch import exit_file
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.training import identity, job
 from hpcdist.training.directory import RunDirectory
 from hpcdist.training.job import Job
@@ -36,7 +36,7 @@ def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     ],
 )
 def test_the_command_that_goes_on(command: list[str], resumed: list[str]) -> None:
-    assert ending.resuming(command, Path("runs/1")) == resumed
+    assert exit_file.resume_command(command, Path("runs/1")) == resumed
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_the_command_that_goes_on(command: list[str], resumed: list[str]) -> Non
     ],
 )
 def test_the_command_that_goes_on_with_a_script(command: list[str], resumed: list[str]) -> None:
-    assert ending.resuming(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]
+    assert exit_file.resume_command(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_the_options_of_a_script_stay_as_they_are(dashes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = ["python", "train.py", "--out", "foo", "--resume", "never", "--", "-x"]
     monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", "run", "-n", "4", *dashes, *script])
-    resumed = ending.resuming(run_command._typed(len(script)), Path("r"), script=True)
+    resumed = exit_file.resume_command(run_command._typed(len(script)), Path("r"), script=True)
     assert resumed == ["hpcdist", "run", "--out", "r", "--resume", "auto", "-n", "4", "--", *script]
 
 
@@ -64,12 +64,12 @@ def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monke
         made = Job(trainer.recipe, RunDirectory(Path("runs/1"), None), StopWishes(), RunLock(), as_json=False)
         return made._how_to_go_on(7, trainer)
 
-    monkeypatch.setenv(ending.COMMAND, "hpcdist run -n 2 train 'my recipe.toml'")
+    monkeypatch.setenv(exit_file.COMMAND, "hpcdist run -n 2 train 'my recipe.toml'")
     (typed,) = run_threads(1, said)
     assert typed == (
         "stopped at 7 of 40 steps, saved; go on with hpcdist run -n 2 train 'my recipe.toml' --out runs/1 --resume auto"
     )
-    monkeypatch.delenv(ending.COMMAND)
+    monkeypatch.delenv(exit_file.COMMAND)
     monkeypatch.setattr("sys.argv", ["/venv/hpcdist/__main__.py", "train", "--out=a"])
     alone, others = run_threads(1, said) + run_threads(2, said)[:1]
     assert alone.endswith("; go on with hpcdist train --out=a --resume auto")
@@ -78,14 +78,14 @@ def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monke
 
 def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the directory of a run that died; of one that ended as it should, nothing, or how it goes on."""
-    assert not ending.trained("stopped"), "nobody listens"
-    monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path / "elsewhere"))
-    assert not ending.trained("stopped"), "it is on another host"
-    monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path))
-    assert ending.noted(tmp_path) == ("", "")
-    ending.trains(Path("runs/1"))
-    assert ending.noted(tmp_path) == ("runs/1", "")
-    assert ending.trained("stopped") and ending.noted(tmp_path) == ("", "stopped")
+    assert not exit_file.announce_completion("stopped"), "nobody listens"
+    monkeypatch.setenv(exit_file.LAUNCH_DIR, str(tmp_path / "elsewhere"))
+    assert not exit_file.announce_completion("stopped"), "it is on another host"
+    monkeypatch.setenv(exit_file.LAUNCH_DIR, str(tmp_path))
+    assert exit_file.read_announcements(tmp_path) == ("", "")
+    exit_file.announce_run(Path("runs/1"))
+    assert exit_file.read_announcements(tmp_path) == ("runs/1", "")
+    assert exit_file.announce_completion("stopped") and exit_file.read_announcements(tmp_path) == ("", "stopped")
 
 
 def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(

@@ -12,11 +12,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError, UsageError
 from hpcdist.training import recipe as recipes
 

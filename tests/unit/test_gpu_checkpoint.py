@@ -14,7 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])
 
@@ -55,9 +55,12 @@ def test_each_piece_is_copied_once(gpu: ModuleType, tmp_path: Path) -> None:
     pieces = pieces_of(store)
     gpu.LOG.clear()
     path = run_threads(1, lambda comm: save(tmp_path, 1, pieces, {}, comm))[0]
-    copied = {(gpu.D2H, "sources._of_device"): len(pieces), (gpu.SYNCHRONISE, "sources._arrived"): len(pieces)}
+    copied = {
+        (gpu.D2H, "shard_layout._of_device"): len(pieces),
+        (gpu.SYNCHRONISE, "shard_layout._wait_for_copy"): len(pieces),
+    }
     assert gpu.LOG.sites() == copied and gpu.LOG.nbytes(gpu.D2H) == sum(piece.array.nbytes for piece in pieces)
     gpu.LOG.clear()
     restore(path, pieces)
-    assert gpu.LOG.sites() == {(gpu.H2D, "filling._fill"): len(pieces)}
+    assert gpu.LOG.sites() == {(gpu.H2D, "restore._fill_in_memory"): len(pieces)}
     assert gpu.LOG.nbytes(gpu.H2D) == sum(piece.array.nbytes for piece in pieces)

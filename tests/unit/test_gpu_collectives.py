@@ -13,7 +13,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 COUNT = 1001
 # What an operation of the message layer stages: copies to the host, copies to the device.

@@ -8,7 +8,7 @@ import pytest
 from gpu_runs import Trained, check_same, write_text
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 
 OWN: dict[str, dict[str, object]] = {
     "topk": {"compression.density": 0.1},

@@ -7,10 +7,11 @@ import cuda_double
 import numpy as np
 import pytest
 
-from hpcdist.arrays import backend, device, ipc, staging
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device, ipc, staging
 from hpcdist.arrays.jit import jit
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 HOST = np.arange(6.0).reshape(2, 3)
@@ -188,7 +189,7 @@ def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) ->
     def body(comm: Communicator, ordered: bool) -> list[float]:
         own = ipc.allocate(64)
         tickets = comm.allgather_object(ipc.export(own))
-        mapping = ipc.open_ticket(tickets[1 - comm.rank])
+        mapping = ipc.open_handle(tickets[1 - comm.rank])
         own[...] = comm.rank + 5
         if ordered:
             device.produced()

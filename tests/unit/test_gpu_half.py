@@ -11,7 +11,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.master import WithMaster
+from hpcdist.optim.master_weights import MasterWeights
 
 # Of the loss, of the whole gradient: some roundings of activations, which do not add up in one direction
 BOUNDS = {"float16": (2e-3, 1e-2), "bfloat16": (1e-2, 6e-2)}
@@ -55,7 +55,7 @@ def test_updates_too_small_for_16_bits_are_not_lost(gpu: ModuleType, dtype: str,
     whole = Range(0, layout.size)
     config = OptimizerConfig(name="adamw", learning_rate=1e-5, weight_decay=0.0)
     inner = optimizer.build(config, layout, whole, np.dtype("float32"), total_steps=100, on="gpu")
-    master = WithMaster(inner, layout, whole, ledger=None, on="gpu")
+    master = MasterWeights(inner, layout, whole, ledger=None, on="gpu")
     master.weights.array[...] = run.store.array.astype(np.float32)
     before = master.weights.array.get()
     gradient = FlatStore(layout, run.store.dtype, on="gpu")

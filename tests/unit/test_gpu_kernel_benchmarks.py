@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays.gpu import device
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
 
 

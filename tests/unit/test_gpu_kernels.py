@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
-from hpcdist.models import device
+from hpcdist.models.layers import cuda_kernels
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -59,18 +59,18 @@ def test_activations(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: n
     x, dy = drawn(rng, shape, dtype, 3.0), drawn(rng, shape, dtype)
     x64, d64, s = wide(x), wide(dy), gate(wide(x))
     y = empty(shape, x.dtype)
-    device.gelu(there(x), y)
+    cuda_kernels.gelu(there(x), y)
     # the exponent 2 u is rounded before it is raised, so |2 u| roundings count
     turn = 2 * ROOT * (np.abs(x64) + CUBIC * np.abs(x64) ** 3)
     check(y, x64 * s, dtype, 8, np.abs(x64 * s) * (1 + turn))
     slope = s + x64 * s * (1 - s) * 2 * ROOT * (1 + 3 * CUBIC * x64**2)
     dx = there(x)
-    device.gelu_backward(dx, there(dy))
+    cuda_kernels.gelu_backward(dx, there(dy))
     check(dx, d64 * slope, dtype, 10, np.abs(d64) * s * (1 + turn) ** 2)
-    device.relu(there(x), y)
+    cuda_kernels.relu(there(x), y)
     check(y, np.maximum(x64, 0), dtype, 0)
     dx = there(x)
-    device.relu_backward(dx, there(dy))
+    cuda_kernels.relu_backward(dx, there(dy))
     check(dx, d64 * (x64 > 0), dtype, 0)
 
 
@@ -81,15 +81,15 @@ def test_activations_of_huge_numbers(gpu: ModuleType, dtype: str) -> None:
     x = np.concatenate([magnitudes, -magnitudes]).astype(dtype_of(dtype))
     ones, above = np.ones_like(x), wide(x) > 0
     y, dx = empty(x.shape, x.dtype), there(x)
-    device.gelu(there(x), y)
+    cuda_kernels.gelu(there(x), y)
     np.testing.assert_array_equal(wide(y), np.where(above, wide(x), 0))
-    device.gelu_backward(dx, there(ones))
+    cuda_kernels.gelu_backward(dx, there(ones))
     np.testing.assert_array_equal(wide(dx), above)
     pairs, y = np.stack([x, ones], axis=1), empty((x.size, 1), x.dtype)
-    device.swiglu(there(pairs), y)
+    cuda_kernels.swiglu(there(pairs), y)
     np.testing.assert_array_equal(wide(y)[:, 0], np.where(above, wide(x), 0))
     dx = there(pairs)
-    device.swiglu_backward(dx, there(ones.reshape(-1, 1)))
+    cuda_kernels.swiglu_backward(dx, there(ones.reshape(-1, 1)))
     np.testing.assert_array_equal(wide(dx), np.stack([above, np.where(above, wide(x), 0)], axis=1))
 
 
@@ -101,10 +101,10 @@ def test_swiglu(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.ran
     g, v, d = wide(x)[:, :w], wide(x)[:, w:], wide(dy)
     s = 1 / (1 + np.exp(-g))
     y = empty(shape, x.dtype)
-    device.swiglu(there(x), y)
+    cuda_kernels.swiglu(there(x), y)
     check(y, g * s * v, dtype, 8, np.abs(g * s * v) * (1 + np.abs(g)))
     dx = there(x)
-    device.swiglu_backward(dx, there(dy))
+    cuda_kernels.swiglu_backward(dx, there(dy))
     want = np.concatenate([d * v * s * (1 + g * (1 - s)), d * g * s], axis=1)
     size = np.concatenate([np.abs(d * v) * (1 + np.abs(g)), np.abs(d * g * s)], axis=1)
     check(dx, want, dtype, 8, size * (1 + np.abs(np.tile(g, 2))))
@@ -115,7 +115,7 @@ def test_sums_in_place(gpu: ModuleType, dtype: str, rng: np.random.Generator) ->
     for shape, tail in (((3, 5, 7), (3, 5, 7)), ((3, 5, 16), (5, 16)), ((4, 6), (6,)), ((0, 4), (4,))):
         y, x = drawn(rng, shape, dtype), drawn(rng, tail, dtype)
         got = there(y)
-        device.add(got, there(x))
+        cuda_kernels.add(got, there(x))
         check(got, wide(y) + wide(x), dtype, 1)
 
 
@@ -140,14 +140,14 @@ def test_norms(gpu: ModuleType, kind: str, dtype: str, shape: tuple[int, int], r
     )
     many, size = 8 + np.sqrt(hidden), np.abs(x64).max() * inverse
     if kind == "layer":
-        device.norm(there(x), there(scale), there(bias), EPSILON, y, statistics)
+        cuda_kernels.norm(there(x), there(scale), there(bias), EPSILON, y, statistics)
         check(y, normal * s64 + wide(bias), dtype, many, (1 + size) * (np.abs(s64) + np.abs(wide(bias))))
-        device.norm_backward(there(dy), there(x), there(scale), statistics, dx, dscale, dbias)
+        cuda_kernels.norm_backward(there(dy), there(x), there(scale), statistics, dx, dscale, dbias)
         check(dbias, wide(sums[1]) + d64.sum(axis=0), dtype, 8 + np.sqrt(rows), np.abs(d64).sum(axis=0))
     else:
-        device.rms(there(x), there(scale), EPSILON, y, statistics)
+        cuda_kernels.rms(there(x), there(scale), EPSILON, y, statistics)
         check(y, normal * s64, dtype, many, (1 + size) * np.abs(s64))
-        device.rms_backward(there(dy), there(x), there(scale), statistics, dx, dscale)
+        cuda_kernels.rms_backward(there(dy), there(x), there(scale), statistics, dx, dscale)
     size = (1 + size) ** 2 * (np.abs(terms[0]) + inverse * (1 + np.abs(g).max(axis=1, keepdims=True)))
     check(dx, wide(residual) + (g - lost) * inverse, dtype, many, size)
     check(dscale, wide(sums[0]) + terms[1].sum(axis=0), dtype, many + np.sqrt(rows),
@@ -161,7 +161,7 @@ def test_column_sums(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: n
     total, size = wide(rows).sum(axis=0), np.abs(wide(rows)).sum(axis=0)
     for add in (False, True):
         into = there(before)
-        device.column_sums(there(rows), into, add)
+        cuda_kernels.column_sums(there(rows), into, add)
         check(into, total + add * wide(before), dtype, 8 + np.sqrt(shape[0]), size)
 
 
@@ -175,13 +175,13 @@ def test_cross_entropy(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng:
     p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
     losses = np.where(counts, np.log(np.exp(z).sum(axis=1)) - z[np.arange(tokens), targets], 0.0)
     device_logits, statistics = there(logits), empty((tokens, 2), accumulation_dtype(logits.dtype))
-    total = device.cross_entropy(device_logits, there(targets), statistics)
+    total = cuda_kernels.cross_entropy(device_logits, there(targets), statistics)
     assert (total.dtype, total.shape) == (np.float64, ())
     exact = UNIT[str(accumulation_dtype(logits.dtype))]
     assert abs(float(total) - losses.sum()) <= 32 * exact * (1 + np.abs(z).max()) * tokens
     onehot = np.zeros(shape)
     onehot[np.arange(tokens)[counts], targets[counts]] = 1
-    device.cross_entropy_backward(device_logits, there(targets), statistics, 0.37)
+    cuda_kernels.cross_entropy_backward(device_logits, there(targets), statistics, 0.37)
     check(device_logits, (p - onehot) * 0.37 * counts[:, None], dtype, 32, 0.37 * (1 + np.abs(z)) * (p + onehot))
 
 
@@ -192,8 +192,8 @@ def test_what_is_wrong_with_logits_and_targets_shows(gpu: ModuleType) -> None:
         logits[row] = bad if bad != np.inf else [np.inf, 0, 0]
         statistics = empty((4, 2), np.float32)
         device_logits = there(logits)
-        total = float(device.cross_entropy(device_logits, targets, statistics))
-        device.cross_entropy_backward(device_logits, targets, statistics, 1.0)
+        total = float(cuda_kernels.cross_entropy(device_logits, targets, statistics))
+        cuda_kernels.cross_entropy_backward(device_logits, targets, statistics, 1.0)
         assert np.isnan(total) or row == 3
         assert row != 0 or np.isnan(device_logits.get()[0]).any()
     assert np.isnan(device_logits.get()[3]).all()  # it has no loss, and is not hidden
@@ -220,9 +220,9 @@ def test_cross_entropy_where_a_part_of_a_row_is_minus_infinity(
     exact = UNIT[str(accumulation_dtype(logits.dtype))]
     for row, loss in enumerate(losses):
         here, statistics = there(logits[row : row + 1]), empty((1, 2), accumulation_dtype(logits.dtype))
-        total = float(device.cross_entropy(here, there(targets[row : row + 1]), statistics))
+        total = float(cuda_kernels.cross_entropy(here, there(targets[row : row + 1]), statistics))
         assert total == loss == np.inf if row == 3 else abs(total - loss) <= 32 * exact * (1 + abs(z[kept]).max())
-        device.cross_entropy_backward(here, there(targets[row : row + 1]), statistics, 0.37)
+        cuda_kernels.cross_entropy_backward(here, there(targets[row : row + 1]), statistics, 0.37)
         size = 0.37 * (1 + np.where(kept[row], np.abs(z[row]), 0)) * (p[row] + onehot[row])
         check(here[0], (p[row] - onehot[row]) * 0.37, dtype, 32, size)
 
@@ -233,8 +233,8 @@ def test_a_nan_in_the_first_logits_of_a_thread_shows(gpu: ModuleType, beside: fl
     logits = np.zeros((1, classes), np.float32)
     logits[0, :4] = beside, np.nan, beside, beside
     here, statistics = there(logits), empty((1, 2), np.float32)
-    assert np.isnan(float(device.cross_entropy(here, there(np.array([classes - 1])), statistics)))
-    device.cross_entropy_backward(here, there(np.array([classes - 1])), statistics, 1.0)
+    assert np.isnan(float(cuda_kernels.cross_entropy(here, there(np.array([classes - 1])), statistics)))
+    cuda_kernels.cross_entropy_backward(here, there(np.array([classes - 1])), statistics, 1.0)
     assert np.isnan(here.get()).all()
 
 
@@ -245,19 +245,19 @@ def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, vocabulary: i
     table, rows = drawn(rng, (vocabulary, hidden), dtype), drawn(rng, (n, hidden), dtype)
     tokens = rng.integers(0, vocabulary - 1, n)  # the last one never comes
     y, into = empty((n, hidden), table.dtype), there(table)
-    device.gather(there(table), there(tokens), y)
+    cuda_kernels.gather(there(table), there(tokens), y)
     assert wide(y).tolist() == wide(table)[tokens].tolist()
-    device.scatter(there(rows), there(tokens), into)
+    cuda_kernels.scatter(there(rows), there(tokens), into)
     want, size = wide(table), np.abs(wide(table))
     np.add.at(want, tokens, wide(rows))
     np.add.at(size, tokens, np.abs(wide(rows)))
     check(into, want, dtype, 32, size)
     again = there(table)
-    device.scatter(there(rows), there(tokens), again)
+    cuda_kernels.scatter(there(rows), there(tokens), again)
     assert backend.to_host(again).tobytes() == backend.to_host(into).tobytes()
-    device.gather(there(table), there(np.array([vocabulary, -1])), y[:2])
+    cuda_kernels.gather(there(table), there(np.array([vocabulary, -1])), y[:2])
     assert np.isnan(wide(y[:2])).all()
-    device.scatter(there(rows[:0]), there(tokens[:0]), again)
+    cuda_kernels.scatter(there(rows[:0]), there(tokens[:0]), again)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -275,22 +275,22 @@ def test_rotary_positions(
     left, right = pairs[:, :, :, 0], pairs[:, :, :, 1]
     turned = np.stack([left * c - right * s, right * c + left * s], axis=3)
     want[..., :rotated] = turned.reshape(batch, context, rotated)
-    device.turn(got, rotated, there(turns), 1)
+    cuda_kernels.rotate(got, rotated, there(turns), 1)
     check(got, want, dtype, 4, np.abs(wide(x)).max())
-    device.turn(got, rotated, there(turns), -1)
+    cuda_kernels.rotate(got, rotated, there(turns), -1)
     assert np.abs(wide(got) - wide(x)).max() <= 8 * UNIT[dtype] * np.abs(wide(x)).max()
 
 
 def test_a_launch_refuses_what_a_kernel_would_misread(gpu: ModuleType, rng: np.random.Generator) -> None:
     x = there(drawn(rng, (4, 6), "float32"))
     with pytest.raises(TypeError, match="strides"):
-        device.gelu(x[:, ::2], empty((4, 3), np.float32))
+        cuda_kernels.gelu(x[:, ::2], empty((4, 3), np.float32))
     with pytest.raises(TypeError, match="argument 1 of gelu is .* float64; it takes float32 in memory of the device"):
-        device.gelu(x, empty((4, 6), np.float64))
+        cuda_kernels.gelu(x, empty((4, 6), np.float64))
     with pytest.raises(TypeError, match="gelu got <class 'numpy.ndarray'>; a kernel takes arrays of a GPU"):
-        device.gelu(x, np.empty((4, 6), np.float32))
+        cuda_kernels.gelu(x, np.empty((4, 6), np.float32))
     with pytest.raises(Exception, match="has no kernels for int64"):
-        device.gelu(there(np.arange(3)), empty(3, np.int64))
+        cuda_kernels.gelu(there(np.arange(3)), empty(3, np.int64))
 
 
 BROKEN = {

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gpu_runs import LAYOUTS, Trained, check_same, write_text
 
-from hpcdist.arrays import device as arrays_device
-from hpcdist.comm.threads import run_threads
+from hpcdist.arrays.gpu import device as arrays_device
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
 BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side

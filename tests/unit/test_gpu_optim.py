@@ -10,7 +10,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 WORKING = {"float32": "bfloat16", "float64": "float32"}
@@ -26,7 +26,7 @@ def test_updates_are_those_of_the_cpu(gpu: ModuleType, name: str, dtype: str, rn
         host.step(gradient)
         gpu.LOG.clear()
         device.step(gradient)
-        norms = {(gpu.D2H, "segmentwise.partial_norms"): 2} if device.optimizers[0].needs_norms else {}
+        norms = {(gpu.D2H, "base.partial_norms"): 2} if device.optimizers[0].needs_norms else {}
         assert gpu.LOG.sites() == {(gpu.H2D, "store.copy_from"): 1, **norms}
     for got, want in zip(device.stores(), host.stores(), strict=True):
         assert np.linalg.norm(got.array.get() - want.array) <= BOUNDS[dtype] * np.linalg.norm(want.array)
@@ -42,16 +42,16 @@ def test_the_norm_of_several_ranges_waits_once(gpu: ModuleType, dtype: str, rng:
     device.copy_from(host)
     gpu.LOG.clear()
     parts = [Range(32, 64), Range(100, TENSORS.size - 40)]
-    got = clip.sum_of_squares(device, parts)
-    assert gpu.LOG.sites() == {(gpu.D2H, "clip.sum_of_squares"): 1} and gpu.LOG.nbytes(gpu.D2H) == 8
-    np.testing.assert_allclose(got, sum(clip.sum_of_squares(host, part) for part in parts), rtol=1e-12)
+    got = norms.sum_of_squares(device, parts)
+    assert gpu.LOG.sites() == {(gpu.D2H, "norms.sum_of_squares"): 1} and gpu.LOG.nbytes(gpu.D2H) == 8
+    np.testing.assert_allclose(got, sum(norms.sum_of_squares(host, part) for part in parts), rtol=1e-12)
 
 
 def test_a_nan_on_the_device_is_refused_and_named(gpu: ModuleType, rng: np.random.Generator) -> None:
     device = FlatStore(TENSORS, np.dtype(np.float32), on="gpu")
     device.copy_from(drawn(rng, "float32"))
-    assert clip.first_nonfinite(device) is None
+    assert norms.first_nonfinite(device) is None
     device.view("1.weight")[3, 4] = np.nan
     with pytest.raises(NonFiniteError):
-        clip.clip_scale(clip.sum_of_squares(device), 1.0)
-    assert clip.first_nonfinite(device) == "1.weight"
+        norms.clip_scale(norms.sum_of_squares(device), 1.0)
+    assert norms.first_nonfinite(device) == "1.weight"

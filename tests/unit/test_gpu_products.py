@@ -20,7 +20,7 @@ from gpu_watch import Watch, expected_sites
 
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, NonFiniteError
 from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
 from hpcdist.strategies.pipeline import measured
@@ -78,7 +78,7 @@ def test_tensor_ranks_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, 
         tensor, store, name = trainer.seat.tensor, trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
         check_tensor_axis(tensor, store, 7)
-        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "sentinel.check_tensor_axis"): 1}
+        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "replica_check.check_tensor_axis"): 1}
         store.view("1.norm2.scale")[3] += 1e-3 * comm.rank
         try:
             check_tensor_axis(tensor, store, 8)

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.fused import OPTIONS, Source
-from hpcdist.models import attention_device, device
-from hpcdist.optim import device as updates
+from hpcdist.arrays.gpu.kernels import OPTIONS, KernelSource
+from hpcdist.models.attention import flash
+from hpcdist.models.layers import cuda_kernels
+from hpcdist.optim.update import kernels as updates
 
 UPDATES = {"GRADIENT": dtype_of("bfloat16"), "WORKING": dtype_of("bfloat16")}
 SOURCES = {
-    "activation": (device.ACTIVATION, {}),
-    "norm": (device.NORM, {}),
-    "cross entropy": (device.CROSS_ENTROPY, {}),
-    "embedding": (device.EMBEDDING, {}),
-    "updates": (updates.UPDATES, UPDATES),
-    "attention": (attention_device.TENSOR, {"HEAD": 64}),
+    "activation": (cuda_kernels.ACTIVATION, {}),
+    "norm": (cuda_kernels.NORM, {}),
+    "cross entropy": (cuda_kernels.CROSS_ENTROPY, {}),
+    "embedding": (cuda_kernels.EMBEDDING, {}),
+    "updates": (updates.CUDA_SOURCE, UPDATES),
+    "attention": (flash.FUSED_KERNELS, {"HEAD": 64}),
 }
 OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")  # options that cupy adds to all
 SPILLED_BYTES = 64  # a thread, at most
@@ -82,5 +83,5 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 def test_a_source_says_what_it_has_no_kernels_for() -> None:
     with pytest.raises(Exception, match=r"attention.cu has no kernels for float32, only for float16, bfloat16"):
-        attention_device.TENSOR.code(REAL=dtype_of("float32"), HEAD=16)
-    assert isinstance(device.NORM, Source) and device.NORM.takes(dtype_of("float64"))
+        flash.FUSED_KERNELS.code(REAL=dtype_of("float32"), HEAD=16)
+    assert isinstance(cuda_kernels.NORM, KernelSource) and cuda_kernels.NORM.takes(dtype_of("float64"))

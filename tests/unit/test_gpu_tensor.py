@@ -12,11 +12,11 @@ from gpu_runs import batches_of, check_same, placed, write_text
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives import nccl
+from hpcdist.collectives.gpu import nccl
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
-from hpcdist.models.arena import Arena
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor.model import cut_model
 
 TENSOR = {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.microbatches": 2}

@@ -14,9 +14,10 @@ import pytest
 from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 from gpu_watch import Watch, expected_sites
 
-from hpcdist.arrays import backend, device
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError, NonFiniteError
 from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.training import inference
@@ -169,7 +170,7 @@ def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, text: 
         store, name = trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
         check_replicas(comm, store, 7)
-        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "sentinel.check_replicas"): 1}
+        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "replica_check.check_replicas"): 1}
         store.view("1.up.weight")[3, 4] += 1e-3 * comm.rank
         try:
             check_replicas(comm, store, 8)

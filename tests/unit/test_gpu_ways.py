@@ -12,12 +12,14 @@ import pytest
 from gpu_runs import LAYOUTS, Trained, assembled, check_same, write_text
 
 from hpcdist import collectives
-from hpcdist.arrays import backend, ipc
-from hpcdist.collectives import device_shared, nccl, on_device, staged, tuning
-from hpcdist.collectives.native import native_allreduce
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import ipc
+from hpcdist.collectives.gpu import nccl, peer_memory, staging
+from hpcdist.collectives.reduction import native_allreduce
+from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError
 
 COUNT = 1003
@@ -48,15 +50,15 @@ def integers(rng: np.random.Generator, size: int, dtype: str = "float32") -> lis
 def test_segments_pass_through_three_blocks(
     gpu: ModuleType, size: int, segments: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
+    monkeypatch.setattr(staging, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
     inputs = integers(rng, size)
     leased = []
-    lease = staged.staging.lease
-    monkeypatch.setattr(staged.staging, "lease", lambda *wanted: leased.append(wanted) or lease(*wanted))
-    found = reduced(size, inputs, lambda comm, buffer: staged.staged_allreduce(native_allreduce, comm, buffer))
+    lease = staging.staging.lease
+    monkeypatch.setattr(staging.staging, "lease", lambda *wanted: leased.append(wanted) or lease(*wanted))
+    found = reduced(size, inputs, lambda comm, buffer: staging.staged_allreduce(native_allreduce, comm, buffer))
     for values in found:
         assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
-    assert len(leased) == size * min(segments, staged.BLOCKS)
+    assert len(leased) == size * min(segments, staging.BLOCKS)
     for rank in range(size):
         # the copies back to the test are one transfer each way more
         assert gpu.LOG.count(gpu.D2H, f"rank {rank}") == gpu.LOG.count(gpu.H2D, f"rank {rank}") == segments + 1
@@ -64,14 +66,14 @@ def test_segments_pass_through_three_blocks(
 
 def test_the_host_waits_for_one_segment_at_a_time(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """While segment 0 is reduced, the copies of segments 1 and 2 are under way and have not been waited for."""
-    monkeypatch.setattr(staged, "SEGMENT_BYTES", 40)
+    monkeypatch.setattr(staging, "SEGMENT_BYTES", 40)
     seen = []
 
     def look(comm: Communicator, block: np.ndarray, op: str = "sum") -> None:
-        stream = staged.staging._here.stream
+        stream = staging.staging._per_thread.stream
         seen.append(stream._given - stream._done)
 
-    run_threads(1, lambda comm: staged.staged_allreduce(look, comm, backend.zeros(40, np.dtype("float32"), "gpu")))
+    run_threads(1, lambda comm: staging.staged_allreduce(look, comm, backend.zeros(40, np.dtype("float32"), "gpu")))
     assert seen == [4, 4, 2, 0]  # a wait for an event and a copy for each segment ahead
 
 
@@ -82,13 +84,13 @@ def test_kernels_read_the_memory_of_the_others(
     gpu: ModuleType, size: int, op: str, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc, "UNIT_BYTES", 512)
-    monkeypatch.setattr(device_shared, "PIECE_BYTES", 512)  # several pieces, and both halves
+    monkeypatch.setattr(peer_memory, "PIECE_BYTES", 512)  # several pieces, and both halves
     inputs = integers(rng, size, dtype)
 
     def twice(comm: Communicator, buffer: backend.Array) -> None:
-        device_shared.device_shared_allreduce(comm, buffer, op)
-        device_shared.device_shared_allreduce(comm, buffer, "max")  # all have the same
-        assert not device_shared.refusal(comm)
+        peer_memory.device_shared_allreduce(comm, buffer, op)
+        peer_memory.device_shared_allreduce(comm, buffer, "max")  # all have the same
+        assert not peer_memory.refusal(comm)
         collectives.release(comm)
         assert not cuda_double.LOCAL.opened
 
@@ -103,7 +105,7 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu: ModuleType, rn
     for part in inputs:
         wide = wide + (2 * part).astype(np.float32)
     want = wide.astype(np.float16) + np.float16(1)
-    for values in reduced(4, inputs, device_shared.device_shared_allreduce):
+    for values in reduced(4, inputs, peer_memory.device_shared_allreduce):
         assert values.tobytes() == want.tobytes()
 
 
@@ -115,7 +117,7 @@ def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(
 
     def body(comm: Communicator, buffer: backend.Array) -> None:
         with pytest.raises(MissingCapabilityError, match="rank 0: GPU .* cannot open memory of GPU .*--gpus-per-node"):
-            device_shared.device_shared_allreduce(comm, buffer)
+            peer_memory.device_shared_allreduce(comm, buffer)
         collectives.allreduce(comm, buffer, "node_shared")
 
     for values in reduced(3, inputs, body):
@@ -208,9 +210,9 @@ def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu: ModuleType) -> None
 def test_each_operation_finds_its_way(gpu: ModuleType) -> None:
     def body(comm: Communicator) -> list[bool]:
         comm.handover = Handover(("send",))  # type: ignore[attr-defined]
-        found = [on_device.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
+        found = [staging.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
         children = comm.split(0)
-        assert children is not None and on_device.takes_pointers(children, "send")
+        assert children is not None and staging.takes_pointers(children, "send")
         return found
 
     assert run_threads(2, body) == [[True, False]] * 2
@@ -272,8 +274,8 @@ def test_a_run_over_nccl_is_that_of_the_cpu(
 @pytest.mark.usefixtures("several_ranks_a_gpu")
 def test_shards_on_a_gpu_are_raced_with_nccl(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = tuning.Wanted(
-        max_bytes=4096, dtype=np.dtype("float32"), kind=tuning.SHARDED_KIND, buffer="device", budget_s=0.1
+    wanted = autotune.TuningRequest(
+        max_bytes=4096, dtype=np.dtype("float32"), kind=autotune.SHARDED_KIND, buffer="device", budget_s=0.1
     )
 
     def raced(renewed: bool) -> dict[str, float]:
@@ -284,13 +286,13 @@ def test_shards_on_a_gpu_are_raced_with_nccl(gpu: ModuleType, tmp_path: Path, mo
             ticks.now = getattr(ticks, "now", 0.0) + 1e-3
             return float(ticks.now)
 
-        def body(comm: Communicator) -> tuning.Tuning:
-            return tuning.select(comm, comm, wanted, "threads", renewed=renewed, clock=clock)
+        def body(comm: Communicator) -> autotune.Tuning:
+            return autotune.select(comm, comm, wanted, "threads", renewed=renewed, clock=clock)
 
         (row,) = run_threads(2, body)[0].rows
         return dict(row.measured)
 
     assert "nccl" in raced(renewed=False)
-    assert tuning.usable("nccl", tuning.SHARDED_KIND, 2)
+    assert autotune.usable("nccl", autotune.SHARDED_KIND, 2)
     monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "0")
     assert "nccl" not in raced(renewed=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid, rank_map, spread_groups
 

@@ -8,13 +8,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from hpcdist.comm import growth, recordfile
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.deaths import is_death
-from hpcdist.comm.growth import Member, declared_nodes
-from hpcdist.comm.solo import solo
-from hpcdist.comm.thread_deaths import Death
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.mpi import spawn
+from hpcdist.comm.mpi.spawn import SpawnMember, declared_nodes
+from hpcdist.comm.record import flight_file
+from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import MissingCapabilityError, RankDiedError, UsageError
 
 CONNECTION_BROKE, PROC_FAILED, UNKNOWN = 16, 75, 13
@@ -23,7 +23,11 @@ CONNECTION_BROKE, PROC_FAILED, UNKNOWN = 16, 75, 13
 def test_new_processes_are_told_of_this_job_and_of_nothing_else() -> None:
     environment = {"HPCDIST_SURVIVE": "replace", "PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "2", "HOME": "/root"}
     environment |= {"OMPI_COMM_WORLD_RANK": "3", "HPCDIST_EMPTY": "", "HPCDIST_LINES": "a\nb"}
-    assert growth.told(environment) == {"HPCDIST_SURVIVE": "replace", "PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "2"}
+    assert spawn.inherited_variables(environment) == {
+        "HPCDIST_SURVIVE": "replace",
+        "PYTHONPATH": "/a:/b",
+        "OMP_NUM_THREADS": "2",
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,31 +41,31 @@ def test_new_processes_are_told_of_this_job_and_of_nothing_else() -> None:
 def test_a_new_rank_goes_to_the_declared_node_with_the_fewest(
     before: list[int | None], after: list[int | None]
 ) -> None:
-    assert declared_nodes([Member("here", declared_node=node) for node in before]) == after
+    assert declared_nodes([SpawnMember("here", declared_node=node) for node in before]) == after
 
 
 def test_where_nothing_outlives_a_death_nobody_is_started() -> None:
     with pytest.raises(MissingCapabilityError, match="--with-ft ulfm"):
-        growth.spawn(solo(), 1, ["-c", "pass"])
+        spawn.spawn(solo(), 1, ["-c", "pass"])
     with pytest.raises(UsageError, match="one or more"):
-        growth.spawn(solo(), 0, ["-c", "pass"])
+        spawn.spawn(solo(), 0, ["-c", "pass"])
 
 
 def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies() -> None:
     def body(comm: Communicator) -> float | None:
         if comm.rank == 2:
             comm.barrier()
-            raise Death
+            raise RankDeath
         if comm.rank == 0:
             time.sleep(0.05)
             comm.send(np.array([7.0]), 1)
             comm.barrier()
             return None
         told = np.zeros(1)
-        growth.wait_asleep(comm, 0.01).recv(told)
+        spawn.sleep_until_message(comm, 0.01).recv(told)
         comm.barrier()
         with pytest.raises(RankDiedError):
-            growth.wait_asleep(comm, 0.01)
+            spawn.sleep_until_message(comm, 0.01)
         return float(told[0])
 
     assert run_threads(3, body, mortal=True)[1] == 7.0
@@ -71,7 +75,7 @@ def test_records_of_ranks_that_have_left_are_removed(tmp_path: Path) -> None:
     kept = ["rank-00000.rec", "rank-00001.stacks", "deadline", "rank-x.rec"]
     for name in [*kept, "rank-00002.rec", "rank-00010.rec", "rank-00002.stacks"]:
         (tmp_path / name).touch()
-    recordfile.remove_others(tmp_path, 2)
+    flight_file.remove_others(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -95,17 +99,19 @@ def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi: 
     broke = mpi.Exception(CONNECTION_BROKE)
 
     def body(comm: Communicator) -> list[bool]:
-        before = [is_death(broke, comm, patience_s=0.01)] if comm.rank == 0 else []
+        before = [is_rank_failure(broke, comm, patience_s=0.01)] if comm.rank == 0 else []
         comm.barrier()
         if comm.rank == 1:
-            raise Death
-        return [*before, is_death(broke), is_death(broke, comm), is_death(ValueError(), comm)]
+            raise RankDeath
+        return [*before, is_rank_failure(broke), is_rank_failure(broke, comm), is_rank_failure(ValueError(), comm)]
 
-    assert [is_death(mpi.Exception(code)) for code in (PROC_FAILED, 76, 77, CONNECTION_BROKE)] == [True] * 3 + [False]
+    assert [is_rank_failure(mpi.Exception(code)) for code in (PROC_FAILED, 76, 77, CONNECTION_BROKE)] == [True] * 3 + [
+        False
+    ]
     assert run_threads(2, body, mortal=True)[0] == [False, False, True, False]
-    assert not is_death(broke, solo())
+    assert not is_rank_failure(broke, solo())
 
 
 def test_classes_that_a_library_does_not_know_are_no_deaths(mpi: ModuleType) -> None:
     mpi.ERR_PROC_FAILED = mpi.ERR_PROC_FAILED_PENDING = mpi.ERR_REVOKED = UNKNOWN
-    assert not is_death(mpi.Exception(UNKNOWN))
+    assert not is_rank_failure(mpi.Exception(UNKNOWN))

@@ -7,8 +7,9 @@ import cuda_double
 import numpy as np
 import pytest
 
-from hpcdist.arrays import backend, device, staging
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays.memory import Ledger
 from hpcdist.comm.handover import COLLECTIVES, MESSAGES, OPERATIONS, Handover
 
 

@@ -9,11 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.cli.hang import command
-from hpcdist.comm.recorder import Recorder
-from hpcdist.comm.recordfile import Event, Note, RankRecord
+from hpcdist.comm.record.flight_file import RankNote, RankRecord, RecordedEvent
+from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.telemetry.alignment import Finding
-from hpcdist.telemetry.hang import Report, analyse, load
+from hpcdist.telemetry.hang import Finding, HangReport, analyse, load
 
 NS = 1_000_000_000
 ELSEWHERE = "a host that is not this one"
@@ -28,8 +27,8 @@ class Story:
     pid: int = 0  # 0: a process of another host, of which only the record speaks
     beat_s: float = 0.0
     next_beat_s: float = 0.0
-    notes: dict[str, Note] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    notes: dict[str, RankNote] = field(default_factory=dict)
+    events: list[RecordedEvent] = field(default_factory=list)
 
     def does(
         self,
@@ -41,10 +40,10 @@ class Story:
         peer: int = -1,
         comm: str = "world",
     ) -> "Story":
-        kind = Event(0, comm, op, "float32", count, 0, peer, 0, 0, "", 0, None).collective
+        kind = RecordedEvent(0, comm, op, "float32", count, 0, peer, 0, 0, "", 0, None).collective
         sequence = 1 + sum(event.comm == comm and event.collective == kind for event in self.events)
         self.events.append(
-            Event(
+            RecordedEvent(
                 len(self.events) + 1, comm, op, "float32", count, 0, peer, 0, sequence, f"train.py:{line} (step)",
                 int(start_s * NS), None if end_s is None else int(end_s * NS),
             )
@@ -52,7 +51,7 @@ class Story:
         return self
 
     def notes_(self, kind: str, at_s: float, text: str = "") -> "Story":
-        self.notes[kind] = Note(int(at_s * NS), text)
+        self.notes[kind] = RankNote(int(at_s * NS), text)
         return self
 
     def beats(self, at_s: float, next_s: float = 1.0) -> "Story":
@@ -68,11 +67,11 @@ class Story:
         )  # fmt: skip
 
 
-def told(*stories: Story, now_s: float = 1000.0) -> Report:
+def told(*stories: Story, now_s: float = 1000.0) -> HangReport:
     return analyse([story.record() for story in stories], now_ns=int(now_s * NS))
 
 
-def first(report: Report) -> tuple[str, tuple[int, ...], str]:
+def first(report: HangReport) -> tuple[str, tuple[int, ...], str]:
     finding = report.findings[0]
     print(report)
     return finding.kind, finding.ranks, finding.event.site if finding.event is not None else ""

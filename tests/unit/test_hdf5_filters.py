@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpcdist.cli import doctor_job
-from hpcdist.comm import diagnosis
+from hpcdist.comm.doctor import mpi_library
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
 from hpcdist.hdf5 import files
 from hpcdist.training import packages
@@ -148,7 +148,7 @@ def test_the_doctor_of_a_job_names_file_and_package(plain, tmp_path, monkeypatch
     (tmp_path / "recipe.toml").write_text(RECIPE + "path = 'data.h5'\n")
     (tmp_path / "job.toml").write_text(recipes.dump(recipes.load(tmp_path / "recipe.toml", [], {}).recipe))
     found = doctor_job._packages(tmp_path / "job.toml")
-    assert found.status == diagnosis.FAIL and "data.h5: dataset /tokens has the HDF5 filter zstd" in found.found
+    assert found.status == mpi_library.FAIL and "data.h5: dataset /tokens has the HDF5 filter zstd" in found.found
 
 
 def test_a_broken_package_is_told(plain, tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 
 from hpcdist.checkpoint.format import manifest
 from hpcdist.cli import checkpoint_exchange
-from hpcdist.comm.solo import solo
 from hpcdist.comm.start import start_alone
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import UsageError
 from hpcdist.training import data
 from hpcdist.training import recipe as recipes
@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 SOURCE = """
 import torch
 from torch import nn
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch.model import wrap
 
 def text(context):
     torch.manual_seed(3)
@@ -43,7 +43,7 @@ def pictures(height, width, channels, classes):
 TIED = """
 import torch
 from torch import nn
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch.model import wrap
 
 def modules():
     model = nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 16), nn.Linear(16, 256, bias=False))

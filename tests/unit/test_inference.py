@@ -7,10 +7,9 @@ import pytest
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.training import inference
 from hpcdist.training import recipe as recipes
@@ -117,7 +116,7 @@ def test_each_rank_reads_its_share_only(text: Path, monkeypatch: pytest.MonkeyPa
     restore = inference.restore_together
 
     def body(comm: Communicator) -> None:
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             load(comm, run, recipe)
         assert traffic.calls["all_gather"] == 1
 

@@ -16,8 +16,7 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.listing import PARAMETERS, stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer

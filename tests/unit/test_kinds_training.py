@@ -7,10 +7,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.encoder import predictions
+from hpcdist.models.transformer import masked_predictions
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 
@@ -100,7 +99,7 @@ def test_the_model_learns(kind, folder):
 def test_losses_of_an_encoder_are_means_over_what_it_says(folder):
     # A fresh model says every token of the vocabulary alike; a mean over all places would be 2/12 of that.
     trainer = trainer_of(solo(), keys_of("encoder", folder))
-    assert trainer.model.tokens_per_sample == predictions(12) == 2
+    assert trainer.model.tokens_per_sample == masked_predictions(12) == 2
     assert losses(trainer, 1)[0] == pytest.approx(np.log(257), abs=0.1)
     assert mean_validation_loss(trainer) == pytest.approx(np.log(257), abs=0.1)
 

@@ -7,8 +7,7 @@ import pytest
 from rank_runs import alone, difference, losses, trainer_of
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.training.trainer import Trainer
 
 STEPS = 4

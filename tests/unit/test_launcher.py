@@ -6,11 +6,11 @@ import tempfile
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.comm import mpirun
-from hpcdist.comm.launcher import Announced, announced, provide_home
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.environment import LaunchEnvironment, launch_environment, provide_home
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import check_world
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -30,18 +30,18 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     ("environment", "expected"),
     [
         ({}, None),
-        (OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, Announced("MPICH mpirun", 2, 1, 1)),
-        (SRUN, Announced("Slurm srun", 8, 5, 1)),
-        (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5"}, Announced("Slurm srun", 8, 5, 1)),
-        (SRUN | {"PMI_SIZE": "16", "PMI_RANK": "5"}, Announced("MPICH mpirun", 16, 5, None)),
-        (SRUN | PMI | {"MPI_LOCALRANKID": "3"}, Announced("MPICH mpirun", 8, 5, 3)),
-        (FLUX, Announced("Flux", 8, 5, 1)),
-        (FLUX | PMI, Announced("Flux", 8, 5, 1)),
-        (PMI | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "2"}, Announced("PALS mpiexec", 8, 5, 2)),
+        (OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, LaunchEnvironment("MPICH mpirun", 2, 1, 1)),
+        (SRUN, LaunchEnvironment("Slurm srun", 8, 5, 1)),
+        (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5"}, LaunchEnvironment("Slurm srun", 8, 5, 1)),
+        (SRUN | {"PMI_SIZE": "16", "PMI_RANK": "5"}, LaunchEnvironment("MPICH mpirun", 16, 5, None)),
+        (SRUN | PMI | {"MPI_LOCALRANKID": "3"}, LaunchEnvironment("MPICH mpirun", 8, 5, 3)),
+        (FLUX, LaunchEnvironment("Flux", 8, 5, 1)),
+        (FLUX | PMI, LaunchEnvironment("Flux", 8, 5, 1)),
+        (PMI | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "2"}, LaunchEnvironment("PALS mpiexec", 8, 5, 2)),
         (BATCH, None),
         (BATCH | {"SLURM_STEP_ID": "4294967291"}, None),
-        (BATCH | OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
+        (BATCH | OPEN_MPI, LaunchEnvironment("Open MPI mpirun", 4, 3, 1)),
     ],
     ids=[
         "by hand",
@@ -59,12 +59,12 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "mpirun in sbatch",
     ],
 )
-def test_announced(environment: dict[str, str], expected: Announced | None) -> None:
-    assert announced(environment) == expected
+def test_announced(environment: dict[str, str], expected: LaunchEnvironment | None) -> None:
+    assert launch_environment(environment) == expected
 
 
 def test_singletons_are_refused_with_the_cure() -> None:
-    said = announced(SRUN)
+    said = launch_environment(SRUN)
     assert said is not None
     check_world(said, 8, "Open MPI v5")
     with pytest.raises(
@@ -76,7 +76,7 @@ def test_singletons_are_refused_with_the_cure() -> None:
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
 def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks: tuple[int, ...]) -> None:
     def body(comm):
-        return locate(comm, Announced("Open MPI mpirun", 8, comm.rank, local_ranks[comm.rank])).local_rank
+        return locate(comm, LaunchEnvironment("Open MPI mpirun", 8, comm.rank, local_ranks[comm.rank])).local_rank
 
     assert run_threads(8, body) == list(local_ranks)
 
@@ -84,7 +84,7 @@ def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks:
 @pytest.mark.parametrize("local_ranks", [(0, 0, 1, 2), (1, 2, 3, 4), (0, 1, 2, 4)])
 def test_local_ranks_that_are_no_permutation_are_refused(local_ranks: tuple[int, ...]) -> None:
     def body(comm):
-        return locate(comm, Announced("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
+        return locate(comm, LaunchEnvironment("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
 
     with pytest.raises(
         ConfigurationError, match=f"announced the local ranks {' '.join(map(str, local_ranks))} to the 4"
@@ -94,7 +94,7 @@ def test_local_ranks_that_are_no_permutation_are_refused(local_ranks: tuple[int,
 
 def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node() -> None:
     def body(comm):
-        return locate(comm, Announced("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
+        return locate(comm, LaunchEnvironment("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
 
     assert run_threads(3, body) == [0, 1, 2]
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hpcdist.cli import main, words
-from hpcdist.comm import launchers, mpirun
-from hpcdist.comm.launchers import KINDS, Layout, Site
+from hpcdist.comm.launch import launchers, mpirun
+from hpcdist.comm.launch.launchers import KINDS, LaunchRequest, SiteStarter
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, USAGE, ConfigurationError, MissingCapabilityError
 
 PROGRAM = ["python", "-m", "hpcdist"]
@@ -23,30 +23,30 @@ def outside_of_jobs(monkeypatch):
 
 
 def line(kind, layout, options=(), environment=None):
-    starter = launchers.starter(KINDS[kind], layout, None, {} if environment is None else environment)
+    starter = launchers.choose_starter(KINDS[kind], layout, None, {} if environment is None else environment)
     return shlex.join(starter.line(PROGRAM, {"OMP_NUM_THREADS": "1"}, options))
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "expected"),
     [
-        ("srun", Layout(4), SRUN),
+        ("srun", LaunchRequest(4), SRUN),
         (
             "srun",
-            Layout(4, 2, 3, "pmix"),
+            LaunchRequest(4, 2, 3, "pmix"),
             f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix",
         ),
-        ("srun", Layout(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
-        ("mpiexec", Layout(4), "mpiexec -n 4 --genvall"),
+        ("srun", LaunchRequest(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
+        ("mpiexec", LaunchRequest(4), "mpiexec -n 4 --genvall"),
         (
             "mpiexec",
-            Layout(4, 2, 3, "pmix"),
+            LaunchRequest(4, 2, 3, "pmix"),
             "mpiexec -n 4 --genvall --ppn 2 --depth 3 --cpu-bind depth --pmi=pmix",
         ),
-        ("ibrun", Layout(4), "ibrun -n 4"),
-        ("ibrun", Layout(4, None, 3), "ibrun -n 4"),
-        ("flux", Layout(4), FLUX),
-        ("flux", Layout(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
+        ("ibrun", LaunchRequest(4), "ibrun -n 4"),
+        ("ibrun", LaunchRequest(4, None, 3), "ibrun -n 4"),
+        ("flux", LaunchRequest(4), FLUX),
+        ("flux", LaunchRequest(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
     ],
 )
 def test_lines(kind, layout, expected):
@@ -57,7 +57,7 @@ def test_lines(kind, layout, expected):
 def test_the_line_of_mpirun(tmp_path, monkeypatch):
     found = mpirun.Launcher(tmp_path / "mpirun", mpirun.MPICH, "5.0.2")
     monkeypatch.setattr(mpirun, "find", lambda environment: found)
-    starter = launchers.starter(KINDS["mpirun"], Layout(4, 2, 3), None, {})
+    starter = launchers.choose_starter(KINDS["mpirun"], LaunchRequest(4, 2, 3), None, {})
     assert shlex.join(starter.line(PROGRAM, {}, ["-v"])) == f"{found.path} -n 4 -ppn 2 -v python -m hpcdist"
     assert starter.without(["n2"], ["n1", "n3"]) == ["-hosts", "n1,n3"]
 
@@ -65,24 +65,26 @@ def test_the_line_of_mpirun(tmp_path, monkeypatch):
 def test_a_step_has_the_cores_of_its_job(monkeypatch):
     """Slurm does not pass them on since 22.05."""
     job = {"SLURM_CPUS_PER_TASK": "8"}
-    assert "--cpus-per-task=8" in line("srun", Layout(4), environment=job)
-    assert "--cpus-per-task=2" in line("srun", Layout(4, cpus_per_task=2), environment=job)
-    assert "8" not in line("flux", Layout(4), environment=job)
+    assert "--cpus-per-task=8" in line("srun", LaunchRequest(4), environment=job)
+    assert "--cpus-per-task=2" in line("srun", LaunchRequest(4, cpus_per_task=2), environment=job)
+    assert "8" not in line("flux", LaunchRequest(4), environment=job)
 
 
 def test_a_step_waits_for_its_cores_but_not_for_ever(monkeypatch):
-    assert "--immediate" not in line("srun", Layout(4)), "outside of a job it waits in the queue"
+    assert "--immediate" not in line("srun", LaunchRequest(4)), "outside of a job it waits in the queue"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "--immediate=300" in line("srun", Layout(4)) and "--immediate" not in line("flux", Layout(4))
+    assert "--immediate=300" in line("srun", LaunchRequest(4)) and "--immediate" not in line("flux", LaunchRequest(4))
 
 
 def test_one_thread_for_each_core(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert set(Site(KINDS["srun"], Layout(4, cpus_per_task=3)).settings().values()) == {"3"}
-    assert set(Site(KINDS["srun"], Layout(4)).settings().values()) == {"1"}
+    assert set(SiteStarter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings().values()) == {"3"}
+    assert set(SiteStarter(KINDS["srun"], LaunchRequest(4)).settings().values()) == {"1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in Site(KINDS["srun"], Layout(4, cpus_per_task=3)).settings(), "the user's own stays"
+    assert "OMP_NUM_THREADS" not in SiteStarter(KINDS["srun"], LaunchRequest(4, cpus_per_task=3)).settings(), (
+        "the user's own stays"
+    )
 
 
 def test_a_restart_shares_the_cores_and_the_memory_of_a_step_that_does_not_end():
@@ -93,18 +95,24 @@ def test_a_restart_shares_the_cores_and_the_memory_of_a_step_that_does_not_end()
 
 
 def test_lost_nodes_are_left_out():
-    assert Site(KINDS["srun"], Layout(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == ["--exclude=n2", "--nodes=2"]
-    assert Site(KINDS["srun"], Layout(4)).without(["n2", "n4"], ["n1", "n3"]) == ["--exclude=n2,n4", "--nodes=2"]
+    assert SiteStarter(KINDS["srun"], LaunchRequest(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == [
+        "--exclude=n2",
+        "--nodes=2",
+    ]
+    assert SiteStarter(KINDS["srun"], LaunchRequest(4)).without(["n2", "n4"], ["n1", "n3"]) == [
+        "--exclude=n2,n4",
+        "--nodes=2",
+    ]
     with pytest.raises(MissingCapabilityError, match="lost n2, and ibrun cannot"):
-        Site(KINDS["ibrun"], Layout(4)).without(["n2"], ["n1"])
+        SiteStarter(KINDS["ibrun"], LaunchRequest(4)).without(["n2"], ["n1"])
 
 
 def test_auto_is_what_the_site_says():
-    assert launchers.named("auto", {}).name == "mpirun"
-    assert launchers.named("auto", {launchers.VARIABLE: "flux"}).name == "flux"
-    assert launchers.named("srun", {launchers.VARIABLE: "flux"}).name == "srun"
+    assert launchers.kind_named("auto", {}).name == "mpirun"
+    assert launchers.kind_named("auto", {launchers.VARIABLE: "flux"}).name == "flux"
+    assert launchers.kind_named("srun", {launchers.VARIABLE: "flux"}).name == "srun"
     with pytest.raises(ConfigurationError, match="HPCDIST_LAUNCHER='srn'.*did you mean 'srun'"):
-        launchers.named("auto", {launchers.VARIABLE: "srn"})
+        launchers.kind_named("auto", {launchers.VARIABLE: "srn"})
 
 
 def refused(capsys, *words):
@@ -155,7 +163,7 @@ def test_the_mpiexec_of_an_mpi_is_not_that_of_the_site(capsys, monkeypatch, tmp_
     code, error = refused(capsys, "--launcher", "mpiexec", "train")
     assert code == MISSING_CAPABILITY and "--launcher mpirun" in error
     path.write_text("#!/bin/sh\necho 'mpiexec version 1.2.12 revision a3b1c2d'\n")
-    Site(KINDS["mpiexec"], Layout(4)).check()
+    SiteStarter(KINDS["mpiexec"], LaunchRequest(4)).check()
 
 
 def printed(capsys, *words):

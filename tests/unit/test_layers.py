@@ -41,8 +41,8 @@ EVERYWHERE = {"errors"}  # floor 0 beside arrays: whoever raises needs it
 DOORS = {
     "mpi4py": "hpcdist.comm",
     "h5py": "hpcdist.hdf5",
-    "cupy": "hpcdist.arrays.device",
-    "cupyx": "hpcdist.arrays.device",
+    "cupy": "hpcdist.arrays.gpu.device",
+    "cupyx": "hpcdist.arrays.gpu.device",
     "numba": "hpcdist.arrays.jit",
     "llvmlite": "hpcdist.arrays",
     "pynvml": "hpcdist.energy",
@@ -168,7 +168,7 @@ CONFIGS = [name_of(path) for path in MODULES if path.name == "config.py" and pat
 
 
 @pytest.mark.parametrize(
-    "module", [*CONFIGS, "hpcdist.training.recipe", "hpcdist.comm.launcher", "hpcdist.comm.mpirun"]
+    "module", [*CONFIGS, "hpcdist.training.recipe", "hpcdist.comm.launch.environment", "hpcdist.comm.launch.mpirun"]
 )
 def test_what_a_login_node_imports_is_light(module):
     """A recipe is read, and a job described, where MPI_Init would abort."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 

@@ -16,7 +16,7 @@ from lives_runs import survive
 
 from hpcdist.checkpoint.partner.redundancy import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
-from hpcdist.comm.thread_deaths import Death
+from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
 from hpcdist.training import combinations, job, lives
 from hpcdist.training import recipe as recipes
@@ -130,7 +130,7 @@ def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
 
     def fragile(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
         if origin is not None and session.comm.rank == 2 and once.acquire(blocking=False):
-            raise Death
+            raise RankDeath
         return assemble(session, recipe, origin)
 
     monkeypatch.setattr(job, "assemble", fragile)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from lives_runs import survive
 
-from hpcdist.comm.thread_deaths import Death
-from hpcdist.comm.threads import ThreadCommunicator
-from hpcdist.telemetry import metrics
+from hpcdist.comm.threads.communicator import ThreadCommunicator
+from hpcdist.comm.threads.group import RankDeath
+from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.lives import Lives
 
 RANKS, SPARES, STEPS = 4, 2, 4
@@ -60,7 +60,7 @@ class Clock:
         self.counts[name] += 1
         if self.counts[name] == self._limits.get(name):
             self.struck.append(f"{name} in its operation {self.counts[name]}, {what}")
-            raise Death
+            raise RankDeath
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str]
     return found
 
 
-def train(name: str, out: Path, text: Path, spares: int, ranks_per_node: int | None = None) -> metrics.Metrics:
+def train(name: str, out: Path, text: Path, spares: int, ranks_per_node: int | None = None) -> step_metrics.MetricsData:
     keys = {"run.steps": STEPS, "run.seed": 3, "precision.mode": "float64", "checkpoint.every_steps": 2}
     return survive(RANKS, out, text, keys | LAYOUTS[name], spares=spares, ranks_per_node=ranks_per_node)
 

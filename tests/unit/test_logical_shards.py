@@ -9,8 +9,8 @@ import shard_runs
 from shard_runs import train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import ThreadCommunicator, run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
@@ -168,7 +168,7 @@ def test_a_step_sends_the_bytes_that_are_promised(text: Path, keys: dict[str, An
 
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, text, settings)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             train(trainer, 1)
         assert not traffic.unknown
         psi = trainer.model.layout.parameters * 4

@@ -20,8 +20,8 @@ from hpcdist.strategies.core.mixed_precision import (
     NoLossScale,
     build_loss_scale,
 )
-from hpcdist.telemetry import loss_scales
-from hpcdist.telemetry.metrics import SCHEMA, VERSION, MetricsWriter
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsWriter
 
 
 def scales(scale: DynamicLossScale, norms: str) -> list[float]:
@@ -164,9 +164,9 @@ def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_pat
     path, writer = tmp_path / "metrics.h5", MetricsWriter(tmp_path / "metrics.h5", world=1)
     for step, scale, skipped in ((1, 64.0, False), (5, 64.0, True), (6, 32.0, False), (5, 64.0, False)):
         row = (step, scale, skipped)
-        writer.include(lambda file, session, row=row: loss_scales.append(file, session, *row))
+        writer.include(lambda file, session, row=row: side_tables.append_loss_scale(file, session, *row))
     with files.open_read(path, SCHEMA, VERSION) as file:
-        found = tables.read(file, loss_scales.TABLE)
+        found = tables.read(file, side_tables.LOSS_SCALE_TABLE)
     assert {name: values.tolist() for name, values in found.items()} == {
         "step": [1, 5],
         "session": [0, 0],

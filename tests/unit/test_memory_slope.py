@@ -11,9 +11,9 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.spans import Spans
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
 from hpcdist.training import outcome, pace
 from hpcdist.training.asynchronous import loop_of

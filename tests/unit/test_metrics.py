@@ -17,8 +17,9 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import overlay
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.reporting.regular import DamagedFileError
-from hpcdist.telemetry import page, shares
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter, read, summarise
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter, read, summarise
+from hpcdist.telemetry.page import document
 
 
 def row(rng, step, world):
@@ -226,11 +227,11 @@ def test_a_wrong_caller_and_a_missing_place_leave_the_file_in_its_place(tmp_path
 def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1) as writer:
-        writer.include(lambda file, session: shares.append(file, session, 1, [2, 3]))
+        writer.include(lambda file, session: side_tables.append_shares(file, session, 1, [2, 3]))
     with h5py.File(path, "r+") as file:
         del file["shares/samples"]
     with MetricsWriter(path, 1, 0) as writer:
-        writer.include(lambda file, session: shares.append(file, session, 1, [2, 3]))
+        writer.include(lambda file, session: side_tables.append_shares(file, session, 1, [2, 3]))
     assert (tmp_path / "metrics.h5.damaged-1").is_file()
     with h5py.File(path) as file:
         assert file["shares/samples"][...].tolist() == [[2.0, 3.0]]
@@ -238,9 +239,9 @@ def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
 
 def test_a_mistake_in_a_chart_is_no_damage_of_the_run(tmp_path, rng, monkeypatch):
     write(tmp_path / "metrics.h5", rng, (1, 2), 1)
-    monkeypatch.setattr(page, "make", lambda data: {}["mistake"])
+    monkeypatch.setattr(document, "make_page", lambda data: {}["mistake"])
     with pytest.raises(KeyError, match="mistake"):
-        page.write(tmp_path, tmp_path / "page.html")
+        document.write_page(tmp_path, tmp_path / "page.html")
 
 
 def test_resume_without_a_file_begins_one(tmp_path, rng):
@@ -293,7 +294,7 @@ def test_full_file_system_keeps_the_rows(tmp_path, rng):
 
 WRITER = """
 import sys, numpy as np
-from hpcdist.telemetry.metrics import MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 with MetricsWriter(sys.argv[1], 8) as writer:
     for step in range(1, 10**6):
         one = np.full(8, float(step))

@@ -10,14 +10,13 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.recording import recording
-from hpcdist.comm.session import Session
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, NonFiniteError
-from hpcdist.models.arena import Arena
-from hpcdist.optim.clip import clip_scale
-from hpcdist.optim.master import BLOCK
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.optim.master_weights import BLOCK
+from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
@@ -234,7 +233,7 @@ def test_bytes_sent_are_half_of_float32(text: Path, strategy: str, algorithm: st
         keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
         trainer = trainer_of(comm, text, keys)
         losses_of(trainer, 1)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             trainer.first_step = 1
             losses_of(trainer, 2)
         psi = 2 * trainer.model.layout.parameters

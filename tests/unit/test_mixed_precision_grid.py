@@ -12,10 +12,9 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.arena import Arena
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.errors import UsageError
-from hpcdist.models import attention, attention_rows, attention_tiles, softmax
-from hpcdist.models.arena import Arena
-from hpcdist.models.attention import LocalAttention
-from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK
-from hpcdist.models.dropout import Draw
+from hpcdist.models.attention import flash, kernels, tiles
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK
+from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.runtime.arena import Arena
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 
@@ -95,7 +95,7 @@ def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
 @pytest.mark.parametrize("shared", [None, 2])
 @pytest.mark.parametrize("context", [1, 70, LONG + 67])
 def test_array_expressions_of_a_gpu(context, shared, dtype, causal, rng, monkeypatch):
-    for module in (attention, attention_rows, attention_tiles, softmax):
+    for module in (flash, kernels, tiles, kernels):
         monkeypatch.setattr(module, "is_device", lambda array: True)
     _check(*_inputs(rng, dtype, 2, context, 4, 4, shared), 4, causal)
 
@@ -105,8 +105,8 @@ def test_array_expressions_of_a_gpu(context, shared, dtype, causal, rng, monkeyp
 def test_bits_do_not_depend_on_what_is_computed_together(context, shared, rng, monkeypatch):
     qkv, kv, dy = _inputs(rng, "float32", 3, context, 4, 8, shared)
     found = []
-    for tile in (attention_tiles.TILE, 1, 1 << 30):  # as it is, a head at a time, all at once
-        monkeypatch.setattr(attention_tiles, "TILE", tile)
+    for tile in (tiles.TILE, 1, 1 << 30):  # as it is, a head at a time, all at once
+        monkeypatch.setattr(tiles, "TILE", tile)
         saved = Arena().saved(0)
         y = LocalAttention().forward(qkv, 8, saved, kv=kv)
         gradients = LocalAttention().backward(dy, saved)

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import linear
-from hpcdist.models.arena import Arena
-from hpcdist.models.attention import LocalAttention
+from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.counts import counts
-from hpcdist.models.counts_units import pairs
+from hpcdist.models.counts import attention_pairs, counts
+from hpcdist.models.layers import linear
 from hpcdist.models.model import Model
-from hpcdist.models.recompute import recomputing
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.recompute import with_recomputation
 
 BOUND = 0.1  # relative, of memory
 GPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -117,7 +116,7 @@ def test_operations_are_those_of_the_products(
 @pytest.mark.parametrize(("context", "causal"), [(1, True), (37, True), (37, False)])
 def test_attention_looks_at_pairs(context: int, causal: bool) -> None:
     seen = sum(1 for query in range(context) for key in range(context) if key <= query or not causal)
-    assert pairs(context, causal=causal) == seen
+    assert attention_pairs(context, causal=causal) == seen
     config = config_of({"kind": "gpt" if causal else "encoder"})
     block = counts(config, context=context).units[1]
     head_size = config.hidden // config.heads
@@ -159,7 +158,7 @@ def test_memory_is_that_of_the_ledger(name: str, recompute: bool, rng: np.random
     keys, inputs, samples = LARGE[name]
     config = config_of(keys)
     model = models.build(config, **inputs)
-    trained = Trained(recomputing(model) if recompute else model, *data(config, inputs, samples, rng))
+    trained = Trained(with_recomputation(model) if recompute else model, *data(config, inputs, samples, rng))
     expected = counts(config, **inputs).activation_bytes(samples, recompute=recompute)
     assert trained.activation_bytes == pytest.approx(expected, rel=BOUND)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from gpu_runs import MODELS, ModelRun, batches_of
 
-from hpcdist.models.arena import Arena
-from hpcdist.models.attention import LocalAttention
-from hpcdist.models.attention_tiles import LONG
-from hpcdist.models.dropout import ATTENTION, SITES, Draw, LocalDropout
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.attention.tiles import LONG
+from hpcdist.models.layers.dropout import ATTENTION, MAX_SITES, Draw, LocalDropout
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 
 SEED = 0x123456789ABCDEF
 SITE = 2
@@ -34,7 +34,7 @@ def _kept(draw, layer, site, rate, sample, rows, columns):
     blocks = -(-columns // 4)
     key = draw.seed % (1 << 32), draw.seed >> 32
     for row, column in np.ndindex(rows, columns):
-        counter = row * blocks + column // 4, sample, layer * SITES + site, draw.step
+        counter = row * blocks + column // 4, sample, layer * MAX_SITES + site, draw.step
         kept[row, column] = _philox(counter, key)[column % 4] >= round(rate * 2**32)
     return kept
 

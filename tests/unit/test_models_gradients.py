@@ -6,10 +6,10 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.encoder import predictions
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 
 GPT = {"layers": 2, "hidden": 6, "heads": 2, "vocabulary": 7}
 CASES = {
@@ -105,7 +105,7 @@ def _batch(config, inputs, batch, rng):
         tokens = rng.integers(0, config.vocabulary, (batch, inputs["context"] + 1)).astype(np.uint8)
         return tokens[:, :-1], tokens[:, 1:]
     if config.kind == "encoder":
-        context, said = inputs["context"], predictions(inputs["context"])
+        context, said = inputs["context"], masked_predictions(inputs["context"])
         tokens = rng.integers(0, config.vocabulary, (batch, context))
         targets = np.full((batch, context), IGNORED)
         for row in targets:

@@ -8,26 +8,23 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import (
+from hpcdist.models.attention import kernels
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers import (
     activation,
-    attention_rows,
     convolution,
     cross_entropy,
     dropout,
     embedding,
-    exponential,
     linear,
     norm,
-    ordered,
-    rotary,
-    softmax,
+    vector_math,
 )
-from hpcdist.models.arena import Arena
-from hpcdist.models.config import ModelConfig
 from hpcdist.models.operations import LOCAL, Operations
+from hpcdist.models.runtime.arena import Arena
 
-MODULES = (activation, attention_rows, convolution, cross_entropy, dropout, embedding)
-MODULES += (exponential, linear, norm, ordered, rotary, softmax)
+MODULES = (activation, kernels, convolution, cross_entropy, dropout, embedding)
+MODULES += (vector_math, linear, norm, vector_math, embedding, kernels)
 CONFIGS = {
     "gpt": ModelConfig(layers=1, hidden=8, heads=2, dropout=0.1),
     "options": ModelConfig(

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
-from hpcdist.models.recompute import Recomputed, recomputing
-from hpcdist.models.split import splitting
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.recompute import RecomputedStage, with_recomputation
+from hpcdist.models.runtime.split_backward import split_operations
 
 
 def gradients(model: Model, x: Any, targets: Any, draw: Draw | None, microbatches: int = 2) -> tuple[Any, float, int]:
@@ -49,11 +49,11 @@ def test_gradients_are_the_same_bits(kind: str, dropout: float, rng: np.random.G
         model = models.build(config, "float32", features=9, classes=4)
         x, targets = rng.standard_normal((5, 9)).astype(np.float32), rng.integers(0, 4, 5)
     draw = Draw(seed=1, step=2, first_sample=4)
-    again = recomputing(model)
-    assert [isinstance(stage, Recomputed) for stage in again.stages] == [False] + [True] * (len(model.stages) - 2) + [
-        False
-    ]
-    assert not any(isinstance(stage, Recomputed) for stage in model.stages), "the model itself stays as it is"
+    again = with_recomputation(model)
+    assert [isinstance(stage, RecomputedStage) for stage in again.stages] == [False] + [True] * (
+        len(model.stages) - 2
+    ) + [False]
+    assert not any(isinstance(stage, RecomputedStage) for stage in model.stages), "the model itself stays as it is"
     expected, found = gradients(model, x, targets, draw), gradients(again, x, targets, draw)
     assert np.array_equal(found[0], expected[0]) and found[1] == expected[1]
     if dropout:  # which is not that of an evaluation
@@ -63,14 +63,14 @@ def test_gradients_are_the_same_bits(kind: str, dropout: float, rng: np.random.G
 def test_memory_is_that_of_one_block_and_the_outputs(rng: np.random.Generator) -> None:
     model = models.build(ModelConfig(layers=12, hidden=64, heads=4, vocabulary=16), "float32", context=64)
     x, targets = rng.integers(0, 16, (2, 4, 64))
-    whole, less = (gradients(one, x, targets, None, 1)[2] for one in (model, recomputing(model)))
+    whole, less = (gradients(one, x, targets, None, 1)[2] for one in (model, with_recomputation(model)))
     outputs = 12 * x.size * 64 * 4
     assert less < 0.35 * whole and less > outputs
 
 
 def test_a_backward_in_two_passes_is_refused(rng: np.random.Generator) -> None:
-    model = recomputing(models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=16), context=8))
-    model.operations = splitting(model.operations)
+    model = with_recomputation(models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=16), context=8))
+    model.operations = split_operations(model.operations)
     x, targets = rng.integers(0, 16, (2, 4, 8))
     with pytest.raises(AssertionError, match="two passes"):
         gradients(model, x, targets, None, 1)

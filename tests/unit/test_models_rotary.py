@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.models import rotary
-from hpcdist.models.arena import Arena
-from hpcdist.models.rotary import THETA, LocalRotary
+from hpcdist.models.layers import embedding
+from hpcdist.models.layers.embedding import THETA, LocalRotary
+from hpcdist.models.runtime.arena import Arena
 
 
 def _bound(x, head_size, rotated):
@@ -59,10 +59,10 @@ def test_scores_depend_on_the_distance_alone(rng):
 
 
 def test_a_longer_context_has_the_same_first_angles(rng):
-    short = rotary.table(3, 10, rng.standard_normal(1)).copy()
+    short = embedding.rotary_table(3, 10, rng.standard_normal(1)).copy()
     for context in (4, 9, 100):
-        assert (rotary.table(context, 10, rng.standard_normal(1))[:3] == short).all()
-    assert (rotary.table(3, 10, rng.standard_normal(1)) == short).all()
+        assert (embedding.rotary_table(context, 10, rng.standard_normal(1))[:3] == short).all()
+    assert (embedding.rotary_table(3, 10, rng.standard_normal(1)) == short).all()
 
 
 def test_an_odd_head_is_refused():

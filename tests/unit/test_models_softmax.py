@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.models import softmax
+from hpcdist.models.attention import kernels
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
@@ -13,8 +13,8 @@ PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
 def functions(request):
     """The compiled loops, and the array expressions of a GPU, here on numpy."""
     if request.param == "loops":
-        return softmax.advance, softmax.gradient
-    return softmax._advance_device, softmax._gradient_device
+        return kernels.softmax_advance, kernels.softmax_gradient
+    return kernels._softmax_advance_device, kernels._softmax_gradient_device
 
 
 def _plain(x, causal):
@@ -85,7 +85,7 @@ def test_what_is_not_finite_stays_visible(column, bad, functions, rng):
 def test_huge_scores_do_not_overflow():
     x = np.array([[[3e38, -3e38, 3e38]]], np.float32)
     top, total = np.zeros((2, 1, 1), np.float32)
-    softmax.advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 1), np.float32))
+    kernels.softmax_advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 1), np.float32))
     assert (x == np.float32([1, 0, 1])).all() and total == 2 and top == np.float32(3e38)
 
 
@@ -93,5 +93,5 @@ def test_the_hidden_half_is_no_part_of_anything(rng):
     x = rng.standard_normal((1, 8, 8))
     x[0, 3, 5:] = np.nan
     top, total = np.zeros((2, 1, 8))
-    softmax.advance(x, 0, 0, 0, True, 1.0, top, total, np.empty((1, 8)))
+    kernels.softmax_advance(x, 0, 0, 0, True, 1.0, top, total, np.empty((1, 8)))
     assert np.isfinite(x).all() and (x[0, 3, 4:] == 0).all() and np.isfinite(total).all()

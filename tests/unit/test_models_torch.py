@@ -5,10 +5,10 @@ import pytest
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.encoder import predictions
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 
 torch = pytest.importorskip("torch")
 
@@ -156,7 +156,7 @@ def test_options_of_transformers(kind, options, context, batch, rng):
     if kind == "encoder":
         targets = np.full(x.shape, IGNORED)
         for row in targets:
-            row[rng.choice(context, predictions(context), replace=False)] = 3
+            row[rng.choice(context, masked_predictions(context), replace=False)] = 3
     wide = torch.tensor(x.astype(np.int64))
     model = models.build(config, "float32", context=context)
     _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)

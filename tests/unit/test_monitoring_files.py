@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpcdist.batch import resources
-from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
-from hpcdist.telemetry.exposition import INFO
-from hpcdist.telemetry.jobs import OWNER
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.provenance import OWNER_VARIABLES
+from hpcdist.telemetry.sinks.prometheus import INFO
 
 FOLDER = resources.folder(resources.TEMPLATES) / "monitoring"
 ALWAYS = {"jobid", "run"}  # labels of every metric
@@ -108,10 +108,10 @@ def test_every_metric_is_one_of_the_exporter(expression):
     labels = set()
     for name, selected, function in found:
         if name in RECORDED:
-            labels |= ALWAYS | {"kind", *OWNER}
+            labels |= ALWAYS | {"kind", *OWNER_VARIABLES}
             continue
         if name == INFO:
-            labels |= ALWAYS | set(OWNER)
+            labels |= ALWAYS | set(OWNER_VARIABLES)
             assert selected <= labels and not function.endswith(("rate", "increase", "_over_time"))
             continue
         assert name in METRICS, f"{name} is neither in the catalogue nor a recording rule"

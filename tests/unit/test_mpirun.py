@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from hpcdist.comm import mpirun
-from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 from hpcdist.errors import MissingCapabilityError
 
 SAID = {
@@ -85,24 +85,24 @@ def with_information(tmp_path, text):
 
 def test_options_for_survival(tmp_path):
     launcher = with_information(tmp_path, "options:ft_mpi_support:yes")
-    options = mpirun.surviving(launcher)
+    options = mpirun.ulfm_options(launcher)
     assert " ".join(options[:5]) == "--with-ft ulfm --mca pml ob1"
     assert "--oversubscribe" in options, "the slot of a dead rank is not given back"
     (tmp_path / "ompi_info").unlink()
-    assert mpirun.surviving(launcher), "it is built so by default"
+    assert mpirun.ulfm_options(launcher), "it is built so by default"
 
 
 @pytest.mark.parametrize(("vendor", "version"), [(MPICH, "5.0.2"), (INTEL_MPI, "2021.13"), ("unknown", "")])
 def test_survival_needs_open_mpi(tmp_path, vendor, version):
     with pytest.raises(MissingCapabilityError, match="--restarts"):
-        mpirun.surviving(Launcher(tmp_path / "mpirun", vendor, version))
+        mpirun.ulfm_options(Launcher(tmp_path / "mpirun", vendor, version))
 
 
 def test_survival_needs_ulfm(tmp_path):
     with pytest.raises(MissingCapabilityError, match=r"Open MPI 4\.1\.4.*--restarts"):
-        mpirun.surviving(Launcher(tmp_path / "mpirun", OPEN_MPI, "4.1.4"))
+        mpirun.ulfm_options(Launcher(tmp_path / "mpirun", OPEN_MPI, "4.1.4"))
     with pytest.raises(MissingCapabilityError, match=r"built without it.*--restarts"):
-        mpirun.surviving(with_information(tmp_path, "options:ft_mpi_support:no"))
+        mpirun.ulfm_options(with_information(tmp_path, "options:ft_mpi_support:no"))
 
 
 def test_command_of_mpich(tmp_path):

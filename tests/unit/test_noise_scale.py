@@ -11,13 +11,12 @@ import pytest
 from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim.noise import SMOOTHING, Smoothed, estimate
+from hpcdist.optim.batch_size import SMOOTHING, SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.telemetry import noise_scales
-from hpcdist.telemetry.metrics import MetricsWriter
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training import chaos, noise, state
 from hpcdist.training import recipe as recipes
@@ -36,7 +35,7 @@ def test_equals_the_closed_form_of_gaussian_gradients(sizes: tuple[int, ...]) ->
     whole = sum(size * group for size, group in zip(sizes, groups, strict=True)) / big
     small = sum(size / big * (group**2).sum(axis=1) for size, group in zip(sizes, groups, strict=True))
     found = [
-        estimate(a, len(sizes) / big, b, big)
+        estimate_noise(a, len(sizes) / big, b, big)
         for a, b in zip(small.tolist(), (whole**2).sum(axis=1).tolist(), strict=True)
     ]
     trace, gradient_squared = (deviation**2).sum(), (true**2).sum()
@@ -46,7 +45,7 @@ def test_equals_the_closed_form_of_gaussian_gradients(sizes: tuple[int, ...]) ->
     ):
         error = np.std(values) / math.sqrt(steps)
         assert abs(np.mean(values) - expected) < 4 * error < 0.2 * expected
-    smoothed = Smoothed()
+    smoothed = SmoothedNoise()
     for one in found:
         smoothed.add(one)
     error = math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING))  # of the smoothed means, over that of one estimate
@@ -58,15 +57,15 @@ def test_equals_the_closed_form_of_gaussian_gradients(sizes: tuple[int, ...]) ->
 
 def test_the_formulas_of_the_paper_in_its_own_form() -> None:
     small, big = (5.0, 4), (2.0, 32)  # |g|^2, samples
-    found = estimate(small[0], 1 / small[1], *big)
+    found = estimate_noise(small[0], 1 / small[1], *big)
     assert found.gradient_squared == pytest.approx((32 * 2.0 - 4 * 5.0) / (32 - 4))
     assert found.trace == pytest.approx((5.0 - 2.0) / (1 / 4 - 1 / 32))
-    assert math.isnan(estimate(50.0, 1 / 4, 2.0, 32).noise_scale)  # the gradient is below the error
+    assert math.isnan(estimate_noise(50.0, 1 / 4, 2.0, 32).noise_scale)  # the gradient is below the error
 
 
 def test_numerator_and_denominator_are_averaged_apart_and_kept() -> None:
-    one, other = estimate(5.0, 1 / 4, 2.0, 32), estimate(90.0, 1 / 4, 3.0, 32)
-    smoothed = Smoothed()
+    one, other = estimate_noise(5.0, 1 / 4, 2.0, 32), estimate_noise(90.0, 1 / 4, 3.0, 32)
+    smoothed = SmoothedNoise()
     assert math.isnan(smoothed.mean.noise_scale)
     smoothed.add(one)
     assert smoothed.mean.noise_scale == pytest.approx(one.noise_scale)  # not drawn to the 0 that it began with
@@ -74,7 +73,7 @@ def test_numerator_and_denominator_are_averaged_apart_and_kept() -> None:
     mean = smoothed.mean
     assert mean.trace == pytest.approx((0.98 * one.trace + other.trace) / 1.98)
     assert mean.gradient_squared == pytest.approx((0.98 * one.gradient_squared + other.gradient_squared) / 1.98)
-    again = Smoothed()
+    again = SmoothedNoise()
     again.restore(json.loads(json.dumps(smoothed.state())))
     assert again.mean == mean and again.state() == smoothed.state()
     again.restore({})
@@ -201,8 +200,8 @@ def test_every_architecture_measures_the_norms_of_its_small_batches(layout: str,
     np.testing.assert_allclose(found[0].steps[1].measured, [squared, inverse], rtol=bound)
     np.testing.assert_allclose(found[0].steps[1].gradient_norm, own[-1], rtol=bound)
     assert [rank.steps[step].measured.tolist() for rank in found for step in (0, 2)] == [[0.0, 0.0]] * 2 * ranks
-    expected = Smoothed()
-    expected.add(estimate(squared, inverse, own[-1] ** 2, 10))
+    expected = SmoothedNoise()
+    expected.add(estimate_noise(squared, inverse, own[-1] ** 2, 10))
     for rank in found:
         assert rank.kept == pytest.approx(expected.state(), rel=50 * bound)
 
@@ -216,8 +215,8 @@ def test_a_skipped_step_is_not_measured_and_a_scaled_one_is_as_it_would_be(words
         np.testing.assert_allclose(fixed.steps[step].measured, calm.steps[step].measured, rtol=2e-2)
     over = trained(2, {**scaled, "chaos.overflow": "[1]"})[0]
     assert [step.skipped for step in over.steps] == [True, False]
-    only = Smoothed()
-    only.add(estimate(*over.steps[1].measured.tolist(), over.steps[1].gradient_norm ** 2, 10))
+    only = SmoothedNoise()
+    only.add(estimate_noise(*over.steps[1].measured.tolist(), over.steps[1].gradient_norm ** 2, 10))
     assert over.kept == pytest.approx(only.state())
 
 
@@ -245,12 +244,12 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path: Path) -> None:
         times = {name: np.ones(1) for name in ("step_s", "compute_s", "communication_s", "update_s", "sent_bytes")}
         for step in (1, 2, 3):
             writer.append(step=step, **row, **times)
-        writer.include(lambda file, session: noise_scales.append(file, session, []))
-        assert noise_scales.last(path) is None
+        writer.include(lambda file, session: side_tables.append_noise_scales(file, session, []))
+        assert side_tables.last_noise_scale(path) is None
         rows = [(step, 4.0, 16, 3.0, 2.0, 0.5, 20.0 * step, 40.0 * step) for step in (1, 2, 3)]
-        writer.include(lambda file, session: noise_scales.append(file, session, rows))
-        writer.include(lambda file, session: noise_scales.append(file, session + 1, rows[1:2]))
-    assert noise_scales.last(path) == 80.0
+        writer.include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
+        writer.include(lambda file, session: side_tables.append_noise_scales(file, session + 1, rows[1:2]))
+    assert side_tables.last_noise_scale(path) == 80.0
     assert "noise      scale 80.0 samples, the critical batch" in text(report(tmp_path))
     told = noise.described({"noise_scale": 48.0, "global_batch": 16})
     assert "48.0 samples" in told[0] and "4.00 times the fewest steps, and 1.33 times the fewest samples" in told[0]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import observations
-from hpcdist.telemetry.metrics import SCHEMA, VERSION
+from hpcdist.telemetry.metrics import observations
+from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
 
 S = 10**9
 

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from gpu_runs import OPTIMIZERS, SETTINGS, assembled, write_text
 
-from hpcdist.arrays import backend, filestore, transfer
-from hpcdist.arrays.filestore import FileStore, Stretch
+from hpcdist.arrays import backend, filestore
+from hpcdist.arrays.filestore import FileSlice, FileStore
+from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, StorageError
-from hpcdist.optim import clip, norms, optimizer
+from hpcdist.optim import norms, optimizer
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
@@ -46,7 +47,7 @@ LAYOUT = Layout.of(
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filestore, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(transfer, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(staging, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
 
 
@@ -99,17 +100,17 @@ def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.random.Generator, dtype: str) -> None:
     whole = filled(rng, dtype)
-    assert clip.sum_of_squares(in_file(tmp_path, whole)) == clip.sum_of_squares(whole)
+    assert norms.sum_of_squares(in_file(tmp_path, whole)) == norms.sum_of_squares(whole)
     values = rng.standard_normal(1003).astype(dtype)
     cuts = [Range(0, 8), Range(8, 512), Range(512, 1003)]
-    expected = norms.sum_of_squares([values])
+    expected = norms.sum_of_block_squares([values])
     assert expected == float(norms.kernels.sum_of_squares(values))
-    assert norms.sum_of_squares(values[part.slice] for part in cuts) == expected
+    assert norms.sum_of_block_squares(values[part.slice] for part in cuts) == expected
     together = norms.Norms(2, "cpu")
     for part in cuts:
         together.add(1, part, values[part.slice], values[part.slice] + 1)
     together.add(1, Range(2000, 3003), values, values)  # another stretch of the same tensor
-    plus_one = norms.sum_of_squares([values + 1])
+    plus_one = norms.sum_of_block_squares([values + 1])
     np.testing.assert_array_equal(together.sums(), [[0, 0], [2 * expected, plus_one + expected]])
     together.clear()
     assert not together.sums().any()
@@ -117,10 +118,10 @@ def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.rand
 
 def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
     stored = in_file(tmp_path, filled(rng))
-    assert clip.first_nonfinite(stored) is None
+    assert norms.first_nonfinite(stored) is None
     place = LAYOUT.by_key["1.weight"].range.stop - 1
     stored.write(Range(place, place + 1), np.array([np.inf]))
-    assert clip.first_nonfinite(stored) == "1.weight"
+    assert norms.first_nonfinite(stored) == "1.weight"
 
 
 STORES: dict[str, tuple[bool, bool]] = {
@@ -448,7 +449,7 @@ def test_what_a_stretch_is_instead_of_an_array(tmp_path: Path, rng: np.random.Ge
     whole = filled(rng)
     where = LAYOUT.by_key["1.weight"].range
     stretch = in_file(tmp_path, whole).contents(where)
-    assert isinstance(stretch, Stretch)
+    assert isinstance(stretch, FileSlice)
     assert (stretch.dtype, stretch.shape) == (np.float64, (where.size,))
     assert stretch.copy().tobytes() == whole.range(where).tobytes()
     stretch.write(Range(3, 5), np.array([1.0, 2.0]))

@@ -10,7 +10,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 
 LAYOUT = Layout.of([TensorSpec(0, "a", (9, 7)), TensorSpec(0, "b", (5,)), TensorSpec(1, "a", (70_000,))])
 ALL = Range(0, LAYOUT.size)
@@ -29,7 +29,7 @@ def test_parts_add_up_to_the_norm_without_padding(rng, dtype):
     expected = sum(np.sum(store.view(s.key).astype(np.float64) ** 2) for s in LAYOUT.segments)
     store.array[63:64] = 1e4  # padding behind 0.a
     for parts in range(1, 6):
-        got = sum(clip.sum_of_squares(store, part) for part in split(LAYOUT.size, parts, 8))
+        got = sum(norms.sum_of_squares(store, part) for part in split(LAYOUT.size, parts, 8))
         assert got == pytest.approx(expected, rel=1e-12)
 
 
@@ -39,46 +39,46 @@ def test_the_largest_values_of_a_dtype_do_not_overflow(dtype):
     largest = 6e4 if dtype == "float16" else 3e38
     for segment in LAYOUT.segments:
         store.range(segment.range)[...] = largest
-    assert clip.sum_of_squares(store, ALL) == pytest.approx(LAYOUT.parameters * largest**2, rel=1e-2)
+    assert norms.sum_of_squares(store, ALL) == pytest.approx(LAYOUT.parameters * largest**2, rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
-@pytest.mark.parametrize("size", [1, clip._WIDEN, clip._WIDEN + 1])
+@pytest.mark.parametrize("size", [1, norms._WIDEN, norms._WIDEN + 1])
 def test_halves_are_widened_block_by_block(rng, dtype, size):
     values = rng.standard_normal(size).astype(dtype)
     expected = np.sum(values.astype(np.float64) ** 2)
-    assert clip._squares_of_halves(values) == pytest.approx(expected, rel=1e-12)
+    assert norms._squares_of_halves(values) == pytest.approx(expected, rel=1e-12)
     values[-1] = np.nan
-    assert math.isnan(clip._squares_of_halves(values))
+    assert math.isnan(norms._squares_of_halves(values))
 
 
 def test_scale_brings_the_norm_to_the_limit(rng):
     store = filled(rng, np.dtype("float64"))
-    squared = clip.sum_of_squares(store, ALL)
-    factor = clip.clip_scale(squared, 1.5)
+    squared = norms.sum_of_squares(store, ALL)
+    factor = norms.clip_scale(squared, 1.5)
     store.array *= factor
-    assert math.sqrt(clip.sum_of_squares(store, ALL)) == pytest.approx(1.5, rel=1e-12)
-    assert clip.clip_scale(4.0, 2.0) == 1.0  # at the limit
-    assert clip.clip_scale(4.0, 3.0) == 1.0
-    assert clip.clip_scale(4.0, 0.0) == 1.0  # off
-    assert clip.clip_scale(0.0, 1.0) == 1.0
+    assert math.sqrt(norms.sum_of_squares(store, ALL)) == pytest.approx(1.5, rel=1e-12)
+    assert norms.clip_scale(4.0, 2.0) == 1.0  # at the limit
+    assert norms.clip_scale(4.0, 3.0) == 1.0
+    assert norms.clip_scale(4.0, 0.0) == 1.0  # off
+    assert norms.clip_scale(0.0, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_a_norm_that_is_not_finite_is_an_error(bad, limit):
     with pytest.raises(NonFiniteError, match="must be finite"):
-        clip.clip_scale(bad, limit)
+        norms.clip_scale(bad, limit)
 
 
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=str)
 def test_first_nonfinite_names_the_tensor(rng, dtype):
     store = filled(rng, np.dtype(dtype))
     store.array[63] = np.nan  # padding does not count
-    assert clip.first_nonfinite(store, ALL) is None
+    assert norms.first_nonfinite(store, ALL) is None
     store.view("1.a")[69_999] = np.inf
-    assert clip.first_nonfinite(store, ALL) == "1.a"
+    assert norms.first_nonfinite(store, ALL) == "1.a"
     store.view("0.b")[2] = np.nan
-    assert clip.first_nonfinite(store, ALL) == "0.b"
-    assert clip.first_nonfinite(store, Range(0, 32)) is None
-    assert not math.isfinite(clip.sum_of_squares(store, ALL))
+    assert norms.first_nonfinite(store, ALL) == "0.b"
+    assert norms.first_nonfinite(store, Range(0, 32)) is None
+    assert not math.isfinite(norms.sum_of_squares(store, ALL))

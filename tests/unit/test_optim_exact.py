@@ -10,8 +10,9 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.optim import clip, exact, kernels, optimizer
+from hpcdist.optim import norms, optimizer
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.update import exact, kernels
 
 DTYPES = (np.float32, np.float64)
 
@@ -95,9 +96,9 @@ def test_padding_is_left_out(rng: np.random.Generator) -> None:
     for segment, where in store.tensors():
         store.range(where)[...] = rng.standard_normal(segment.range.size)
     whole = Range(0, layout.size)
-    digits = clip.exact_squares(store, [whole])
+    digits = norms.exact_squares(store, [whole])
     expected = math.fsum(np.float64(x) ** 2 for _, where in store.tensors() for x in store.range(where))
-    assert float(exact.rounded(digits)) == expected == pytest.approx(clip.sum_of_squares(store, [whole]))
+    assert float(exact.rounded(digits)) == expected == pytest.approx(norms.sum_of_squares(store, [whole]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim import scaling
-from hpcdist.optim.batches import Batches
+from hpcdist.optim import rates as optim_rates
+from hpcdist.optim.batch_size import BatchSchedule
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.rates import learning_rate
 
@@ -54,15 +54,15 @@ def test_a_warm_up_between_two_updates_reaches_the_same_line():
 def test_a_warm_up_in_samples_is_the_same_for_every_batch(samples):
     config = OptimizerConfig(learning_rate=2.0, warmup_samples=samples, decay="constant")
     for batch in (1, 16, 30, 64):
-        found = scaling.resolved(config, Batches(batch))
+        found = optim_rates.resolve_rate(config, BatchSchedule(batch))
         for update in (1, 2, 15, 16, 60, 61, 1000):
             assert learning_rate(found, update, 5000) == pytest.approx(2.0 * min(1, update * batch / samples))
 
 
 def test_the_rate_follows_the_batch():
     def peak(batch, **options):
-        config = scaling.resolved(
-            OptimizerConfig(learning_rate=0.1, warmup_steps=0, decay="constant", **options), Batches(batch)
+        config = optim_rates.resolve_rate(
+            OptimizerConfig(learning_rate=0.1, warmup_steps=0, decay="constant", **options), BatchSchedule(batch)
         )
         return learning_rate(config, 1, 100)
 
@@ -70,9 +70,12 @@ def test_the_rate_follows_the_batch():
     assert [peak(b, base_batch=64, scaling="linear") for b in (32, 64, 512)] == pytest.approx([0.05, 0.1, 0.8])
     assert [peak(b, base_batch=64, scaling="sqrt") for b in (16, 64, 1024)] == pytest.approx([0.05, 0.1, 0.4])
     plain = OptimizerConfig()
-    assert scaling.resolved(plain, Batches(256)) == plain and scaling.described(plain, Batches(256)) == ""
-    told = scaling.described(
-        OptimizerConfig(learning_rate=0.1, base_batch=64, scaling="sqrt", warmup_samples=1000), Batches(256)
+    assert (
+        optim_rates.resolve_rate(plain, BatchSchedule(256)) == plain
+        and optim_rates.describe_rate(plain, BatchSchedule(256)) == ""
+    )
+    told = optim_rates.describe_rate(
+        OptimizerConfig(learning_rate=0.1, base_batch=64, scaling="sqrt", warmup_samples=1000), BatchSchedule(256)
     )
     assert "learning rate 0.2 at its peak: 0.1 of a batch of 64 samples, scaled to 256 (sqrt)" in told
     assert "warm-up over 1000 samples: 3.90625 updates" in told
@@ -119,7 +122,7 @@ def test_values_that_make_no_sense_are_refused(options, message):
 
 def test_the_section_is_light():
     code = (
-        "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.scaling; "
+        "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.rates; "
         "print([m for m in ('numpy', 'numba', 'mpi4py', 'h5py', 'cupy') if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -15,7 +15,7 @@ FULL = ">/dev/full 2>/dev/full"
 SUPERVISED = """
 import os, sys
 from pathlib import Path
-from hpcdist.comm import supervisor
+from hpcdist.comm.launch import supervisor
 with supervisor.signals_held() as mask:
     line = ["bash", "-c", "set -e; for i in {1..2000}; do echo line $i; echo error $i >&2; done"]
     outcome = supervisor.watch(line, dict(os.environ), Path(sys.argv[1]), 5.0, mask)
@@ -77,7 +77,7 @@ def test_a_command_whose_product_cannot_be_written_says_so(command: str, end: st
 
 
 def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path: Path) -> None:
-    program = "import sys\nfrom hpcdist.comm import output\noutput.tolerate()\n"
+    program = "import sys\nfrom hpcdist.comm.launch import standard_streams\noutput.tolerate()\n"
     program += (
         "file = open(sys.argv[1], 'w')\nprint('lost')\nprint('lost', file=sys.stderr)\nsys.exit(file.fileno() < 3)"
     )

@@ -10,10 +10,10 @@ import pytest
 from hpcdist import collectives, models
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives import resumable
+from hpcdist.collectives.nonblocking import steps
 from hpcdist.comm import config
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import ThreadCommunicator, run_threads
+from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, NonFiniteError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -107,7 +107,7 @@ def test_a_thread_trains_to_the_same_bits(algorithm: str, size: int, rng: np.ran
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 512)  # several lanes
+    monkeypatch.setattr(steps, "SEGMENT_BYTES", 512)  # several lanes
     data = text(rng)
     for algorithm in config.POLLED:
         assert trained("poll", algorithm, data, size) == trained("none", algorithm, data, size)
@@ -125,7 +125,7 @@ def test_microbatches_and_pipelines_train_to_the_same_bits(
 
 
 def test_what_is_polled_in_training_comes_in_steps() -> None:
-    assert all(set(config.POLLED) <= set(known) for known in resumable.RESUMABLE.values())
+    assert all(set(config.POLLED) <= set(known) for known in steps.RESUMABLE.values())
 
 
 @pytest.mark.parametrize("overlap", KINDS)

@@ -13,20 +13,20 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import calibrate_file
-from hpcdist.bench.calibrate_points import (
+from hpcdist.bench.calibrate import run as calibrate_run
+from hpcdist.bench.calibrate.points import (
     OPERATIONS,
-    Busy,
+    BusySeconds,
+    CalibratedMachine,
+    CalibrationPoints,
     CollectivePoint,
     LinkPoint,
-    Machine,
     MovePoint,
-    Points,
     ProductPoint,
     sizes,
 )
 from hpcdist.cli import plan_calibrate
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 
 pytest.importorskip("matplotlib")
 
@@ -47,19 +47,19 @@ def bench() -> Iterator[ModuleType]:
         sys.path.remove(str(FOLDER))
 
 
-def points(hosts: int, ranks: int) -> Points:
+def points(hosts: int, ranks: int) -> CalibrationPoints:
     """Return what a machine of 20 GFLOP/s, 10 GB/s, and links of 1 GB/s inside and 100 MB/s between hosts takes."""
 
-    def took(seconds: float) -> Busy:
-        return Busy(seconds, seconds, 0.01)
+    def took(seconds: float) -> BusySeconds:
+        return BusySeconds(seconds, seconds, 0.01)
 
     rates = {"node": 1e9} if ranks > 1 else {}
     rates |= {"network": 1e8} if hosts > 1 else {}
     inside = [("node", ranks)] if ranks > 1 else []
     groups = inside + ([("network", hosts * ranks)] if hosts > 1 else [])
     lengths = sizes(1 << 10, 16 << 20, per_octave=1)
-    return Points(
-        machine=Machine(
+    return CalibrationPoints(
+        machine=CalibratedMachine(
             device="core of a test", on="cpu", hosts=hosts, ranks_per_host=ranks, devices_per_host=8, threads=1,
             memory_bytes=1 << 30, host_memory_bytes=8 << 30, blas="a blas", mpi_library="a library",
         ),
@@ -84,7 +84,7 @@ def points(hosts: int, ranks: int) -> Points:
 
 def told(rows: Sequence[Any], bench: ModuleType, off: float) -> list[dict[str, Any]]:
     """Return measurements: what the workstation's plan says, ``off`` by a share."""
-    base = cluster_file.read("workstation")
+    base = toml_file.read("workstation")
     found = []
     for row in rows:
         plan = bench.of_report.estimate(row, base)
@@ -140,7 +140,7 @@ def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
     """Return the program with made-up ranks and hosts, which returns what its results begin with."""
     monkeypatch.setattr(bench, "launched", lambda ranks, program, folder: made(program, 1, ranks, bench))
     monkeypatch.setitem(sys.modules, "cluster", SimpleNamespace(Hosts=lambda *given: Hosts(bench, *given)))  # type: ignore[arg-type]
-    monkeypatch.setattr("hpcdist.comm.mpirun.find", lambda: SimpleNamespace(vendor="none"))
+    monkeypatch.setattr("hpcdist.comm.launch.mpirun.find", lambda: SimpleNamespace(vendor="none"))
 
     def body(*options: str) -> Path:
         prefix = tmp_path / "own"
@@ -168,7 +168,7 @@ def test_rows_between_hosts_are_written_beside_those_of_one(run, tmp_path, capsy
         assert any(one.startswith("2 hosts, 1gbit, 2 ranks each, hierarchical allreduce") for one in times)
         assert 'name = "here"' in file.attrs["cluster"]
     assert prefix.with_name("own.png").stat().st_size > 1000
-    assert cluster_file.read(str(prefix.with_name("own-cluster.toml"))).name == "here"
+    assert toml_file.read(str(prefix.with_name("own-cluster.toml"))).name == "here"
     said = capsys.readouterr().out
     assert "-- 2 hosts, 1gbit" in said
     assert "alpha-beta at unseen sizes: " in said
@@ -190,7 +190,7 @@ def test_trainings_that_are_none_are_told_before_anything_is_measured(bench, mon
 
 
 def test_every_row_has_to_meet_both_goals(bench):
-    base = cluster_file.read("workstation")
+    base = toml_file.read("workstation")
     rows = [row for row in bench.of_rows.rows(2) if row.name.startswith(ONLY)]
 
     def rated(off: float) -> list[Any]:
@@ -218,7 +218,7 @@ def test_sizes_within_the_goal_are_counted(bench):
 
 def test_points_of_a_machine_give_back_its_times(bench, tmp_path):
     path = tmp_path / "points.h5"
-    calibrate_file.write(path, points(2, 2), {})
+    calibrate_run.write_points(path, points(2, 2), {})
     found = bench.of_fits.unseen(path, "here")
     assert {one.what for one in found} >= {"message, node", "message, network", "ring allreduce, network, 4 ranks"}
     assert max(abs(one.error) for one in found) < 0.02

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.cli import doctor_job
-from hpcdist.comm.diagnosis import FAIL, OK
+from hpcdist.comm.doctor.mpi_library import FAIL, OK
 from hpcdist.training import packages
 from hpcdist.training import recipe as recipes
 

@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from hpcdist.comm.spans import Spans
+from hpcdist.comm.record.spans import Spans
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
-from hpcdist.telemetry import page_energy, page_timeline, page_use
-from hpcdist.telemetry.metrics import SCHEMA, VERSION, MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsWriter
+from hpcdist.telemetry.page import energy_data, step_spans
 
 S, MS = 10**9, 10**6
 
 
 def counters(rows):
     """Return samples of counters at constant power: rows of (session, node, source, watts, begin_s, end_s)."""
-    found = {name: [] for name in page_energy.COLUMNS}
+    found = {name: [] for name in energy_data.COLUMNS}
     for session, node, source, watts, begin, end in rows:
         seconds = np.linspace(begin, end, 50)
         found["t_mono_ns"] += (seconds * S).astype(np.int64).tolist()
@@ -39,7 +39,7 @@ def test_power_and_joules_over_nodes_and_starts(rng):
     order = rng.permutation(len(samples["session"]))  # as nodes bring them, in any order
     samples = {name: values[order] for name, values in samples.items()}
     kinds = sources((0, 0, 0, "gpu"), (0, 1, 0, "gpu"), (0, 0, 1, "dram"), (1, 0, 0, "gpu"))
-    found = page_energy.courses(samples, kinds)
+    found = energy_data.energy_curves(samples, kinds)
     assert set(found) == {"gpu", "dram"}
     gpu = found["gpu"]
     first, second = gpu.hours < 100 / 3600 - 1e-9, gpu.hours > 100 / 3600 + 1e-9
@@ -52,41 +52,41 @@ def test_power_and_joules_over_nodes_and_starts(rng):
 
 def test_a_source_that_is_lost_is_a_gap_and_not_nothing():
     samples = counters([(0, 0, 0, 100, 0, 100), (0, 0, 1, 100, 0, 50)])
-    found = page_energy.courses(samples, sources((0, 0, 0, "gpu"), (0, 0, 1, "gpu")))["gpu"]
+    found = energy_data.energy_curves(samples, sources((0, 0, 0, "gpu"), (0, 0, 1, "gpu")))["gpu"]
     late = found.hours > 60 / 3600
     assert np.isnan(found.watts[late]).all() and np.isnan(found.joules[late]).all()
     assert np.allclose(found.watts[found.hours < 45 / 3600], 200, rtol=0.01)
 
 
 def test_a_counter_of_whole_nodes_has_the_others_in_it():
-    assert page_energy.total({"node": 100.0, "cpu": 30.0, "gpu": 60.0}) == 100.0
-    assert page_energy.total({"cpu": 30.0, "gpu": 60.0}) == 90.0
+    assert energy_data.total_joules({"node": 100.0, "cpu": 30.0, "gpu": 60.0}) == 100.0
+    assert energy_data.total_joules({"cpu": 30.0, "gpu": 60.0}) == 90.0
 
 
 @pytest.mark.parametrize("kept", (b"", b"[]", b'{"joules": 5}', b'{"joules": {"by_kind": {"gpu": null}}}', b"\xff{"))
 def test_a_record_that_says_nothing_is_no_zero(tmp_path, kept):
     (tmp_path / "usage.json").write_bytes(kept)
-    found = page_energy.read(tmp_path, None, {"energy_j": float("nan"), "energy_reason": "no driver"})
+    found = energy_data.read_energy(tmp_path, None, {"energy_j": float("nan"), "energy_reason": "no driver"})
     assert found.joules is None and found.reason == "no driver"
     (tmp_path / "usage.json").unlink()
-    assert page_energy.read(tmp_path, None, {}).reason == page_energy.NOT_KEPT
+    assert energy_data.read_energy(tmp_path, None, {}).reason == energy_data.NOT_KEPT
 
 
 def test_a_run_under_way_has_the_joules_of_its_record(tmp_path):
     kept = {"by_kind": {"gpu": 5.0, "cpu": 2.0}, "phases": {}, "reason": None}
     (tmp_path / "usage.json").write_text(json.dumps({"joules": kept}))
-    assert page_energy.read(tmp_path, None, {}).joules == 7.0
+    assert energy_data.read_energy(tmp_path, None, {}).joules == 7.0
 
 
 def test_a_run_that_goes_on_has_not_the_joules_of_the_start_before(tmp_path):
     ended = {"energy_j": 100.0, "j_per_step": 9.0}
     kept = {"by_kind": {"cpu": 400.0}, "phases": {"training": {"joules": 360.0, "seconds": 9.0}}, "reason": None}
     (tmp_path / "usage.json").write_text(json.dumps({"since_step": 2, "joules": kept}))
-    found = page_energy.read(tmp_path, None, ended, 32)
+    found = energy_data.read_energy(tmp_path, None, ended, 32)
     assert (found.joules, found.j_per_step, found.renewed) == (400.0, 12.0, True)
-    assert page_energy.read(tmp_path, None, {}, 32).j_per_step == 12.0, "the first start is under way"
-    assert page_energy.read(tmp_path, None, {}, 2).j_per_step is None
-    told = page_energy.read(tmp_path, None, {"energy_j": 400.0, "j_per_step": 9.0}, 32)
+    assert energy_data.read_energy(tmp_path, None, {}, 32).j_per_step == 12.0, "the first start is under way"
+    assert energy_data.read_energy(tmp_path, None, {}, 2).j_per_step is None
+    told = energy_data.read_energy(tmp_path, None, {"energy_j": 400.0, "j_per_step": 9.0}, 32)
     assert (told.joules, told.j_per_step, told.renewed) == (400.0, 9.0, False), "as the run said when it ended"
 
 
@@ -99,7 +99,7 @@ def test_utilisation_is_the_mean_over_the_nodes():
         "cpu": np.repeat([1.0, 0.5, 0.25], 100),
         "gpu": np.full(300, np.nan),
     }
-    found = page_use.over_time(rows)
+    found = energy_data.mean_over_nodes(rows)
     assert list(found.shares) == ["cpu"], "what nobody knows is left out"
     first = found.hours < 98 / 3600
     assert np.allclose(found.shares["cpu"][first], 0.75)
@@ -111,14 +111,14 @@ def test_damaged_tables_are_told(tmp_path):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1):
         pass
-    assert page_use.read(path) is None and page_energy.read(tmp_path, path, {}).courses == {}
+    assert energy_data.read_utilisation(path) is None and energy_data.read_energy(tmp_path, path, {}).courses == {}
     with files.edit(path, SCHEMA, VERSION) as file:
         tables.create(file, "energy/utilisation", [tables.Column("t_mono_ns", "i8", "ns", "x")])
         tables.create(file, "energy/samples", [tables.Column("energy_mj", "i8", "mJ", "x")])
         for name in ("utilisation/t_mono_ns", "samples/energy_mj"):
             file[f"energy/{name}"].resize((3,))
         file["energy/utilisation/session"] = 5
-    for look in (lambda: page_use.read(path), lambda: page_energy.read(tmp_path, path, {})):
+    for look in (lambda: energy_data.read_utilisation(path), lambda: energy_data.read_energy(tmp_path, path, {})):
         with pytest.raises(StorageError, match="damaged"):
             look()
 
@@ -140,7 +140,7 @@ def lanes(folder, world, lengths, capacity=64, at=0):
 
 def test_the_step_of_median_length(tmp_path):
     lanes(tmp_path, 3, [900, 50, 40, 60, 45])
-    found = page_timeline.read(tmp_path)
+    found = step_spans.read(tmp_path)
     assert found.step == 2 and [lane.rank for lane in found.lanes] == [0, 1, 2] and found.clocks == ""
     assert found.lanes[2].begin_s == pytest.approx(0.002) and found.seconds == pytest.approx(0.050)
     assert found.totals() == pytest.approx({"compute": 0.047})
@@ -148,46 +148,46 @@ def test_the_step_of_median_length(tmp_path):
 
 def test_a_step_whose_begin_was_overwritten_is_not_chosen(tmp_path):
     lanes(tmp_path, 2, [50, 40, 60, 45, 70], capacity=5)
-    found = page_timeline.read(tmp_path)
+    found = step_spans.read(tmp_path)
     assert found.step in (4, 5) and all(lane.spans for lane in found.lanes)
 
 
 def test_no_files_no_steps_and_others_files(tmp_path):
-    assert page_timeline.read(tmp_path).reason == page_timeline.NO_FILES
+    assert step_spans.read(tmp_path).reason == step_spans.NO_FILES
     lanes(tmp_path, 2, [])
-    assert page_timeline.read(tmp_path).reason == page_timeline.NO_STEP
+    assert step_spans.read(tmp_path).reason == step_spans.NO_STEP
     (tmp_path / "recorder/rank-00000.spans").write_bytes(b"x" * 30)
     (tmp_path / "recorder/rank-00001.spans").write_bytes(b"")
-    assert "not a file of spans" in page_timeline.read(tmp_path).reason
+    assert "not a file of spans" in step_spans.read(tmp_path).reason
     lanes(tmp_path, 2, [50])
     (tmp_path / "recorder/rank-x.spans").write_bytes(b"")
-    assert page_timeline.read(tmp_path).step == 1
+    assert step_spans.read(tmp_path).step == 1
 
 
 def test_ranks_that_left_are_not_shown(tmp_path):
     lanes(tmp_path, 4, [50])
     lanes(tmp_path, 2, [60])
-    found = page_timeline.read(tmp_path)
+    found = step_spans.read(tmp_path)
     assert [lane.rank for lane in found.lanes] == [0, 1] and found.world == 2
 
 
 @pytest.mark.parametrize("slowest", (None, 0, 501, 999))
 def test_of_many_ranks_some_are_chosen_evenly(slowest):
-    found = page_timeline.chosen(range(1000), slowest)
-    assert len(found) == page_timeline.RANKS and found == sorted(set(found))
+    found = step_spans.select_evenly(range(1000), slowest)
+    assert len(found) == step_spans.MAX_RANKS and found == sorted(set(found))
     assert found[0] == 0 and found[-1] == 999 and (slowest is None or slowest in found)
     assert max(np.diff(found)) < 70
-    assert page_timeline.chosen(range(5), 3) == [0, 1, 2, 3, 4]
+    assert step_spans.select_evenly(range(5), 3) == [0, 1, 2, 3, 4]
 
 
 def test_nodes_without_compared_clocks_are_put_together_by_their_wall_clocks(tmp_path):
     lanes(tmp_path, 1, [50])
     first = (tmp_path / "recorder/rank-00000.spans").read_bytes()
-    found = page_timeline.spanfile.parse(first, tmp_path)
-    one = page_timeline.replace(found, boot_id="a", world=2, wall_ns=1000 * S, monotonic_ns=10 * S)
+    found = step_spans.spans.parse(first, tmp_path)
+    one = step_spans.replace(found, boot_id="a", world=2, wall_ns=1000 * S, monotonic_ns=10 * S)
     late = one.spans[-1]
     elsewhere = {"boot_id": "b", "wall_ns": 1000 * S + 3 * MS, "monotonic_ns": 510 * S}
-    two = page_timeline.replace(one, rank=1, **elsewhere)
-    offsets, worth = page_timeline._offsets([one, two], late.step, None)
+    two = step_spans.replace(one, rank=1, **elsewhere)
+    offsets, worth = step_spans._offsets([one, two], late.step, None)
     assert "wall clocks" in worth
     assert offsets[1] - offsets[0] == -500 * S + 3 * MS

@@ -13,8 +13,8 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
@@ -378,7 +378,7 @@ def test_bytes_of_a_step(rng: np.random.Generator) -> None:
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int, int]:
         run = Run(comm, config)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.train(data)
         assert not traffic.unknown
         served = 0 if run.exchange.shard is None else 4 * sum(part.size for part in run.exchange.shard.parts)

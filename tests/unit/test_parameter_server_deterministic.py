@@ -11,8 +11,8 @@ import shard_runs
 from shard_runs import SAMPLES, train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind
@@ -120,7 +120,7 @@ def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
         train(trainer, 1)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             trainer.first_step = 1
             train(trainer, 2)
         psi = 4 * trainer.model.layout.size

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -136,7 +136,7 @@ def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> No
 
     def received(comm: Communicator, algorithm: str) -> int:
         run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.losses(data)
         return traffic.calls["irecv"]
 
@@ -200,7 +200,7 @@ def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int]:
         run = Run(comm, config, "float32", clip_norm=0.0)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.losses(data)
         assert not traffic.unknown
         return traffic.sent_bytes, 4 * run.model.layout.size * STEPS
@@ -347,7 +347,7 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator
 
     def body(comm: Communicator) -> tuple[int, int, int, int]:
         run = Run(comm, config, "float32", clip_norm=0.0)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.losses(data)
         address = run.exchange.parameters.array.ctypes.data
         return traffic.sent_bytes, run.exchange.loaded_bytes, 4 * run.model.layout.size * STEPS, address
@@ -394,7 +394,7 @@ def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None
 
     def body(comm: Communicator) -> tuple[int, int, dict[str, int]]:
         run = Run(comm, ParameterServerConfig(placement="colocated", transport="rma"), "float32", clip_norm=0.0)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.losses(data)
         return traffic.sent_bytes, 4 * run.model.layout.size * STEPS, dict(traffic.calls)
 

@@ -1,7 +1,7 @@
 """Notes and meetings of ranks that are not in lock-step."""
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     ControlChannel,
     ControlFields,

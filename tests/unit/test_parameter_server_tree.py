@@ -6,7 +6,7 @@ import pytest
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.fixed_tree import halves
+from hpcdist.collectives.algorithms.fixed_tree import halves
 from hpcdist.strategies.parameter_server.transport import PartialSums, ShardTree, slots_of
 
 LAYOUT = Layout.of([TensorSpec(0, "w", (40,)), TensorSpec(1, "w", (24,))])

@@ -11,7 +11,7 @@ from rank_runs import losses, trainer_of
 from hpcdist import models
 from hpcdist.cli.schedule import command as schedule
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
@@ -191,7 +191,7 @@ def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
     found = measure(gpt(1), 2, "gpu")
     turns = measured.WARM + measured.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
-    waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "partition_measured._clock"]
+    waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "measured._clock"]
     assert waits == 3 * turns * spans * 2 and len(found) == 3
 
 

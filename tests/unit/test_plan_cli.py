@@ -11,8 +11,8 @@ import pytest
 
 from hpcdist.cli import main, plan
 from hpcdist.cli.plan_options_layout import RENAMED
-from hpcdist.planner import cluster_file
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.layout import ParallelLayout
 
 ABSENT = ("mpi4py", "cupy", "numba", "pynvml", "torch")
 GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocabulary", "1000", "--context", "128", "--batch", "32"]
@@ -125,7 +125,9 @@ def test_the_help_of_a_command_names_it(run):
 
 def test_every_field_of_a_layout_has_an_option():
     renamed = {field: option for option, field in RENAMED.items()}
-    assert {renamed.get(item.name, item.name) for item in fields(Layout)} <= {one.name for one in plan.command.params}
+    assert {renamed.get(item.name, item.name) for item in fields(ParallelLayout)} <= {
+        one.name for one in plan.command.params
+    }
 
 
 def test_the_layout_of_the_options_is_planned(planned):
@@ -369,9 +371,9 @@ def test_pictures(run, tmp_path):
 
 
 def test_a_cluster_of_ones_own(run, planned, tmp_path):
-    own = replace(cluster_file.read("a100-selene"), name="mine", devices=16)
+    own = replace(toml_file.read("a100-selene"), name="mine", devices=16)
     path = tmp_path / "mine.toml"
-    path.write_text(cluster_file.dump(own))
+    path.write_text(toml_file.dump(own))
     assert planned(*GPT, "--cluster", path)["cluster"] == "mine"
     code, _, err = run(*GPT, "--cluster", path, "--data", "32")
     assert code == 78 and "16 more than the 16 of mine" in err
@@ -384,7 +386,7 @@ def test_a_cluster_of_ones_own(run, planned, tmp_path):
 
 def test_lists(run):
     code, out, _ = run("clusters")
-    assert code == 0 and all(f"{name} " in out for name in cluster_file.names())
+    assert code == 0 and all(f"{name} " in out for name in toml_file.names())
     code, out, _ = run("models", "--json")
     assert code == 0 and json.loads(out)["gpt2"]["parameters"] == 124_439_808
     code, out, _ = run("models", "gpt2")
@@ -581,7 +583,7 @@ def test_a_gpu_that_nobody_has_measured_is_planned_with_published_kernels(planne
     found = planned(*arguments)
     assert found["layout"]["implementation"] == "megatron" and not found["is_capped"]
     assert planned(*arguments, *OURS)["layout"]["implementation"] == "hpcdist"
-    text = cluster_file.dump(replace(cluster_file.read("h100-hgx"), calibrated="here, today"))
+    text = toml_file.dump(replace(toml_file.read("h100-hgx"), calibrated="here, today"))
     (tmp_path / "own.toml").write_text(text)
     own = [*arguments[: arguments.index("h100-hgx")], tmp_path / "own.toml", *arguments[arguments.index("--zero") :]]
     assert planned(*own)["layout"]["implementation"] == "hpcdist"

@@ -8,12 +8,12 @@ import pytest
 from hpcdist import models
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
-from hpcdist.planner.activations import again_one_by_one, of_units, scratch_of
-from hpcdist.planner.description import Shape
-from hpcdist.planner.inflight import in_flight
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.models import named
-from hpcdist.planner.shape import describe, of_config
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.activations import of_units, recomputed_one_by_one, scratch_of
+from hpcdist.planner.memory.device import in_flight
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.published import named
+from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
 from hpcdist.strategies.pipeline.memory import moments
 from hpcdist.strategies.schedule.generate.passes import expand
@@ -23,7 +23,7 @@ MEGATRON = {"implementation": "megatron", "precision": "float16"}
 SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"), named("megatron-1t")]
 
 
-def table_2(shape: Shape, tensor: int, row: tuple[str, bool]) -> float:
+def table_2(shape: TransformerShape, tensor: int, row: tuple[str, bool]) -> float:
     """Return the bytes of a block for one sample, as table 2 of arXiv:2205.05198 has them."""
     s, h, a, t = shape.context, shape.hidden, shape.heads, tensor
     recompute, by_tokens = row
@@ -37,8 +37,8 @@ def table_2(shape: Shape, tensor: int, row: tuple[str, bool]) -> float:
 @pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_table_2(shape: Shape, recompute: str, by_tokens: bool, tensor: int) -> None:
-    layout = Layout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)  # type: ignore[arg-type]
+def test_table_2(shape: TransformerShape, recompute: str, by_tokens: bool, tensor: int) -> None:
+    layout = ParallelLayout(tensor=tensor, recompute=recompute, sequence_parallel=by_tokens, **MEGATRON)  # type: ignore[arg-type]
     embedding, block, head = of_units(describe(shape, "gpt"), layout)
     assert block.kept == pytest.approx(table_2(shape, tensor, (recompute, by_tokens)), rel=1e-12)
     # What is computed again is there with what was kept, for one block.
@@ -57,7 +57,7 @@ def test_the_sums_hold_for_other_blocks() -> None:
     shape = named("llama-3-8b")
     s, h, a = shape.context, shape.hidden, shape.heads
     kv, f = 8 * 128, 14336
-    layout = Layout(implementation="megatron", recompute="selective")
+    layout = ParallelLayout(implementation="megatron", recompute="selective")
     # 16 bits, no masks: two norms, two inputs; query, key and value, the projection's input; 3 f of a gated one.
     kept = 2 * (2 * h + 2 * h + (h + 2 * kv) + h + 3 * f)
     assert of_units(describe(shape, "x"), layout)[1].kept == s * kept
@@ -78,7 +78,7 @@ def test_the_sums_hold_for_other_blocks() -> None:
 )
 def test_closed_forms_are_what_the_schedules_do(name: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = SCHEDULES[name]
-    monkeypatch.setattr("hpcdist.planner.inflight.SHORT", 0)
+    monkeypatch.setattr("hpcdist.planner.memory.device.EXACT_RANKS", 0)
     in_flight.cache_clear()
     each = schedule.most or 3
     for ranks in (2, 4, 6) if schedule.pipelines else (1,):
@@ -132,7 +132,7 @@ OURS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any], split: TensorSplit) -> None:
     config = ModelConfig(**keys)
     found = of_config(config, **inputs)
-    layout = Layout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)
+    layout = ParallelLayout(tensor=split.ranks, sequence_parallel=split.by_tokens, precision="float32", microbatch=3)
     units = [
         bytes_of for unit, bytes_of in zip(found.units, of_units(found, layout), strict=True) for _ in range(unit.count)
     ]
@@ -154,23 +154,23 @@ def test_ours_are_those_of_the_cut(keys: dict[str, Any], inputs: dict[str, Any],
 def test_ours_computed_again_are_those_of_the_counts(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
     config = ModelConfig(**{**keys, "layers": 6})
     found = of_config(config, **inputs)
-    layout = Layout(precision="float32", microbatch=5, recompute="full")
+    layout = ParallelLayout(precision="float32", microbatch=5, recompute="full")
     scratch = scratch_of(found, layout, tuple(range(len(found.units))), accumulates=False)
     expected = counts(config, **inputs).activation_bytes(5, recompute=True)
-    assert 5 * again_one_by_one(found, layout) + scratch == expected
+    assert 5 * recomputed_one_by_one(found, layout) + scratch == expected
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_ranks_of_the_context_axis_have_their_own_tokens(tensor: int) -> None:
     shape = replace(named("llama-3-8b"), context=65536)
     found, ranks = describe(shape, "long"), 16
-    whole = Layout(tensor=tensor, microbatch=2)
+    whole = ParallelLayout(tensor=tensor, microbatch=2)
     cut = replace(whole, context=ranks)
     for one, other in zip(of_units(found, whole), of_units(found, cut), strict=True):
         assert other == pytest.approx([number / ranks for number in one])
     full = replace(whole, recompute="full")
-    again = again_one_by_one(found, full)
-    assert again_one_by_one(found, replace(full, context=ranks)) == pytest.approx(again / ranks)
+    again = recomputed_one_by_one(found, full)
+    assert recomputed_one_by_one(found, replace(full, context=ranks)) == pytest.approx(again / ranks)
     # Scratch of a model with as few tokens, and keys, values and their gradients of one other rank.
     few = describe(replace(shape, context=shape.context // ranks), "short")
     own = scratch_of(few, whole, (0, 1, 2), accumulates=True)

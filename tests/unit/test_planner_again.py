@@ -7,33 +7,31 @@ import pytest
 
 from hpcdist.models import build
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.recompute import Recomputed, recomputing
-from hpcdist.planner.again import repeated
-from hpcdist.planner.cluster_file import read
-from hpcdist.planner.cut import Share, chunks
-from hpcdist.planner.description import Description, Shape
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import memory
-from hpcdist.planner.shape import describe, of_config
-from hpcdist.planner.timing import timing
-from hpcdist.planner.work import forward_flops, work
+from hpcdist.models.runtime.recompute import RecomputedStage, with_recomputation
+from hpcdist.planner.cluster.toml_file import read
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.planner.model.stage_split import UnitGroup, chunks, forward_flops, recomputed, step_flops
+from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.time.step import timing
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 MLP = ModelConfig(kind="mlp", layers=5, hidden=512)
 LAYERS = of_config(MLP, features=512, classes=10)
-BLOCKS = describe(Shape(layers=14, hidden=64, heads=4, vocabulary=512, context=32), "blocks")
-FULL = Layout(recompute="full", precision="float32", schedule="1f1b")
+BLOCKS = describe(TransformerShape(layers=14, hidden=64, heads=4, vocabulary=512, context=32), "blocks")
+FULL = ParallelLayout(recompute="full", precision="float32", schedule="1f1b")
 M = 12
 
 
-def units_of(shares: tuple[Share, ...]) -> int:
+def units_of(shares: tuple[UnitGroup, ...]) -> int:
     return sum(share.times for share in shares)
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
-def test_pipelines_repeat_what_their_passes_do(model: Description, schedule: str, each: int):
+def test_pipelines_repeat_what_their_passes_do(model: ModelDescription, schedule: str, each: int):
     ranks = 2
     layout = replace(FULL, pipeline=ranks, schedule=schedule, chunks=each)
     sizes, bounds = [units_of(chunk.shares) for chunk in chunks(model, layout)], [0]
@@ -46,30 +44,32 @@ def test_pipelines_repeat_what_their_passes_do(model: Description, schedule: str
         steps = expand(SCHEDULES[schedule].passes(rank, ranks, M, each), placement, rank, recompute=True)
         again = Counter(step.unit for step in steps if step.recompute)
         ran.update({number: again[units.start] for number, units in enumerate(spans)})
-    for number, (size, chunk) in enumerate(zip(sizes, repeated(model, layout), strict=True)):
+    for number, (size, chunk) in enumerate(zip(sizes, recomputed(model, layout), strict=True)):
         assert units_of(chunk.shares) == (size if ran[number] else 0)
         assert ran[number] in (0, M - 1, M), "gpipe's last micro-batch may go back at once"
 
 
 def test_without_a_pipeline_stages_are_repeated_that_the_model_wraps():
-    wrapped = [isinstance(stage, Recomputed) for stage in recomputing(build(MLP, features=512, classes=10)).stages]
-    ((_, shares),) = repeated(LAYERS, FULL)
+    wrapped = [
+        isinstance(stage, RecomputedStage) for stage in with_recomputation(build(MLP, features=512, classes=10)).stages
+    ]
+    ((_, shares),) = recomputed(LAYERS, FULL)
     assert units_of(shares) == sum(wrapped) == 4
-    ((_, shares),) = repeated(BLOCKS, FULL)
+    ((_, shares),) = recomputed(BLOCKS, FULL)
     assert [(share.unit.name, share.times) for share in shares] == [("block", 14)]
 
 
 @pytest.mark.parametrize("model", [BLOCKS, LAYERS], ids=lambda model: model.name)
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_time_operations_and_memory_know_the_same(model: Description, pipeline: int):
+def test_time_operations_and_memory_know_the_same(model: ModelDescription, pipeline: int):
     cluster, full = read("workstation"), replace(FULL, pipeline=pipeline, microbatch=64)
     none = replace(full, recompute="none")
-    shares = [share for chunk in repeated(model, full) for share in chunk.shares]
+    shares = [share for chunk in recomputed(model, full) for share in chunk.shares]
     seen, every = (
         512 * sum(share.times * forward_flops(share.unit, exact=exact) for share in shares) for exact in (True, False)
     )
     assert seen > 0
-    more = work(model, full, 512).hardware_flops - work(model, none, 512).hardware_flops
+    more = step_flops(model, full, 512).hardware_flops - step_flops(model, none, 512).hardware_flops
     assert seen * (1 - 1e-9) <= more <= every * (1 + 1e-9), "which are the same without attention"
     takes_s = [timing(model, layout, cluster, 512).terms["recompute"] for layout in (full, none)]
     assert takes_s[0] > 0 == takes_s[1]
@@ -79,21 +79,21 @@ def test_time_operations_and_memory_know_the_same(model: Description, pipeline: 
 
 def test_nothing_is_repeated_of_a_model_of_two_units():
     model = of_config(replace(MLP, layers=1), features=512, classes=10)
-    assert not any(chunk.shares for chunk in repeated(model, FULL))
+    assert not any(chunk.shares for chunk in recomputed(model, FULL))
     assert timing(model, FULL, read("workstation"), 8).terms["recompute"] == 0.0
-    assert work(model, FULL, 8) == work(model, replace(FULL, recompute="none"), 8)
+    assert step_flops(model, FULL, 8) == step_flops(model, replace(FULL, recompute="none"), 8)
 
 
 def test_selective_repeats_attention_of_the_published_implementation_alone():
     layout = replace(FULL, recompute="selective")
-    assert not any(chunk.shares for chunk in repeated(BLOCKS, layout))
+    assert not any(chunk.shares for chunk in recomputed(BLOCKS, layout))
     for pipeline in (1, 2):
-        theirs = repeated(BLOCKS, replace(layout, implementation="megatron", pipeline=pipeline))
+        theirs = recomputed(BLOCKS, replace(layout, implementation="megatron", pipeline=pipeline))
         assert sum(units_of(chunk.shares) for chunk in theirs) == 14
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_megatron_repeats_blocks(pipeline: int):
-    theirs = repeated(BLOCKS, replace(FULL, implementation="megatron", pipeline=pipeline))
+    theirs = recomputed(BLOCKS, replace(FULL, implementation="megatron", pipeline=pipeline))
     assert {share.unit.name for chunk in theirs for share in chunk.shares} == {"block"}
     assert sum(units_of(chunk.shares) for chunk in theirs) == 14

@@ -9,27 +9,21 @@ import pytest
 
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import (
-    calibrate,
-    calibrate_cluster,
-    calibrate_curve,
-    calibrate_shares,
-    cluster_file,
-    network,
-    shape,
-)
-from hpcdist.planner.calibrate import Line
-from hpcdist.planner.calibrate_cluster import Findings, Series
-from hpcdist.planner.calibrate_curve import Product
-from hpcdist.planner.calibrate_shares import Step
-from hpcdist.planner.cluster import Cluster, Curve
-from hpcdist.planner.compute import MOVED_BACK, TILED_BACK
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.work import attention_flops
+from hpcdist.planner.calibrate import cluster_fit, device_fits, line_fits
+from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements, TimingSeries
+from hpcdist.planner.calibrate.device_fits import MeasuredProduct, MeasuredStep
+from hpcdist.planner.calibrate.line_fits import FittedLine
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster, EfficiencyCurve
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model import transformer
+from hpcdist.planner.model.stage_split import attention_flops
+from hpcdist.planner.time import network
+from hpcdist.planner.time.compute import MOVED_BACK, TILED_BACK
 
 SIZES = tuple(round(1024 * 2 ** (step / 2)) for step in range(31))
-EAGER, RENDEZVOUS = Line(2e-6, 1e-10), Line(9e-6, 1 / 12e9)
-BEYOND_CACHE = Line(0.0, 1 / 4e9)
+EAGER, RENDEZVOUS = FittedLine(2e-6, 1e-10), FittedLine(9e-6, 1 / 12e9)
+BEYOND_CACHE = FittedLine(0.0, 1 / 4e9)
 
 
 def machine(nbytes: float) -> float:
@@ -46,7 +40,7 @@ def noisy(seconds: list[float], percent: float, seed: int = 0) -> list[float]:
 def test_pieces_find_the_protocols_of_a_machine_and_predict_sizes_that_they_have_not_seen():
     borders = (9_960, 10_040, 3_990_000, 4_010_000)
     sizes = sorted([*SIZES, *borders])
-    found = calibrate.pieces(sizes, noisy([machine(size) for size in sizes], 2), always=borders)
+    found = line_fits.fit_pieces(sizes, noisy([machine(size) for size in sizes], 2), always=borders)
     assert len(found.lines) == 3
     assert found.until_bytes[0] == pytest.approx(10_000, rel=0.005)
     assert found.until_bytes[1] == pytest.approx(4e6, rel=0.005)
@@ -62,26 +56,26 @@ def test_pieces_find_the_protocols_of_a_machine_and_predict_sizes_that_they_have
 
 
 def test_one_line_is_one_piece_and_an_interrupted_measurement_does_not_bend_it():
-    times = noisy([Line(5e-6, 1e-9).at(size) for size in SIZES], 1)
+    times = noisy([FittedLine(5e-6, 1e-9).at(size) for size in SIZES], 1)
     times[8] *= 12
-    found = calibrate.pieces(SIZES, times)
+    found = line_fits.fit_pieces(SIZES, times)
     assert len(found.lines) == 1
     assert found.lines[0].latency_s == pytest.approx(5e-6, rel=0.05)
     assert found.lines[0].s_per_byte == pytest.approx(1e-9, rel=0.05)
 
 
 def test_errors_are_those_of_sizes_that_were_not_fitted():
-    times = [Line(5e-6, 1e-9).at(size) for size in SIZES]
+    times = [FittedLine(5e-6, 1e-9).at(size) for size in SIZES]
     times[7] *= 2  # an odd place: not fitted
-    found = calibrate.pieces(SIZES, times)
+    found = line_fits.fit_pieces(SIZES, times)
     assert found.errors[found.unseen_bytes.index(SIZES[7])] == pytest.approx(-0.5, abs=0.01)
     assert found.error == pytest.approx(0.5, abs=0.01)
 
 
 def test_sizes_at_a_border_are_fitted_and_pin_it():
     sizes = sorted([*SIZES, 9_960, 10_040])
-    plain = calibrate.pieces(SIZES, [machine(size) for size in SIZES])
-    found = calibrate.pieces(sizes, [machine(size) for size in sizes], always=(9_960, 10_040))
+    plain = line_fits.fit_pieces(SIZES, [machine(size) for size in SIZES])
+    found = line_fits.fit_pieces(sizes, [machine(size) for size in sizes], always=(9_960, 10_040))
     assert plain.until_bytes[0] == pytest.approx(10_000, rel=0.4)
     assert found.until_bytes[0] == pytest.approx(10_000, rel=0.005)
     assert not {9_960, 10_040} & set(found.unseen_bytes)
@@ -90,13 +84,13 @@ def test_sizes_at_a_border_are_fitted_and_pin_it():
 
 def test_several_times_of_a_size_count_as_their_median():
     sizes = [size for size in SIZES for _ in range(3)]
-    times = [Line(5e-6, 1e-9).at(size) * factor for size in SIZES for factor in (1, 1, 50)]
-    found = calibrate.pieces(sizes, times)
+    times = [FittedLine(5e-6, 1e-9).at(size) * factor for size in SIZES for factor in (1, 1, 50)]
+    found = line_fits.fit_pieces(sizes, times)
     assert found.lines[0].latency_s == pytest.approx(5e-6)
 
 
 def test_what_a_piece_covers_ends_with_what_was_measured():
-    found = calibrate.pieces(SIZES, [machine(size) for size in SIZES])
+    found = line_fits.fit_pieces(SIZES, [machine(size) for size in SIZES])
     assert found.covers(SIZES[0])
     assert found.covers(SIZES[-1])
     assert not found.covers(SIZES[0] - 1)
@@ -105,7 +99,9 @@ def test_what_a_piece_covers_ends_with_what_was_measured():
 
 
 def test_constants_are_never_negative():
-    found = calibrate.pieces(SIZES, [1e-3 / (1 + n) for n in range(len(SIZES))])  # a machine that is faster with more
+    found = line_fits.fit_pieces(
+        SIZES, [1e-3 / (1 + n) for n in range(len(SIZES))]
+    )  # a machine that is faster with more
     assert all(line.latency_s >= 0 and line.s_per_byte >= 0 for line in found.lines)
 
 
@@ -121,52 +117,52 @@ def test_constants_are_never_negative():
 )
 def test_what_cannot_be_fitted_is_refused(sizes, seconds, said):
     with pytest.raises(UsageError, match=said):
-        calibrate.pieces(sizes, seconds)
+        line_fits.fit_pieces(sizes, seconds)
 
 
-TRUE = Curve(sizes=(16, 64, 256, 1024), shares=(0.02, 0.4, 0.9, 1.0))
+TRUE = EfficiencyCurve(sizes=(16, 64, 256, 1024), shares=(0.02, 0.4, 0.9, 1.0))
 PEAK = 1e11
 
 
-def products() -> list[Product]:
+def products() -> list[MeasuredProduct]:
     found = []
     for m in (16, 32, 64, 100, 128, 256, 512, 1024):
         for k, n in ((m, m), (m, 4 * m), (2 * m, 16)):
-            one = Product(m, k, n, 1.0)
-            found.append(one._replace(seconds=one.flops / (PEAK * calibrate_curve.share(TRUE, one.size))))
+            one = MeasuredProduct(m, k, n, 1.0)
+            found.append(one._replace(seconds=one.flops / (PEAK * device_fits.curve_share(TRUE, one.size))))
     return found
 
 
 def test_a_curve_gives_back_the_times_of_products():
     whole = products()
     noise = noisy([one.seconds for one in whole], 3)
-    found = calibrate_curve.fit([one._replace(seconds=took) for one, took in zip(whole, noise, strict=True)])
+    found = device_fits.fit_curve([one._replace(seconds=took) for one, took in zip(whole, noise, strict=True)])
     assert found.peak_flops == pytest.approx(PEAK, rel=0.1)
     assert found.error < 0.1
     for one in whole:
         if one.size > 30:
-            assert calibrate_curve.seconds(found, one) == pytest.approx(one.seconds, rel=0.2)
+            assert device_fits.product_seconds(found, one) == pytest.approx(one.seconds, rel=0.2)
     assert len(found.unseen) == len(whole) // 3
     assert all(0 < share <= 1 for share in found.curve.shares)
     assert list(found.curve.sizes) == sorted(found.curve.sizes)
 
 
 def test_a_declared_peak_is_kept():
-    found = calibrate_curve.fit(products(), peak_flops=2 * PEAK)
+    found = device_fits.fit_curve(products(), peak_flops=2 * PEAK)
     assert found.peak_flops == 2 * PEAK
     assert max(found.curve.shares) == pytest.approx(0.5, rel=0.1)
 
 
 def test_products_without_a_time_or_of_one_size_are_refused():
     with pytest.raises(UsageError, match="took 0 s"):
-        calibrate_curve.fit([*products(), Product(8, 8, 8, 0)])
+        device_fits.fit_curve([*products(), MeasuredProduct(8, 8, 8, 0)])
     with pytest.raises(UsageError, match="3 sizes"):
-        calibrate_curve.fit([Product(8, 8, 8, 1e-6)] * 9)
+        device_fits.fit_curve([MeasuredProduct(8, 8, 8, 1e-6)] * 9)
 
 
 def known() -> Cluster:
     """The shipped workstation with constants that a fit has to find again."""
-    base = cluster_file.read("workstation")
+    base = toml_file.read("workstation")
     device = replace(
         base.device,
         peak_flops={"float32": PEAK},
@@ -179,11 +175,11 @@ def known() -> Cluster:
     return replace(base, device=device)
 
 
-def steps(cluster: Cluster) -> list[Step]:
+def steps(cluster: Cluster) -> list[MeasuredStep]:
     """Steps that take what the planner says of them, by kinds of operation."""
     found = []
     for hidden, context, samples in ((128, 64, 1), (128, 64, 4), (256, 128, 2), (256, 128, 8), (256, 256, 1)):
-        description = shape.of_config(
+        description = transformer.of_config(
             ModelConfig(layers=2, hidden=hidden, heads=hidden // 64, vocabulary=64), context=context
         )
         device = cluster.device
@@ -193,8 +189,8 @@ def steps(cluster: Cluster) -> list[Step]:
         moves = device.memory_bytes_per_s * device.memory_share
         kernels = sum(unit.count * unit.kernels for unit in description.units)
         back = sum(unit.count * unit.kernels * (1 + bool(unit.products)) for unit in description.units)
-        bare = Step(description, samples, (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
-        product_s = calibrate_shares.products_s(bare, cluster) / 3
+        bare = MeasuredStep(description, samples, (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
+        product_s = device_fits.products_s(bare, cluster) / 3
         found.append(
             bare._replace(
                 products_s=(product_s, 2 * product_s),
@@ -211,7 +207,7 @@ def steps(cluster: Cluster) -> list[Step]:
 def test_shares_and_the_time_of_a_kernel_are_found_again():
     cluster = known()
     blank = replace(cluster, device=replace(cluster.device, memory_share=0.9, attention_share=0.9, kernel_s=0.0))
-    found = calibrate_shares.fit(steps(cluster), blank)
+    found = device_fits.fit_shares(steps(cluster), blank)
     assert found.memory_share == pytest.approx(0.6, rel=0.02)
     assert found.attention_share == pytest.approx(0.35, rel=0.02)
     assert found.kernel_s == pytest.approx(7e-6, rel=0.05)
@@ -222,11 +218,11 @@ def test_shares_and_the_time_of_a_kernel_are_found_again():
 
 def test_shares_need_several_steps():
     with pytest.raises(UsageError, match="3 measured steps, got 2"):
-        calibrate_shares.fit(steps(known())[:2], known())
+        device_fits.fit_shares(steps(known())[:2], known())
 
 
-def findings(series: tuple[Series, ...] = (), hosts: int = 1) -> Findings:
-    return Findings(
+def findings(series: tuple[TimingSeries, ...] = (), hosts: int = 1) -> ClusterMeasurements:
+    return ClusterMeasurements(
         date="2026-01-02",
         device="core of a test",
         hosts=hosts,
@@ -242,9 +238,9 @@ def findings(series: tuple[Series, ...] = (), hosts: int = 1) -> Findings:
     )
 
 
-def measured(operation: str, algorithm: str, level: str, ranks: int, factor: float = 1.0) -> Series:
+def measured(operation: str, algorithm: str, level: str, ranks: int, factor: float = 1.0) -> TimingSeries:
     times = tuple(factor * machine(size) for size in SIZES)
-    return Series(
+    return TimingSeries(
         operation=operation,
         algorithm=algorithm,
         level=level,
@@ -264,10 +260,10 @@ TWO_LEVELS = (
 
 
 def test_a_calibrated_cluster_is_read_back_as_it_was_written(tmp_path):
-    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS, hosts=2))
+    found = cluster_fit.assemble("here", toml_file.read("workstation"), findings(TWO_LEVELS, hosts=2))
     path = tmp_path / "here.toml"
-    path.write_text(cluster_file.dump(found.cluster))
-    again = cluster_file.read(str(path))
+    path.write_text(toml_file.dump(found.cluster))
+    again = toml_file.read(str(path))
     assert again.calibrated == found.cluster.calibrated
     assert "2026-01-02; 2 hosts" in again.calibrated
     assert "1.0 KiB to 32.0 MiB" in again.calibrated
@@ -289,81 +285,81 @@ def test_a_calibrated_cluster_is_read_back_as_it_was_written(tmp_path):
 
 
 def test_what_was_not_measured_is_said_to_be_an_assumption():
-    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS)).cluster
-    said = " ".join(cluster_file.assumptions(found))
+    found = cluster_fit.assemble("here", toml_file.read("workstation"), findings(TWO_LEVELS)).cluster
+    said = " ".join(toml_file.assumptions(found))
     assert all(section in said for section in ("storage", "failures", "site", "power"))
     assert "matmul" not in said
-    assert "fit" not in [one.partition(":")[0] for one in cluster_file.assumptions(found)]
-    assert found.storage == cluster_file.read("workstation").storage
+    assert "fit" not in [one.partition(":")[0] for one in toml_file.assumptions(found)]
+    assert found.storage == toml_file.read("workstation").storage
 
 
 def test_one_device_alone_keeps_the_links_of_the_cluster_it_starts_from():
-    base = cluster_file.read("workstation")
-    found = calibrate_cluster.assemble("here", base, findings()).cluster
+    base = toml_file.read("workstation")
+    found = cluster_fit.assemble("here", base, findings()).cluster
     assert found.levels == base.levels
     assert found.fits == ()
     assert "assumption" in found.sources["level"]
 
 
 def read_back(cluster: Cluster) -> Cluster:
-    return cluster_file.of_tree(tomllib.loads(cluster_file.dump(cluster)), "here.toml")
+    return toml_file.of_tree(tomllib.loads(toml_file.dump(cluster)), "here.toml")
 
 
 @pytest.mark.parametrize(("ranks", "devices"), [(3, 8), (2, 2), (2, 3)])
 def test_levels_hold_whole_nodes_however_few_ranks_of_a_node_measured(ranks, devices):
     known = replace(findings(TWO_LEVELS, hosts=2), ranks_per_host=ranks, devices_per_host=devices)
-    found = read_back(calibrate_cluster.assemble("here", cluster_file.read("workstation"), known).cluster)
+    found = read_back(cluster_fit.assemble("here", toml_file.read("workstation"), known).cluster)
     assert (found.devices, found.node.devices) == (2 * devices, devices)
     assert [(level.name, level.devices) for level in found.levels] == [("node", devices), ("network", 0)]
-    said = [one for one in cluster_file.assumptions(found) if f"measured with {ranks} of {devices} devices" in one]
+    said = [one for one in toml_file.assumptions(found) if f"measured with {ranks} of {devices} devices" in one]
     assert [one.partition(":")[0] for one in said] == (["device", "level"] if ranks < devices else [])
 
 
 def test_a_network_that_was_measured_to_be_faster_than_a_node_is_told_and_read_back():
     slow = measured("message", "auto", "node", 2, 20)
-    found = calibrate_cluster.assemble(
-        "here", cluster_file.read("workstation"), findings((slow, *TWO_LEVELS[1:]), hosts=2)
+    found = cluster_fit.assemble(
+        "here", toml_file.read("workstation"), findings((slow, *TWO_LEVELS[1:]), hosts=2)
     ).cluster
     again = read_back(found)
     assert again.levels[1].bytes_per_s == again.levels[0].bytes_per_s
     assert [fit.s_per_byte for fit in again.fits] == [fit.s_per_byte for fit in found.fits]
-    assert any("'network' are as fast as those of 'node'" in one for one in cluster_file.assumptions(again))
+    assert any("'network' are as fast as those of 'node'" in one for one in toml_file.assumptions(again))
 
 
 def test_a_longest_message_that_was_the_fastest_gives_a_bandwidth_all_the_same():
     odd = replace(TWO_LEVELS[0], seconds=(*TWO_LEVELS[0].seconds[:-1], 1e-6), alone_s=())
-    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings((odd,))).cluster
+    found = cluster_fit.assemble("here", toml_file.read("workstation"), findings((odd,))).cluster
     assert 1e9 < read_back(found).levels[0].bytes_per_s < 1e11
 
 
 def test_nodes_with_one_rank_each_have_no_links_inside_that_were_measured():
     alone = replace(findings(TWO_LEVELS[1:2], hosts=2), ranks_per_host=1, devices_per_host=4)
-    again = read_back(calibrate_cluster.assemble("here", cluster_file.read("workstation"), alone).cluster)
+    again = read_back(cluster_fit.assemble("here", toml_file.read("workstation"), alone).cluster)
     assert [(level.name, level.devices) for level in again.levels] == [("network", 0)]
-    assert any("links inside a node are taken as those of 'network'" in one for one in cluster_file.assumptions(again))
+    assert any("links inside a node are taken as those of 'network'" in one for one in toml_file.assumptions(again))
 
 
 @pytest.mark.parametrize("devices", [1, 3, 6, 64])
 def test_levels_of_another_cluster_are_kept_where_they_nest(devices):
     alone = replace(findings(), ranks_per_host=1, devices_per_host=devices)
-    for name in cluster_file.names():
-        base = cluster_file.read(name)
-        again = read_back(calibrate_cluster.assemble("here", base, alone).cluster)
+    for name in toml_file.names():
+        base = toml_file.read(name)
+        again = read_back(cluster_fit.assemble("here", base, alone).cluster)
         assert {level.name for level in again.levels} <= {level.name for level in base.levels}
 
 
 def test_a_busy_machine_is_an_assumption_of_each_plan():
     known = replace(findings(TWO_LEVELS), busy="a load of 7.0; much")
-    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), known)
-    assert any("the machine was busy (a load of 7.0, much)" in one for one in cluster_file.assumptions(found.cluster))
+    found = cluster_fit.assemble("here", toml_file.read("workstation"), known)
+    assert any("the machine was busy (a load of 7.0, much)" in one for one in toml_file.assumptions(found.cluster))
     assert any("busy" in one for one in found.lines)
-    quiet = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS))
-    assert not any("busy" in one for one in (*cluster_file.assumptions(quiet.cluster), *quiet.lines))
+    quiet = cluster_fit.assemble("here", toml_file.read("workstation"), findings(TWO_LEVELS))
+    assert not any("busy" in one for one in (*toml_file.assumptions(quiet.cluster), *quiet.lines))
 
 
 def test_the_planner_takes_what_was_measured_and_flags_what_was_not():
-    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS)).cluster
-    group = network.span(Layout(data=2), "data", found)
+    found = cluster_fit.assemble("here", toml_file.read("workstation"), findings(TWO_LEVELS)).cluster
+    group = network.span(ParallelLayout(data=2), "data", found)
     inside = network.collective("allreduce", 2e6, group, found)
     assert inside.seconds == pytest.approx(3 * machine(2e6), rel=0.1)
     assert inside.flags == ()
@@ -373,4 +369,4 @@ def test_the_planner_takes_what_was_measured_and_flags_what_was_not():
 
 def test_a_calibration_without_copies_is_refused():
     with pytest.raises(UsageError, match="bandwidth of memory"):
-        calibrate_cluster.assemble("here", cluster_file.read("workstation"), replace(findings(), moves=()))
+        cluster_fit.assemble("here", toml_file.read("workstation"), replace(findings(), moves=()))

@@ -9,37 +9,37 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import ConfigurationError, StorageError
-from hpcdist.planner import cluster_fields as fields
-from hpcdist.planner import cluster_file
-from hpcdist.planner.cluster import Curve, Fit
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster import toml_file as fields
+from hpcdist.planner.cluster.hardware import EfficiencyCurve, MeasuredFit
 
 GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
-GOOD = cluster_file.FOLDER / "v100-dgx2.toml"
+GOOD = toml_file.FOLDER / "v100-dgx2.toml"
 
 
 def read(text: str):
-    return cluster_file.of_tree(tomllib.loads(text), "mine.toml")
+    return toml_file.of_tree(tomllib.loads(text), "mine.toml")
 
 
 def test_those_that_were_asked_for_are_shipped():
-    assert set(cluster_file.names()) == {*GPUS, "workstation"}
+    assert set(toml_file.names()) == {*GPUS, "workstation"}
 
 
-@pytest.mark.parametrize("name", cluster_file.names())
+@pytest.mark.parametrize("name", toml_file.names())
 def test_a_shipped_cluster_is_read_and_survives_a_dump(name):
-    cluster = cluster_file.read(name)
+    cluster = toml_file.read(name)
     assert cluster.name == name
-    assert read(cluster_file.dump(cluster)) == cluster
+    assert read(toml_file.dump(cluster)) == cluster
     assert hash((cluster.node, cluster.levels, cluster.storage, cluster.failures, cluster.site))
 
 
-@pytest.mark.parametrize("name", cluster_file.names())
+@pytest.mark.parametrize("name", toml_file.names())
 def test_a_shipped_cluster_says_where_each_section_is_from(name):
-    cluster = cluster_file.read(name)
+    cluster = toml_file.read(name)
     sections = {"device", "matmul", "node", "level", "storage", "failures", "site"}
     assert set(cluster.sources) == sections | ({"fit"} if cluster.fits else set())
     assert all(len(said) > 20 for said in cluster.sources.values())
-    flags = cluster_file.assumptions(cluster)
+    flags = toml_file.assumptions(cluster)
     assert flags and all("assumption" in flag for flag in flags)
     assert sum(map(len, flags)) < sum(map(len, cluster.sources.values())), "and not all of it is assumed"
 
@@ -55,7 +55,7 @@ def test_a_shipped_cluster_says_where_each_section_is_from(name):
     ],
 )
 def test_the_peaks_are_dense_and_memory_is_binary(name, kind, peak, memory_gib, devices_a_node):
-    cluster = cluster_file.read(name)
+    cluster = toml_file.read(name)
     assert cluster.device.peak_flops[kind] == peak
     assert cluster.device.memory_bytes == memory_gib * 2**30
     assert cluster.node.devices == devices_a_node
@@ -63,7 +63,7 @@ def test_the_peaks_are_dense_and_memory_is_binary(name, kind, peak, memory_gib, 
 
 
 def test_volta_has_no_bfloat16():
-    assert "bfloat16" not in cluster_file.read("v100-dgx2").device.peak_flops
+    assert "bfloat16" not in toml_file.read("v100-dgx2").device.peak_flops
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_volta_has_no_bfloat16():
     ],
 )
 def test_links_reach_a_part_of_their_nominal_bandwidth(name, nominal):
-    levels = cluster_file.read(name).levels
+    levels = toml_file.read(name).levels
     for level, most in zip(levels, nominal, strict=True):
         assert 0.65 * most <= level.bytes_per_s <= 0.97 * most
     assert levels[-1].devices == 0
     assert [inner.latency_s <= outer.latency_s for inner, outer in pairwise(levels)] == [True] * (len(levels) - 1)
 
 
-@pytest.mark.parametrize("name", cluster_file.names())
+@pytest.mark.parametrize("name", toml_file.names())
 def test_curves_rise_and_stay_below_what_was_ever_measured(name):
-    for kind, curve in cluster_file.read(name).device.matmul.items():
+    for kind, curve in toml_file.read(name).device.matmul.items():
         assert list(curve.shares) == sorted(curve.shares), kind
         assert curve.shares[-1] <= 0.95
 
@@ -94,27 +94,27 @@ def test_curves_rise_and_stay_below_what_was_ever_measured(name):
 def test_a_cluster_is_read_from_a_path(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(GOOD.read_text())
-    assert cluster_file.read(str(path)) == cluster_file.read("v100-dgx2")
+    assert toml_file.read(str(path)) == toml_file.read("v100-dgx2")
 
 
 def test_an_unknown_name_has_its_nearest():
     with pytest.raises(ConfigurationError, match="no cluster 'a100-seline'; the nearest is 'a100-selene'; known are"):
-        cluster_file.read("a100-seline")
+        toml_file.read("a100-seline")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"none\.toml cannot be read: No such file"):
-        cluster_file.read(str(tmp_path / "none.toml"))
+        toml_file.read(str(tmp_path / "none.toml"))
 
 
 def test_a_name_that_is_no_path_is_refused():
     with pytest.raises(ConfigurationError, match="is no path of a file"):
-        cluster_file.read("mi\0ne.toml")
+        toml_file.read("mi\0ne.toml")
 
 
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(StorageError, match="cannot be read: Is a directory"):
-        cluster_file.read(f"{tmp_path}/")
+        toml_file.read(f"{tmp_path}/")
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"a = " + b"9" * 5000, b"a = " + b"[" * 50_000])
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "odd.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"odd\.toml is no TOML"):
-        cluster_file.read(str(path))
+        toml_file.read(str(path))
 
 
 MISTAKES = [
@@ -208,7 +208,7 @@ def test_a_missing_section_is_named(section):
     tree = tomllib.loads(GOOD.read_text())
     del tree[section]
     with pytest.raises(ConfigurationError, match=rf"the section \[+{section}\]+ is missing"):
-        cluster_file.of_tree(tree, "mine.toml")
+        toml_file.of_tree(tree, "mine.toml")
 
 
 @pytest.mark.parametrize(("section", "value"), [("device", 3), ("level", 3), ("level", [3]), ("site", "x")])
@@ -216,20 +216,20 @@ def test_a_section_that_is_none_is_refused(section, value):
     tree = tomllib.loads(GOOD.read_text())
     tree[section] = value
     with pytest.raises(ConfigurationError, match=rf"{section} is .*; expected (a section|sections)"):
-        cluster_file.of_tree(tree, "mine.toml")
+        toml_file.of_tree(tree, "mine.toml")
 
 
 def test_a_cluster_without_prices_and_sources_is_read():
     tree = tomllib.loads(GOOD.read_text())
     del tree["site"], tree["sources"]
-    cluster = cluster_file.of_tree(tree, "mine.toml")
+    cluster = toml_file.of_tree(tree, "mine.toml")
     assert cluster.site.pue is None and cluster.site.carbon_g_per_kwh is None
-    assert cluster_file.assumptions(cluster) == ()
-    assert read(cluster_file.dump(cluster)) == cluster
+    assert toml_file.assumptions(cluster) == ()
+    assert read(toml_file.dump(cluster)) == cluster
 
 
 FITS = (
-    Fit(
+    MeasuredFit(
         operation="allreduce",
         ranks=2,
         until_bytes=(65536.0, 67108864.0),
@@ -241,20 +241,18 @@ FITS = (
         error=0.0731,
         library="mpi",
     ),
-    Fit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-10,)),
+    MeasuredFit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-10,)),
 )
 
 
 def test_measured_fits_survive_a_dump():
-    cluster = dataclasses.replace(
-        cluster_file.read("v100-dgx2"), fits=FITS, calibrated='by "us" on\t2026-11-22\nin C:\\x'
-    )
-    assert read(cluster_file.dump(cluster)) == cluster
+    cluster = dataclasses.replace(toml_file.read("v100-dgx2"), fits=FITS, calibrated='by "us" on\t2026-11-22\nin C:\\x')
+    assert read(toml_file.dump(cluster)) == cluster
 
 
 def test_numbers_of_numpy_are_dumped_as_numbers():
-    cluster = cluster_file.read("workstation")
-    curve = Curve(sizes=tuple(np.array([16.0, 64.0])), shares=tuple(np.array([0.25, 0.5])))
+    cluster = toml_file.read("workstation")
+    curve = EfficiencyCurve(sizes=tuple(np.array([16.0, 64.0])), shares=tuple(np.array([0.25, 0.5])))
     device = dataclasses.replace(
         cluster.device,
         matmul={"float32": curve},
@@ -263,7 +261,7 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
         memory_bytes_per_s=np.float64(1.23456789e10),
     )
     changed = dataclasses.replace(cluster, device=device, devices=np.int64(2))
-    assert read(cluster_file.dump(changed)) == changed
+    assert read(toml_file.dump(changed)) == changed
 
 
 @pytest.mark.parametrize(
@@ -281,7 +279,7 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
     ],
 )
 def test_a_wrong_fit_is_refused(old, new, said):
-    text = cluster_file.dump(dataclasses.replace(cluster_file.read("v100-dgx2"), fits=FITS))
+    text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=FITS))
     assert old in text
     text = text.replace(old, new, 1)
     with pytest.raises(ConfigurationError) as caught:
@@ -291,14 +289,14 @@ def test_a_wrong_fit_is_refused(old, new, said):
 
 def test_pieces_of_a_fit_ascend():
     wrong = dataclasses.replace(FITS[0], until_bytes=(67108864.0, 65536.0))
-    text = cluster_file.dump(dataclasses.replace(cluster_file.read("v100-dgx2"), fits=(wrong,)))
+    text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=(wrong,)))
     with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; expected them to ascend"):
         read(text)
 
 
 def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
     """What a user copies: each line that is commented out is right as well."""
-    text = (cluster_file.FOLDER / "workstation.toml").read_text()
+    text = (toml_file.FOLDER / "workstation.toml").read_text()
     lines = [re.sub(r"^# (?=[a-z_]+ = |\[\[fit)", "", line) for line in text.splitlines()]
     full = read("\n".join(lines))
     assert full.fits and full.node.network_w == 400 and full.site.currency == "EUR"
@@ -310,7 +308,7 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
 
 def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read() -> None:
     """A busy machine measures such: its file says so, and is not lost."""
-    cluster = cluster_file.read("a100-selene")
+    cluster = toml_file.read("a100-selene")
     fit = dataclasses.replace(cluster.fits[0], error=366.9)
-    said = cluster_file.dump(dataclasses.replace(cluster, fits=(fit,)))
-    assert cluster_file.of_tree(tomllib.loads(said), "here").fits[0].error == pytest.approx(366.9)
+    said = toml_file.dump(dataclasses.replace(cluster, fits=(fit,)))
+    assert toml_file.of_tree(tomllib.loads(said), "here").fits[0].error == pytest.approx(366.9)

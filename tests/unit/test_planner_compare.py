@@ -5,18 +5,19 @@ from dataclasses import replace
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.planner import cluster_file
-from hpcdist.planner.compare import against, changed, compare, differences
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.shape import describe
+from hpcdist.planner.report.compare import changes, compare, differences, slowdown_line
 
-CLUSTER = cluster_file.read("a100-selene")
+CLUSTER = toml_file.read("a100-selene")
 MODEL = describe(
-    Shape(layers=24, hidden=2304, heads=24, vocabulary=51200, context=2048, dropout=0.1), "Megatron-LM's 1.7 billion"
+    TransformerShape(layers=24, hidden=2304, heads=24, vocabulary=51200, context=2048, dropout=0.1),
+    "Megatron-LM's 1.7 billion",
 )
-WIDE = Layout(data=32, microbatch=16, recompute="full", implementation="megatron")
+WIDE = ParallelLayout(data=32, microbatch=16, recompute="full", implementation="megatron")
 CUT = replace(WIDE, data=4, tensor=8, microbatch=8)
 
 
@@ -41,12 +42,12 @@ def test_differences_add_up_to_the_difference():
 def test_words_say_which_is_faster_and_why():
     one, other = (plan(MODEL, layout, CLUSTER, 512, 1) for layout in (WIDE, CUT))
     fast, slow = sorted((one, other), key=lambda each: each.step_s)
-    assert "faster" in against(fast, slow)
-    assert "slower" in against(slow, fast)
-    assert "of tensor" in against(one, other)
-    assert against(one, one) == "as fast"
-    assert changed(WIDE, CUT) == "data 32 instead of 4, tensor 1 instead of 8, microbatch 16 instead of 8"
-    assert changed(WIDE, WIDE) == ""
+    assert "faster" in slowdown_line(fast, slow)
+    assert "slower" in slowdown_line(slow, fast)
+    assert "of tensor" in slowdown_line(one, other)
+    assert slowdown_line(one, one) == "as fast"
+    assert changes(WIDE, CUT) == "data 32 instead of 4, tensor 1 instead of 8, microbatch 16 instead of 8"
+    assert changes(WIDE, WIDE) == ""
 
 
 def test_an_impossible_layout_has_its_reasons_and_no_estimate():

@@ -7,16 +7,25 @@ import pytest
 
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner import calibrate_curve
-from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve, Device, Failures, Level, Node, Storage
-from hpcdist.planner.compute import local_experts, local_parameters, share_of, unit_seconds
-from hpcdist.planner.description import Attention, Product, Shape, Unit
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.shape import describe
-from hpcdist.planner.work import attention_flops, matrix_flops
+from hpcdist.planner.calibrate import device_fits
+from hpcdist.planner.cluster.hardware import (
+    ITEM_BYTES,
+    Cluster,
+    ClusterNode,
+    ClusterStorage,
+    Device,
+    EfficiencyCurve,
+    FailureRates,
+    LinkLevel,
+)
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import AttentionShape, MatrixProduct, ModelUnit, TransformerShape
+from hpcdist.planner.model.stage_split import attention_flops, matrix_flops
+from hpcdist.planner.model.transformer import describe
+from hpcdist.planner.time.compute import local_experts, local_parameters, peak_share_of, unit_seconds
 
 PEAK, MOVES = 1e12, 1e11
-FLAT = Curve(sizes=(1.0, 1e6), shares=(0.5, 0.5))
+FLAT = EfficiencyCurve(sizes=(1.0, 1e6), shares=(0.5, 0.5))
 DEVICE = Device(
     name="of a test",
     peak_flops={"float32": PEAK, "bfloat16": 2 * PEAK},
@@ -31,13 +40,15 @@ CLUSTER = Cluster(
     about="",
     devices=8,
     device=DEVICE,
-    node=Node(devices=8),
-    levels=(Level(name="links", devices=0, latency_s=1e-6, bytes_per_s=1e10),),
-    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
-    failures=Failures(node_mtbf_s=1e6, restart_s=60.0),
+    node=ClusterNode(devices=8),
+    levels=(LinkLevel(name="links", devices=0, latency_s=1e-6, bytes_per_s=1e10),),
+    storage=ClusterStorage(
+        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
+    ),
+    failures=FailureRates(node_mtbf_s=1e6, restart_s=60.0),
 )
-LAYOUT = Layout(precision="float32", microbatch=2)
-SHAPE = Shape(layers=3, hidden=256, heads=4, vocabulary=1000, context=128)
+LAYOUT = ParallelLayout(precision="float32", microbatch=2)
+SHAPE = TransformerShape(layers=3, hidden=256, heads=4, vocabulary=1000, context=128)
 _, BLOCK, HEAD = describe(SHAPE, "small").units
 
 
@@ -61,14 +72,16 @@ def test_products_take_their_operations_at_the_share_of_the_peak():
 
 def test_a_product_is_no_faster_than_its_operands_are_moved():
     rows, inner, columns = 4, 1000, 1000
-    unit = Unit(name="layer", count=1, parameters=inner * columns, products=(Product(rows // 2, inner, columns),))
+    unit = ModelUnit(
+        name="layer", count=1, parameters=inner * columns, products=(MatrixProduct(rows // 2, inner, columns),)
+    )
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     assert took.forward_s == pytest.approx((rows * inner + inner * columns + rows * columns) * 4 / MOVES)
     assert took.forward_s > 2 * rows * inner * columns / (PEAK * 0.5)
 
 
 def test_elementwise_operations_take_what_they_move():
-    unit = Unit(name="layer", count=1, parameters=0, moved=1000.0)
+    unit = ModelUnit(name="layer", count=1, parameters=0, moved=1000.0)
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     assert took.forward_s == pytest.approx(2 * 1000 * 4 / MOVES)
     assert took.input_s == pytest.approx(1.5 * took.forward_s)
@@ -84,13 +97,13 @@ def test_activations_in_float32_compute_in_float32_whatever_is_stored():
 
 @pytest.mark.parametrize(("cut", "inner", "columns"), [("columns", 64, 32), ("inner", 32, 64), ("", 64, 64)])
 def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut: str, inner: int, columns: int):
-    unit = Unit(name="layer", count=1, parameters=64 * 64, products=(Product(100, 64, 64, cut),))
+    unit = ModelUnit(name="layer", count=1, parameters=64 * 64, products=(MatrixProduct(100, 64, 64, cut),))
     took = unit_seconds(unit, replace(LAYOUT, tensor=2), free_memory())
     assert took.forward_s == pytest.approx(2 * 200 * inner * columns / (PEAK * 0.5))
 
 
 def test_sequence_parallelism_cuts_what_the_tensor_axis_does_not():
-    unit = Unit(name="layer", count=1, parameters=0, moved=1000.0, moved_cut=400.0)
+    unit = ModelUnit(name="layer", count=1, parameters=0, moved=1000.0, moved_cut=400.0)
     whole = unit_seconds(unit, LAYOUT, CLUSTER).forward_s
     cut = unit_seconds(unit, replace(LAYOUT, tensor=4), CLUSTER).forward_s
     tokens = unit_seconds(unit, replace(LAYOUT, tensor=4, sequence_parallel=True), CLUSTER).forward_s
@@ -104,13 +117,17 @@ def test_the_context_axis_cuts_rows_and_pairs():
 
 
 def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_tokens_of_others():
-    dense = Unit(name="block", count=1, parameters=0, products=(Product(100, 64, 64),))
-    routed = Unit(name="block", count=1, parameters=0, products=(Product(100, 64, 64, experts=8, share=2 / 8),))
+    dense = ModelUnit(name="block", count=1, parameters=0, products=(MatrixProduct(100, 64, 64),))
+    routed = ModelUnit(
+        name="block", count=1, parameters=0, products=(MatrixProduct(100, 64, 64, experts=8, share=2 / 8),)
+    )
     plain, two = (unit_seconds(unit, LAYOUT, free_memory()).forward_s for unit in (dense, routed))
     assert two == pytest.approx(2 * plain), "two experts see each token"
     far = unit_seconds(routed, replace(LAYOUT, data=4, expert=4), free_memory()).forward_s
     assert far == pytest.approx(two), "as many tokens come as go"
-    small = cluster_with(memory_bytes_per_s=1e30, matmul={"float32": Curve(sizes=(1.0, 1e3), shares=(0.01, 1.0))})
+    small = cluster_with(
+        memory_bytes_per_s=1e30, matmul={"float32": EfficiencyCurve(sizes=(1.0, 1e3), shares=(0.01, 1.0))}
+    )
     assert (
         unit_seconds(routed, replace(LAYOUT, data=4, expert=4), small).forward_s
         < unit_seconds(routed, LAYOUT, small).forward_s
@@ -118,7 +135,7 @@ def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_token
 
 
 def test_an_input_that_is_data_has_no_gradient():
-    unit = Unit(name="layer", count=1, parameters=64, products=(Product(1, 8, 8),), moved=16.0, first=True)
+    unit = ModelUnit(name="layer", count=1, parameters=64, products=(MatrixProduct(1, 8, 8),), moved=16.0, first=True)
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     inside = unit_seconds(replace(unit, first=False), LAYOUT, CLUSTER)
     assert took.input_s == 0.0
@@ -143,7 +160,7 @@ def test_recomputation_repeats_a_forward_or_its_attention(implementation: str):
 def test_scores_in_memory_move_nine_bytes_forward_and_eleven_back():
     """Of 16 bits: softmax 2 + 2, dropout 2 + 2 + 1; back dropout 2 + 2 + 1, softmax 4 + 2 (arXiv:2205.05198, 4.1)."""
     slow = cluster_with(peak_flops={"bfloat16": 1e30})
-    unit = Unit(name="block", count=1, parameters=0, attention=Attention(4, 4, 1, 128, 128 * 128))
+    unit = ModelUnit(name="block", count=1, parameters=0, attention=AttentionShape(4, 4, 1, 128, 128 * 128))
     took = unit_seconds(unit, replace(LAYOUT, precision="bfloat16", implementation="megatron"), slow)
     scores = 2 * 4 * 128 * 128
     products = 2 * scores * 2  # written, and read again
@@ -191,7 +208,7 @@ def test_a_product_that_adds_takes_longer_only_where_its_sums_do():
 
 
 def test_parameters_of_a_device_are_those_that_no_axis_cuts_and_its_part_of_the_rest():
-    unit = Unit(name="block", count=1, parameters=1000, cut_parameters=800, expert_parameters=600)
+    unit = ModelUnit(name="block", count=1, parameters=1000, cut_parameters=800, expert_parameters=600)
     assert local_parameters(unit, LAYOUT) == 1000
     assert local_parameters(unit, replace(LAYOUT, tensor=2)) == 200 + 400
     both = replace(LAYOUT, tensor=2, data=4, expert=4)
@@ -200,21 +217,21 @@ def test_parameters_of_a_device_are_those_that_no_axis_cuts_and_its_part_of_the_
 
 
 def test_a_curve_is_linear_in_the_logarithm_between_its_points():
-    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
-    assert share_of(curve, 100.0) == (pytest.approx(0.2), "")
-    assert share_of(curve, 100.0 * 10**0.5) == (pytest.approx(0.5), "")
-    assert share_of(curve, 1000.0) == (pytest.approx(0.8), "")
+    curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    assert peak_share_of(curve, 100.0) == (pytest.approx(0.2), "")
+    assert peak_share_of(curve, 100.0 * 10**0.5) == (pytest.approx(0.5), "")
+    assert peak_share_of(curve, 1000.0) == (pytest.approx(0.8), "")
 
 
 def test_sizes_beyond_the_curve_are_told():
-    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
-    share, said = share_of(curve, 50.0)
+    curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    share, said = peak_share_of(curve, 50.0)
     assert share == pytest.approx(0.1) and "smaller than 100" in said
-    share, said = share_of(curve, 2000.0)
+    share, said = peak_share_of(curve, 2000.0)
     assert share == pytest.approx(0.8) and "larger than 1000" in said
     few = cluster_with(matmul={"float32": curve})
     assert unit_seconds(HEAD, LAYOUT, few).flags == ()
-    tiny = Unit(name="layer", count=1, parameters=4, products=(Product(1, 2, 2),))
+    tiny = ModelUnit(name="layer", count=1, parameters=4, products=(MatrixProduct(1, 2, 2),))
     said = "float32 products smaller than 100, the smallest on the curve: extrapolated"
     assert unit_seconds(tiny, LAYOUT, few).flags == (said,)
 
@@ -233,12 +250,12 @@ def test_what_is_known_of_one_cluster_is_not_told_of_another():
 
 def test_a_fitted_curve_is_read_as_a_plan_reads_it():
     """Below its smallest size, too, where the share falls with the size."""
-    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    curve = EfficiencyCurve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
     for size, share in ((10.0, 0.02), (100.0, 0.2), (100.0 * 10**0.5, 0.5), (1000.0, 0.8), (5000.0, 0.8)):
-        product = calibrate_curve.Product(m=size, k=size, n=size, seconds=1.0)
-        fitted = calibrate_curve.Fitted(peak_flops=1e12, curve=curve, unseen=(), errors=())
-        assert calibrate_curve.seconds(fitted, product) == pytest.approx(product.flops / 1e12 / share)
-        assert share_of(curve, size)[0] == pytest.approx(share)
+        product = device_fits.MeasuredProduct(m=size, k=size, n=size, seconds=1.0)
+        fitted = device_fits.FittedCurve(peak_flops=1e12, curve=curve, unseen=(), errors=())
+        assert device_fits.product_seconds(fitted, product) == pytest.approx(product.flops / 1e12 / share)
+        assert peak_share_of(curve, size)[0] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("kind", ITEM_BYTES)

@@ -7,12 +7,12 @@ import pytest
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import cut
-from hpcdist.planner.cut import chunks, stages
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.models import named
-from hpcdist.planner.shape import describe, of_config
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model import stage_split
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.published import named
+from hpcdist.planner.model.stage_split import chunks, stages
+from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.costs import unit_costs
 from hpcdist.strategies.pipeline.memory import StateBytes
@@ -21,9 +21,9 @@ from hpcdist.strategies.pipeline.plan import plan
 from hpcdist.strategies.schedule.generate.schedule_file import generated
 
 
-def blocks(layers: int, layout: Layout) -> list[int]:
+def blocks(layers: int, layout: ParallelLayout) -> list[int]:
     """Return the blocks of each chunk, in the order of the model."""
-    shape = Shape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32)
+    shape = TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32)
     return [
         sum(share.times for share in chunk.shares if share.unit.name == "block")
         for chunk in chunks(describe(shape, "x"), layout)
@@ -44,15 +44,15 @@ def blocks(layers: int, layout: Layout) -> list[int]:
 )
 def test_megatron_deals_blocks_out_evenly(layers: int, parts: int, expected: list[int]) -> None:
     # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2
-    layout = Layout(pipeline=parts, implementation="megatron")
+    layout = ParallelLayout(pipeline=parts, implementation="megatron")
     assert blocks(layers, layout) == expected
-    own = stages(describe(Shape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout)
+    own = stages(describe(TransformerShape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout)
     assert own[0][0].unit.name == "embedding" and own[-1][-1].unit.name == "head"
     assert sum(share.times for shares in own for share in shares) == layers + 2
 
 
 def test_interleaved_chunks_take_turns() -> None:
-    layout = Layout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
+    layout = ParallelLayout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
     assert blocks(22, layout) == [0, *[1] * 22, 0]  # 24 chunks for 24 units
     found = chunks(describe(named("megatron-175b"), "x"), layout)
     assert [chunk.rank for chunk in found] == [*range(8)] * 3
@@ -62,7 +62,7 @@ def test_interleaved_chunks_take_turns() -> None:
 
 def test_folded_chunks_go_forth_and_back() -> None:
     found = chunks(
-        describe(named("megatron-175b"), "x"), Layout(pipeline=4, schedule="zb-v", implementation="megatron")
+        describe(named("megatron-175b"), "x"), ParallelLayout(pipeline=4, schedule="zb-v", implementation="megatron")
     )
     assert [chunk.rank for chunk in found] == [0, 1, 2, 3, 3, 2, 1, 0]
 
@@ -75,7 +75,7 @@ def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, r
     written = generated(parallel.order, ranks, 6, each)
     model = models.build(config, context=96)
     made = plan(model, parallel, written, StateBytes(per_parameter=16, itemsize=4), 2).placement
-    found = chunks(of_config(config, context=96), Layout(pipeline=ranks, schedule=schedule, chunks=each))
+    found = chunks(of_config(config, context=96), ParallelLayout(pipeline=ranks, schedule=schedule, chunks=each))
     assert tuple(chunk.rank for chunk in found) == made.ranks
     flops = [cost.flop for cost in unit_costs(model, 2)]
     sizes = [sum(share.times for share in chunk.shares) for chunk in found]
@@ -96,7 +96,7 @@ def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, r
 def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float]) -> None:
     for inner in ([7.0] * 41, [float(3 + number * number % 11) for number in range(60)]):
         weights = [ends[0], *inner, ends[1]]
-        bounds = cut._filled(weights, parts)
+        bounds = stage_split._filled(weights, parts)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
         assert all(start < stop for start, stop in pairwise(bounds)), "nobody is without a unit"
         best = partition(weights, range(parts), StageDevices.alike(parts), None)
@@ -106,13 +106,13 @@ def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float
 
 def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     # The programme over all pairs of 10,000 units would take a minute and gigabytes.
-    monkeypatch.setattr("hpcdist.planner.cut.partition", None)
-    assert blocks(10_000, Layout()) == [10_000]
-    found = blocks(10_000, Layout(pipeline=8))
+    monkeypatch.setattr("hpcdist.planner.model.stage_split.partition", None)
+    assert blocks(10_000, ParallelLayout()) == [10_000]
+    found = blocks(10_000, ParallelLayout(pipeline=8))
     assert sum(found) == 10_000 and max(found) - min(found) <= 2 * len(found)
 
 
 def test_fewer_units_than_parts_are_refused() -> None:
     for implementation in ("hpcdist", "megatron"):
         with pytest.raises(ConfigurationError, match=r"6 parts of a pipeline .* has 5 units"):
-            blocks(3, Layout(pipeline=6, implementation=implementation))
+            blocks(3, ParallelLayout(pipeline=6, implementation=implementation))

@@ -12,21 +12,19 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import BUCKET_BYTES
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
-from hpcdist.compression.blockwise import Blockwise
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.compression.casts import BFloat16
 from hpcdist.compression.powersgd import wire_bytes
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.quantise.uniform import Blockwise
+from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.planner.cluster import Cluster, Device, Failures, Level, Node, Storage
-from hpcdist.planner.exchange import Exchange, exchange
-from hpcdist.planner.layout import COMPRESSIONS, Layout
-from hpcdist.planner.payloads import payload
-from hpcdist.planner.wire import gradient_bytes, summed_bytes
+from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, ClusterStorage, Device, FailureRates, LinkLevel
+from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
+from hpcdist.planner.time.exchange import ExchangeCost, exchange
+from hpcdist.planner.time.gradient_payloads import gradient_item_bytes, payload, summed_item_bytes
 from hpcdist.strategies import build
 from hpcdist.strategies import build as servers
 from hpcdist.strategies.allreduce import AllreduceExchange
@@ -44,19 +42,21 @@ CLUSTER = Cluster(
     device=Device(
         name="d", peak_flops={"float32": 1e13}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12, memory_share=1.0
     ),
-    node=Node(devices=8),
-    levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=RATE),),
-    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
-    failures=Failures(node_mtbf_s=1e9, restart_s=60.0),
+    node=ClusterNode(devices=8),
+    levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=RATE),),
+    storage=ClusterStorage(
+        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
+    ),
+    failures=FailureRates(node_mtbf_s=1e9, restart_s=60.0),
 )
 N = 1e8  # parameters
 MODEL = ModelConfig(layers=2, hidden=64, heads=2, vocabulary=256)
 STEPS = 3
 
 
-def made(strategy: str = "allreduce", p: int = 8, **keys: object) -> Layout:
+def made(strategy: str = "allreduce", p: int = 8, **keys: object) -> ParallelLayout:
     keys = {"precision": "float32", "overlap": 0.0, **keys}
-    return replace(Layout(data=p, strategy=strategy), **keys)  # type: ignore[arg-type]
+    return replace(ParallelLayout(data=p, strategy=strategy), **keys)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -121,7 +121,7 @@ def sent(
     def body(comm: Communicator) -> tuple[int, list[int]]:
         run = Run(comm, strategy, microbatches, dedicated, working)
         run.step(data, 1)  # communicators are split, scratch memory is taken
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.step(data, 2)
         assert not traffic.unknown
         return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) for stage in run.model.stages]
@@ -130,7 +130,7 @@ def sent(
     return [each for each, _ in found], found[0][1]
 
 
-def planned(units: list[int], layout: Layout, microbatches: int) -> Exchange:
+def planned(units: list[int], layout: ParallelLayout, microbatches: int) -> ExchangeCost:
     ends = units[0], units[-1]
     return exchange(sum(units), layout, CLUSTER, 1.0, microbatches, units=len(units), ends=ends)
 
@@ -171,8 +171,8 @@ def test_incast_grows_with_workers_and_falls_with_servers() -> None:
 
 
 def test_servers_share_the_link_of_their_box() -> None:
-    near = Level(name="near", devices=8, latency_s=ALPHA, bytes_per_s=100 * RATE)
-    far = Level(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE, alone_bytes_per_s=4 * RATE)
+    near = LinkLevel(name="near", devices=8, latency_s=ALPHA, bytes_per_s=100 * RATE)
+    far = LinkLevel(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE, alone_bytes_per_s=4 * RATE)
     deep = replace(CLUSTER, levels=(near, far))
 
     def pulled(count: int) -> float:
@@ -231,8 +231,8 @@ def test_longer_buckets_than_the_default_are_asked_for_and_take_memory() -> None
 
 def test_buckets_of_payloads_have_a_latency_each() -> None:
     layout = made(p=64, compression="int8")
-    slow = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=1e-3, bytes_per_s=RATE),))
-    free = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=0.0, bytes_per_s=RATE),))
+    slow = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=1e-3, bytes_per_s=RATE),))
+    free = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=0.0, bytes_per_s=RATE),))
     late, prompt = (exchange(N, layout, cluster, 0.0, spare_bytes=0.0) for cluster in (slow, free))
     assert late.exposed_s - prompt.exposed_s == pytest.approx(math.ceil(4 * N / BUCKET_BYTES) * 2 * 63 * 1e-3)
     assert exchange(N, layout, slow, 0.0).exposed_s < late.exposed_s / 2
@@ -287,13 +287,15 @@ def test_ranks_of_the_context_axis_have_the_same_parameters(strategy: str) -> No
 
 def test_wire_types_follow_the_implementation() -> None:
     def of(**keys: object) -> int:
-        return gradient_bytes(made(**{"precision": "bfloat16", **keys}))
+        return gradient_item_bytes(made(**{"precision": "bfloat16", **keys}))
 
     # Main gradients are Megatron's. To owners of ours 16 bits travel; in an allreduce of ours float32 sums do.
     for name in ("float32", "working"):
         assert of(strategy="zero1", main_gradients=name) == of(strategy="zero3", main_gradients=name) == 2
         assert of(strategy="parameter_server", main_gradients=name) == 2
-        assert of(main_gradients=name) == summed_bytes(made("zero1", precision="bfloat16", main_gradients=name)) == 4
+        assert (
+            of(main_gradients=name) == summed_item_bytes(made("zero1", precision="bfloat16", main_gradients=name)) == 4
+        )
     for strategy in ("allreduce", "zero1"):
         assert of(strategy=strategy, implementation="megatron") == 4
         assert of(strategy=strategy, implementation="megatron", main_gradients="working") == 2
@@ -359,7 +361,7 @@ def test_payloads_are_those_of_our_compressors(name: str) -> None:
 
 
 def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
-    fast = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=900e9),))
+    fast = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=900e9),))
     for name, least in (("bfloat16", 1.9), ("int8", 3.5), ("int4", 6.5), ("onebit", 20.0)):
         dense, coded = (exchange(N, made(compression=way), CLUSTER, 0.0).exposed_s for way in ("none", name))
         assert dense / coded > least
@@ -370,8 +372,8 @@ def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
 
 def test_a_node_sums_what_the_network_is_slow_for() -> None:
     """Between 8 nodes of 8: float32 sums in a node, an eighth of the payload of each rank outside."""
-    near = Level(name="near", devices=8, latency_s=ALPHA, bytes_per_s=300 * RATE)
-    deep = replace(CLUSTER, levels=(near, Level(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE)))
+    near = LinkLevel(name="near", devices=8, latency_s=ALPHA, bytes_per_s=300 * RATE)
+    deep = replace(CLUSTER, levels=(near, LinkLevel(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE)))
     found = exchange(N, made(p=64, compression="bfloat16"), deep, 0.0)
     inside, outside = 2 * 4 * N * 7 / 8, 2 * 2 * N / 8 * 7 / 8
     assert found.algorithm == "bfloat16 owned between nodes"
@@ -403,7 +405,7 @@ def test_what_compresses_nothing_is_left_out() -> None:
 
 
 def test_compression_that_costs_time_is_flagged() -> None:
-    fast = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=9e12),))
+    fast = replace(CLUSTER, levels=(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=9e12),))
     found = exchange(N, made(compression="int8"), fast, 0.0)
     assert "gradients as they are" in found.flags[0]
 

@@ -7,38 +7,39 @@ import random
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.planner import cluster_file, energy, failures
-from hpcdist.planner.cluster import Failures, Site
-from hpcdist.planner.estimate import Energy
-from hpcdist.planner.layout import Layout
+from hpcdist.planner import energy, failures
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import ClusterSite, FailureRates
+from hpcdist.planner.estimate import StepEnergy
+from hpcdist.planner.layout import ParallelLayout
 from hpcdist.strategies import daly_interval
 
-H100 = cluster_file.read("h100-hgx")
-STEP = Energy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)
+H100 = toml_file.read("h100-hgx")
+STEP = StepEnergy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)
 DAY = 86400.0
 
 
 def test_failures_come_as_often_as_there_are_nodes():
-    assert failures.mtbf_s(Layout(data=8), H100) == 264 * DAY
-    assert failures.mtbf_s(Layout(data=9), H100) == 132 * DAY
+    assert failures.mtbf_s(ParallelLayout(data=8), H100) == 264 * DAY
+    assert failures.mtbf_s(ParallelLayout(data=9), H100) == 132 * DAY
     # What was published: 419 interruptions of 16,384 devices in 54 days.
-    found = failures.mtbf_s(Layout(data=128, pipeline=16, tensor=8), H100)
+    found = failures.mtbf_s(ParallelLayout(data=128, pipeline=16, tensor=8), H100)
     assert 54 * DAY / found == pytest.approx(419, rel=0.01)
 
 
 @pytest.mark.parametrize(("devices", "hours"), [(16_384, 1.8), (131_072, 0.23)])
 def test_time_between_failures_is_that_projected_for_a100(devices, hours):
     """Kokolis et al., arXiv:2410.21680, from 6.5 failures for 1000 node-days."""
-    found = failures.mtbf_s(Layout(data=devices), cluster_file.read("a100-selene"))
+    found = failures.mtbf_s(ParallelLayout(data=devices), toml_file.read("a100-selene"))
     assert found / 3600 == pytest.approx(hours, rel=0.03)
 
 
 def test_servers_fail_as_well():
-    assert failures.mtbf_s(Layout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
+    assert failures.mtbf_s(ParallelLayout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
 
 
 def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
-    one, many = Layout(data=8), Layout(data=4096)
+    one, many = ParallelLayout(data=8), ParallelLayout(data=4096)
     assert failures.save_s(1e12, one, H100) == pytest.approx(100)  # 10 GB/s
     assert failures.save_s(1e12, many, H100) == pytest.approx(0.5)  # 2 TB/s, and not 512 x 10 GB/s
     assert failures.restart_s(1e12, one, H100) == pytest.approx(600 + 50)
@@ -46,7 +47,7 @@ def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
 
 
 def test_the_interval_is_dalys_on_whole_steps():
-    layout, step_s = Layout(data=128, pipeline=16, tensor=8), 7.0
+    layout, step_s = ParallelLayout(data=128, pipeline=16, tensor=8), 7.0
     run = failures.run(100_000, step_s, STEP, 5e12, layout, H100)
     best = daly_interval.daly(run.save_s, run.mtbf_s)
     assert run.interval_s == pytest.approx(best, abs=step_s / 2)
@@ -61,20 +62,20 @@ def test_the_interval_is_dalys_on_whole_steps():
 
 
 def test_a_short_run_saves_once_at_its_end():
-    run = failures.run(3, 7.0, STEP, 5e12, Layout(data=8), H100)
+    run = failures.run(3, 7.0, STEP, 5e12, ParallelLayout(data=8), H100)
     assert run.interval_s == run.work_s == 21
     assert run.wall_s == pytest.approx(21 + run.save_s, rel=1e-3)
 
 
 def test_a_save_that_costs_nothing_is_made_after_every_step():
-    run = failures.run(1000, 7.0, STEP, 1e-3, Layout(data=8), H100)
+    run = failures.run(1000, 7.0, STEP, 1e-3, ParallelLayout(data=8), H100)
     assert run.interval_s == 7.0 and run.slowdown == pytest.approx(1, abs=1e-4)
 
 
 def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
     """A hundred thousand intervals, each repeated until it and its save got through; restarts fail, too."""
-    bad = dataclasses.replace(H100, failures=Failures(node_mtbf_s=4000.0, restart_s=300.0))
-    layout = Layout(data=8)
+    bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=4000.0, restart_s=300.0))
+    layout = ParallelLayout(data=8)
     run = failures.run(1000, 10.0, STEP, 1e12, layout, bad)  # a save of 100 s
     restart = failures.restart_s(1e12, layout, bad)
     drawn, elapsed, failed, segments = random.Random(11), 0.0, 0, 100_000
@@ -93,7 +94,7 @@ def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
 
 
 def test_joules_are_those_of_work_and_of_waiting():
-    layout = Layout(data=64)
+    layout = ParallelLayout(data=64)
     run = failures.run(10_000, 10.0, STEP, 8e12, layout, H100)
     waiting = run.work_s / run.interval_s * run.save_s + run.failures * failures.restart_s(8e12, layout, H100)
     expected = (run.wall_s - waiting) * 6e5 + waiting * energy.waiting_w(layout, H100)
@@ -103,8 +104,8 @@ def test_joules_are_those_of_work_and_of_waiting():
 
 
 def test_prices_add_up_and_count_whole_nodes():
-    site = Site(kwh_price=0.2, currency="EUR")
-    layout = Layout(data=9)
+    site = ClusterSite(kwh_price=0.2, currency="EUR")
+    layout = ParallelLayout(data=9)
     electricity = failures.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=site))
     assert electricity.price == pytest.approx(electricity.joules / 3.6e6 * 0.2)
     assert electricity.carbon_g is None, "no carbon intensity, so nothing is said"
@@ -114,35 +115,38 @@ def test_prices_add_up_and_count_whole_nodes():
 
 
 def test_without_prices_or_power_nothing_is_made_up():
-    free = failures.run(10, 1.0, STEP, 1e9, Layout(data=8), dataclasses.replace(H100, site=Site()))
+    free = failures.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dataclasses.replace(H100, site=ClusterSite()))
     assert free.price is None and free.carbon_g is None and free.currency == ""
     dark = dataclasses.replace(
         H100,
         device=dataclasses.replace(H100.device, idle_w=0.0, peak_w=0.0),
         site=dataclasses.replace(H100.site, kwh_price=0.2),
     )
-    run = failures.run(10, 1.0, STEP, 1e9, Layout(data=8), dark)
+    run = failures.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dark)
     assert run.price is None and run.carbon_g is None, "electricity of devices whose power is not known"
 
 
 def test_more_devices_lose_more_to_failures():
     large = dataclasses.replace(H100, devices=1_000_000)
-    lost = [failures.run(100_000, 5.0, STEP, 6e12, Layout(data=n), large).slowdown for n in (8, 1024, 16384, 100_000)]
+    lost = [
+        failures.run(100_000, 5.0, STEP, 6e12, ParallelLayout(data=n), large).slowdown
+        for n in (8, 1024, 16384, 100_000)
+    ]
     assert lost == sorted(lost) and lost[0] < 1.01 < lost[-1]
 
 
 def test_a_run_that_never_gets_through_is_infinite():
-    hopeless = dataclasses.replace(H100, failures=Failures(node_mtbf_s=3600.0, restart_s=86400.0))
-    run = failures.run(100, 10.0, STEP, 1e12, Layout(data=80_000), hopeless)
+    hopeless = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=3600.0, restart_s=86400.0))
+    run = failures.run(100, 10.0, STEP, 1e12, ParallelLayout(data=80_000), hopeless)
     assert math.isinf(run.wall_s) and math.isinf(run.joules) and math.isinf(run.slowdown)
     assert run.price is not None and math.isinf(run.price)
 
 
 def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
     """A finite number of 95 digits is no answer: beyond a thousand times its work a run is said never to end."""
-    layout, found = Layout(data=8), {}
+    layout, found = ParallelLayout(data=8), {}
     for mtbf in (1.0, 15.0, 30.0, 60.0):
-        bad = dataclasses.replace(H100, failures=Failures(node_mtbf_s=mtbf, restart_s=120.0))
+        bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=mtbf, restart_s=120.0))
         run = failures.run(100, 1.0, STEP, 1e9, layout, bad)
         found[mtbf] = run.slowdown
         restart = failures.restart_s(1e9, layout, bad)
@@ -155,4 +159,4 @@ def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
 
 def test_a_run_has_a_step():
     with pytest.raises(UsageError, match="a run of 0 steps is none; expected 1 or more"):
-        failures.run(0, 10.0, STEP, 1e12, Layout(data=8), H100)
+        failures.run(0, 10.0, STEP, 1e12, ParallelLayout(data=8), H100)

@@ -10,19 +10,29 @@ import numpy as np
 import pytest
 
 import hpcdist.planner
-from hpcdist.planner import cluster_file, limits
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Shape
-from hpcdist.planner.estimate import Estimate
-from hpcdist.planner.layout import ALGORITHMS, COMPRESSIONS, IMPLEMENTATIONS, LIBRARIES, RECOMPUTE, STRATEGIES, Layout
-from hpcdist.planner.memory import by_rank, memory
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import (
+    ALGORITHMS,
+    COMPRESSIONS,
+    IMPLEMENTATIONS,
+    LIBRARIES,
+    RECOMPUTE,
+    STRATEGIES,
+    ParallelLayout,
+)
+from hpcdist.planner.limits import checks
+from hpcdist.planner.memory.device import by_rank, memory
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.shape import describe
 
 MODELS = (
-    describe(Shape(layers=16, hidden=1024, heads=16, vocabulary=50_000, context=512), "dense"),
+    describe(TransformerShape(layers=16, hidden=1024, heads=16, vocabulary=50_000, context=512), "dense"),
     describe(
-        Shape(layers=8, hidden=512, heads=8, vocabulary=8000, context=256, experts=8, experts_per_token=2), "experts"
+        TransformerShape(layers=8, hidden=512, heads=8, vocabulary=8000, context=256, experts=8, experts_per_token=2),
+        "experts",
     ),
 )
 CHOICES = {
@@ -52,9 +62,9 @@ CHOICES = {
 }
 
 
-def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tuple[int, Layout, int]]:
+def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tuple[int, ParallelLayout, int]]:
     """Yield models, layouts that can be, each a field or two from the one before, and batches."""
-    layout, found = Layout(data=2, implementation="megatron"), 0
+    layout, found = ParallelLayout(data=2, implementation="megatron"), 0
     assert set(CHOICES) == set(vars(layout))
     while found < many:
         names = rng.choice(sorted(CHOICES), size=rng.integers(1, 3), replace=False)
@@ -62,7 +72,7 @@ def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tupl
         if (new.schedule == "interleaved") != (new.chunks > 1):
             continue
         model, batch = int(rng.integers(len(MODELS))), int(rng.choice([32, 64, 96]))
-        if next(limits.shape_problems(MODELS[model], new, cluster, batch), None) is None:
+        if next(checks.shape_problems(MODELS[model], new, cluster, batch), None) is None:
             layout = new
             found += 1
             yield model, new, batch
@@ -70,7 +80,7 @@ def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tupl
 
 def forget() -> None:
     """Empty all that the planner has kept."""
-    for module in pkgutil.iter_modules(hpcdist.planner.__path__, "hpcdist.planner."):
+    for module in pkgutil.walk_packages(hpcdist.planner.__path__, "hpcdist.planner."):
         import_module(module.name)
     for name, module in sorted(sys.modules.items()):
         if name.startswith(("hpcdist.planner.", "hpcdist.strategies.", "hpcdist.models.")):
@@ -79,7 +89,7 @@ def forget() -> None:
                     one.cache_clear()
 
 
-def figures(found: Estimate) -> dict[str, object]:
+def figures(found: PlanEstimate) -> dict[str, object]:
     return {
         **{f"memory {name}": value for name, value in found.memory.terms.items()},
         **{f"time {name}": value for name, value in found.timing.terms.items()},
@@ -91,7 +101,7 @@ def figures(found: Estimate) -> dict[str, object]:
 
 
 def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
-    cluster = cluster_file.read("a100-selene")
+    cluster = toml_file.read("a100-selene")
     asked = list(walk(rng, cluster, 300))
     warm = [figures(plan(MODELS[model], layout, cluster, batch, 10)) for model, layout, batch in asked]
     assert len({str(one) for one in warm}) > 150, "these layouts do not differ"
@@ -103,7 +113,7 @@ def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
 
 def test_memory_looks_at_all_fields_that_decide(rng: np.random.Generator):
     """What is kept is known by some fields of a layout; the terms of each rank are of all of them."""
-    cluster = cluster_file.read("a100-selene")
+    cluster = toml_file.read("a100-selene")
     for model, layout, batch in walk(rng, cluster, 400):
         needed = sum(memory(MODELS[model], layout, cluster, batch).terms.values()) - cluster.device.reserved_bytes
         fullest = max(sum(terms.values()) for terms in by_rank(MODELS[model], layout, batch))

@@ -7,24 +7,25 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import cluster_file, limits
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import memory
-from hpcdist.planner.shape import describe, inner, of_config
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.transformer import describe, inner, of_config
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.training.recipe import load
 
-CLUSTER = cluster_file.read("a100-selene")
-SHAPE = Shape(layers=96, hidden=12288, heads=96, vocabulary=51200, context=2048, dropout=0.1)
+CLUSTER = toml_file.read("a100-selene")
+SHAPE = TransformerShape(layers=96, hidden=12288, heads=96, vocabulary=51200, context=2048, dropout=0.1)
 MODEL = describe(SHAPE, "GPT-3")
-FITS = Layout(data=16, pipeline=8, tensor=8, recompute="full", implementation="megatron")
+FITS = ParallelLayout(data=16, pipeline=8, tensor=8, recompute="full", implementation="megatron")
 OURS = replace(FITS, implementation="hpcdist")
 BATCH = 1536
 
 
-def said(layout: Layout, batch: int = BATCH, model=MODEL, cluster=CLUSTER) -> tuple[str, ...]:
-    return limits.problems(model, layout, cluster, batch)
+def said(layout: ParallelLayout, batch: int = BATCH, model=MODEL, cluster=CLUSTER) -> tuple[str, ...]:
+    return checks.problems(model, layout, cluster, batch)
 
 
 def test_what_can_be_has_no_problems():
@@ -164,36 +165,36 @@ def test_memory_comes_last_with_what_is_missing_and_where():
     assert f"{(needed.bytes - CLUSTER.device.memory_bytes) / 1e9:.2f} GB too much" in text
     assert needed.breaks_first in text
     assert len(said(replace(layout, tensor=5))) == 1, "what cannot be needs no memory"
-    problem = limits.memory_problem(needed, 1e9)
+    problem = checks.memory_problem(needed, 1e9)
     assert problem is not None
     assert "device of 1.00 GB" in problem.text
-    assert limits.memory_problem(memory(MODEL, FITS, CLUSTER, BATCH)) is None
+    assert checks.memory_problem(memory(MODEL, FITS, CLUSTER, BATCH)) is None
 
 
 def test_a_tensor_axis_beyond_a_node_is_possible_and_flagged():
     wide = replace(FITS, tensor=16, data=8)
     assert said(wide) == ()
-    assert "wider than a node of 8" in limits.flags(wide, CLUSTER)[0]
-    assert limits.flags(FITS, CLUSTER) == ()
+    assert "wider than a node of 8" in checks.flags(wide, CLUSTER)[0]
+    assert checks.flags(FITS, CLUSTER) == ()
 
 
 def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
     mlp = of_config(ModelConfig(kind="mlp", layers=3, hidden=64), features=32, classes=10)
-    plain = Layout(data=2, precision="float32")
+    plain = ParallelLayout(data=2, precision="float32")
     assert said(plain, 8, mlp) == ()
     assert "no heads to cut" in said(replace(plain, tensor=2), 8, mlp)[0]
     assert "no tokens to cut" in said(replace(plain, context=2), 8, mlp)[0]
 
 
 def test_unbuilt_is_of_hpcdist_alone():
-    assert limits.unbuilt(OURS) == ()
-    assert "context" in limits.unbuilt(replace(OURS, context=2))[0]
-    assert "expert" in limits.unbuilt(replace(OURS, expert=2))[0]
-    assert "selective" in limits.unbuilt(replace(OURS, recompute="selective"))[0]
-    assert limits.unbuilt(replace(FITS, context=2)) == ()
+    assert checks.unsupported(OURS) == ()
+    assert "context" in checks.unsupported(replace(OURS, context=2))[0]
+    assert "expert" in checks.unsupported(replace(OURS, expert=2))[0]
+    assert "selective" in checks.unsupported(replace(OURS, recompute="selective"))[0]
+    assert checks.unsupported(replace(FITS, context=2)) == ()
 
 
-def _settings(layout: Layout, model: ModelConfig) -> list[str]:
+def _settings(layout: ParallelLayout, model: ModelConfig) -> list[str]:
     """Return the recipe of a layout, as `--set` writes it."""
     named = {
         "model.layers": model.layers,
@@ -244,7 +245,7 @@ def test_what_runs_is_what_a_recipe_may_say(strategy):
     ):
         if pipeline == 1 and schedule != "1f1b":
             continue
-        layout = Layout(
+        layout = ParallelLayout(
             data=2,
             pipeline=pipeline,
             tensor=tensor,
@@ -258,7 +259,7 @@ def test_what_runs_is_what_a_recipe_may_say(strategy):
             overlap=overlap,
             microbatch=2,
         )
-        refused = tuple(limits.shape_problems(model, layout, cluster, 24)) or limits.unbuilt(layout)
+        refused = tuple(checks.shape_problems(model, layout, cluster, 24)) or checks.unsupported(layout)
         try:
             load(None, _settings(layout, config), environment={})
             runs = True

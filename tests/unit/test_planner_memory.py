@@ -8,19 +8,18 @@ from rank_runs import losses, trainer_of
 
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import cluster_file
-from hpcdist.planner.buffers import exchanged
-from hpcdist.planner.cluster import Cluster, Device, Failures, Node, Storage
-from hpcdist.planner.cut import chunks
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import by_rank, memory
-from hpcdist.planner.models import named
-from hpcdist.planner.shape import describe, of_config
-from hpcdist.planner.states import states
-from hpcdist.planner.wire import gradient_bytes
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, ClusterStorage, Device, FailureRates
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.device import by_rank, memory
+from hpcdist.planner.memory.model_states import exchanged, states
+from hpcdist.planner.model.published import named
+from hpcdist.planner.model.stage_split import chunks
+from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.time.gradient_payloads import gradient_item_bytes
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import plan
@@ -31,10 +30,12 @@ CLUSTER = Cluster(
     about="",
     devices=4096,
     device=Device(name="x", peak_flops={}, matmul={}, memory_bytes=80e9, memory_bytes_per_s=2e12, reserved_bytes=1.5e9),
-    node=Node(devices=8),
+    node=ClusterNode(devices=8),
     levels=(),
-    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
-    failures=Failures(node_mtbf_s=1e6, restart_s=60),
+    storage=ClusterStorage(
+        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
+    ),
+    failures=FailureRates(node_mtbf_s=1e6, restart_s=60),
 )
 BARE = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=0.0))
 
@@ -47,7 +48,7 @@ RUN: dict[str, object] = {
     "optimizer.name": "adamw",
     "communication.algorithm": "ring",
 }
-OURS = Layout(precision="float32", algorithm="ring")
+OURS = ParallelLayout(precision="float32", algorithm="ring")
 PIPELINE = {"pipeline": 2, "microbatch": 2}
 
 # (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
@@ -134,7 +135,7 @@ def test_our_runs_hold_what_was_planned(name: str) -> None:
 def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: int, recompute: bool) -> None:
     config = ModelConfig(layers=11, hidden=64, heads=4, vocabulary=300, tied=True)
     found, each = of_config(config, context=24), 2 if schedule in ("interleaved", "zb-v") else 1
-    layout = Layout(
+    layout = ParallelLayout(
         pipeline=3,
         tensor=tensor,
         schedule=schedule,
@@ -175,7 +176,7 @@ def test_messages_are_as_large_as_what_crosses_the_border() -> None:
         models.build(config, features=32, classes=1000), parallel, written, StateBytes(per_parameter=16, itemsize=4), 3
     )
     for row, terms in zip(
-        made.rows, by_rank(found, Layout(pipeline=2, microbatch=3, precision="float32"), 12), strict=True
+        made.rows, by_rank(found, ParallelLayout(pipeline=2, microbatch=3, precision="float32"), 12), strict=True
     ):
         assert terms["messages"] == row.bytes["messages"] == 2 * 3 * 64 * 4
 
@@ -184,7 +185,7 @@ def test_a_context_axis_cuts_all_activations() -> None:
     found = describe(named("llama-3-8b"), "llama-3-8b")
     for implementation in ("hpcdist", "megatron"):
         for recompute in ("none", "full"):
-            layout = Layout(implementation=implementation, recompute=recompute)
+            layout = ParallelLayout(implementation=implementation, recompute=recompute)
             one, four = (memory(found, replace(layout, context=context), BARE, 1).terms for context in (1, 4))
             assert four["activations"] == pytest.approx(one["activations"] / 4, rel=1e-12)
 
@@ -196,7 +197,7 @@ def test_the_first_stage_of_the_paper(name: str, ranks: int, each: int) -> None:
     # arXiv:2205.05198, section 4.2.3 and 4.3, with its table 3: sequence parallelism and selective recomputation.
     shape = named(name)
     s, h, layers = shape.context, shape.hidden, shape.layers
-    layout = Layout(
+    layout = ParallelLayout(
         pipeline=ranks,
         tensor=8,
         chunks=each,
@@ -220,17 +221,19 @@ def test_the_first_stage_of_the_paper(name: str, ranks: int, each: int) -> None:
 
 def test_what_does_not_fit_says_what_breaks_first() -> None:
     found = describe(named("llama-3-8b"), "llama-3-8b")
-    alone = memory(found, Layout(implementation="megatron", recompute="full"), CLUSTER, 1)
+    alone = memory(found, ParallelLayout(implementation="megatron", recompute="full"), CLUSTER, 1)
     assert not alone.fits and alone.breaks_first == "optimizer" and alone.limit_bytes == 80e9
-    cut = memory(found, Layout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64)
+    cut = memory(
+        found, ParallelLayout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64
+    )
     assert cut.fits and "6 + 12/d" in cut.rule
-    all_kept = memory(found, Layout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
+    all_kept = memory(found, ParallelLayout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
     assert not all_kept.fits and all_kept.breaks_first == "activations"
 
 
 def test_experts_lie_on_several_ranks() -> None:
     found = describe(named("mixtral-8x7b"), "mixtral-8x7b")
-    layout = Layout(implementation="megatron", data=64, strategy="zero1", recompute="full")
+    layout = ParallelLayout(implementation="megatron", data=64, strategy="zero1", recompute="full")
     one, eight = (memory(found, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
     experts = 32 * 8 * 3 * 4096 * 14336
     assert one["parameters"] - eight["parameters"] == pytest.approx(2 * experts * 7 / 8)
@@ -240,7 +243,7 @@ def test_experts_lie_on_several_ranks() -> None:
 
 def test_a_server_may_need_most() -> None:
     found = of_config(ModelConfig(**MODEL), context=1)  # type: ignore[arg-type]
-    layout = Layout(data=4, servers=1, strategy="parameter_server", precision="float32")
+    layout = ParallelLayout(data=4, servers=1, strategy="parameter_server", precision="float32")
     alone = memory(found, layout, BARE, 4)
     assert alone.terms["activations"] == 0 and alone.terms["optimizer"] == 8 * found.parameters
     several = memory(found, replace(layout, servers=4), BARE, 4)
@@ -260,7 +263,7 @@ PAPER = {
 def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
     # Its figure 1: tensor parallelism alone is beyond the 80 GB of an A100 in all four, both techniques are below.
     tensor, ranks, each, samples = PAPER[name]
-    layout = Layout(
+    layout = ParallelLayout(
         tensor=tensor,
         pipeline=ranks,
         chunks=each,
@@ -286,26 +289,26 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
 )
 def test_pipelines_that_cannot_run_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        memory(of_config(ModelConfig(), context=8), replace(Layout(pipeline=2), **fields), BARE, 4)
+        memory(of_config(ModelConfig(), context=8), replace(ParallelLayout(pipeline=2), **fields), BARE, 4)
 
 
 def test_buckets_of_16_bits_are_summed_in_float32() -> None:
-    half = Layout(data=4, precision="bfloat16", algorithm="ring")
+    half = ParallelLayout(data=4, precision="bfloat16", algorithm="ring")
     whole = exchanged(replace(half, precision="float32"), 1e9, 1e6)
     assert whole == 2**20  # a quarter of 4 MiB arrives
     # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
     assert exchanged(half, 1e9, 1e6) == 2**23 + 2**21
     assert exchanged(half, 100.0, 100.0) == 400 + 100
-    assert gradient_bytes(half) == 4 and states(half).gradient == 2
+    assert gradient_item_bytes(half) == 4 and states(half).gradient == 2
     # Main gradients are Megatron's: they change neither what is sent nor what is kept.
     narrow = replace(half, main_gradients="working")
     assert exchanged(narrow, 1e9, 1e6) == 2**23 + 2**21
-    assert gradient_bytes(narrow) == 4 and states(narrow).gradient == 2
+    assert gradient_item_bytes(narrow) == 4 and states(narrow).gradient == 2
 
 
 def test_what_is_reserved_counts() -> None:
-    cluster = cluster_file.read("h100-hgx")
-    description, layout = describe(named("gpt2"), "gpt2"), Layout()
+    cluster = toml_file.read("h100-hgx")
+    description, layout = describe(named("gpt2"), "gpt2"), ParallelLayout()
     used = sum(by_rank(description, layout, 1)[0].values())
 
     def fits(memory_bytes: float, reserved: float) -> bool:

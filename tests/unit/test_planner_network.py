@@ -8,48 +8,56 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
-from hpcdist.collectives.costs import CROWDED, NODE, WIRE, Link, Machine, Topology
-from hpcdist.collectives.costs import FORMULAS as MEASURED
+from hpcdist.collectives.tuning.cost_model import CROWDED, NODE, WIRE, LinkParameters, MachineCosts, Topology
+from hpcdist.collectives.tuning.cost_model import FORMULAS as MEASURED
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError
-from hpcdist.planner import cluster_file
-from hpcdist.planner.cluster import Cluster, Device, Failures, Fit, Level, Node, Storage
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, message
-from hpcdist.planner.network_span import group, span
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import (
+    Cluster,
+    ClusterNode,
+    ClusterStorage,
+    Device,
+    FailureRates,
+    LinkLevel,
+    MeasuredFit,
+)
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.time.network import collective, message
+from hpcdist.planner.time.topology import group, span
 
 DEVICE = Device(name="d", peak_flops={}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12)
-NEAR = Level(name="near", devices=8, latency_s=2e-6, bytes_per_s=300e9)
-FAR = Level(name="far", devices=0, latency_s=10e-6, bytes_per_s=20e9, alone_bytes_per_s=80e9)
+NEAR = LinkLevel(name="near", devices=8, latency_s=2e-6, bytes_per_s=300e9)
+FAR = LinkLevel(name="far", devices=0, latency_s=10e-6, bytes_per_s=20e9, alone_bytes_per_s=80e9)
 ALPHA, BETA, GAMMA = 3e-6, 1 / 40e9, 0.0
 
 
-def made(*levels: Level, fits: tuple[Fit, ...] = ()) -> Cluster:
+def made(*levels: LinkLevel, fits: tuple[MeasuredFit, ...] = ()) -> Cluster:
     return Cluster(
         name="made",
         about="",
         devices=1 << 17,
         device=DEVICE,
-        node=Node(devices=8),
+        node=ClusterNode(devices=8),
         levels=levels,
-        storage=Storage(
+        storage=ClusterStorage(
             write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
         ),
-        failures=Failures(node_mtbf_s=1e9, restart_s=60.0),
+        failures=FailureRates(node_mtbf_s=1e9, restart_s=60.0),
         fits=fits,
     )
 
 
-FLAT = made(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=1 / BETA))
+FLAT = made(LinkLevel(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=1 / BETA))
 DEEP = made(NEAR, FAR)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 64, 1000])
 @pytest.mark.parametrize("n", [1.0, 1e5, 1e9])
 def test_one_level_is_the_alpha_beta_of_thakur(p: int, n: float) -> None:
-    reach = span(Layout(data=p), "data", FLAT)
+    reach = span(ParallelLayout(data=p), "data", FLAT)
     for operation, passes in (("allreduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
         found = collective(operation, n, reach, FLAT, "ring")
         assert found.seconds == pytest.approx(passes * ((p - 1) * ALPHA + (p - 1) / p * n * BETA))
@@ -70,9 +78,9 @@ def test_tree_has_the_best_number_of_segments(p: int) -> None:
     """Sanders et al. 2009: turns of k segments, by trial, are least at what the closed form says."""
     n, depth = 64e6, math.ceil(math.log2(p))
     turns = [2 * (2 * depth + 2 * k) * (ALPHA + n / (2 * k) * BETA) for k in range(1, 20000)]
-    found = collective("allreduce", n, span(Layout(data=p), "data", FLAT), FLAT, "tree")
+    found = collective("allreduce", n, span(ParallelLayout(data=p), "data", FLAT), FLAT, "tree")
     assert found.seconds == pytest.approx(min(turns), rel=1e-4)
-    alone = collective("broadcast", n, span(Layout(data=p), "data", FLAT), FLAT, "tree")
+    alone = collective("broadcast", n, span(ParallelLayout(data=p), "data", FLAT), FLAT, "tree")
     assert alone.seconds == pytest.approx(min(turns) / 2, rel=1e-4)
 
 
@@ -81,20 +89,20 @@ def test_tree_has_the_best_number_of_segments(p: int) -> None:
 @pytest.mark.parametrize("n", [4096.0, 64e6])
 def test_two_levels_are_those_that_rank_our_algorithms(name: str, ranks: int, nodes: int, n: float) -> None:
     """With ``ranks`` of each of ``nodes``: NODE inside, WIRE for one message a node, CROWDED for all at once."""
-    near = Level(name="near", devices=ranks, latency_s=2e-6, bytes_per_s=300e9)
+    near = LinkLevel(name="near", devices=ranks, latency_s=2e-6, bytes_per_s=300e9)
     cluster = made(near, FAR)
-    crowded = Link(FAR.latency_s, 1 / FAR.bytes_per_s)
-    wire = Link(FAR.latency_s, 1 / min(FAR.alone_bytes_per_s, FAR.bytes_per_s * ranks))
-    machine = Machine({NODE: Link(2e-6, 1 / 300e9), WIRE: wire, CROWDED: crowded}, 0.0)
+    crowded = LinkParameters(FAR.latency_s, 1 / FAR.bytes_per_s)
+    wire = LinkParameters(FAR.latency_s, 1 / min(FAR.alone_bytes_per_s, FAR.bytes_per_s * ranks))
+    machine = MachineCosts({NODE: LinkParameters(2e-6, 1 / 300e9), WIRE: wire, CROWDED: crowded}, 0.0)
     expected = MEASURED[name](Topology((ranks,) * nodes), n)
-    found = collective("allreduce", n, span(Layout(data=ranks * nodes), "data", cluster), cluster, name)
+    found = collective("allreduce", n, span(ParallelLayout(data=ranks * nodes), "data", cluster), cluster, name)
     assert found.seconds == pytest.approx(expected.seconds(machine))
     if ranks != 5:  # else pairs come first, whose receives are on the path, too
         assert found.nbytes == pytest.approx(expected.nbytes)
 
 
 def test_hierarchical_is_its_docstring_by_tier() -> None:
-    n, reach = 1e9, span(Layout(data=64), "data", DEEP)
+    n, reach = 1e9, span(ParallelLayout(data=64), "data", DEEP)
     inside = 7 * NEAR.latency_s + 7 / 8 * n / NEAR.bytes_per_s
     between = 7 * FAR.latency_s + 7 / 8 * n / 8 / FAR.bytes_per_s
     for half in ("reduce_scatter", "all_gather"):
@@ -111,10 +119,11 @@ def test_hierarchical_is_its_docstring_by_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(data=1000), Layout(data=256, tensor=8), Layout(data=64, implementation="megatron")]
+    "layout",
+    [ParallelLayout(data=1000), ParallelLayout(data=256, tensor=8), ParallelLayout(data=64, implementation="megatron")],
 )
 @pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
-def test_nothing_beats_the_bandwidth_bound(layout: Layout, n: float) -> None:
+def test_nothing_beats_the_bandwidth_bound(layout: ParallelLayout, n: float) -> None:
     """Patarasuk and Yuan 2009: 2 (p-1)/p n leave each device, so the fastest link of all bounds every allreduce."""
     reach, p = span(layout, "data", DEEP), layout.data
     for name in ("auto", "ring", "tree", "hierarchical", "rabenseifner", "recursive_doubling", "circulant"):
@@ -132,7 +141,7 @@ def sent(ranks: int, call: Callable[[Communicator, np.ndarray], None], per_node:
     def body(comm: Communicator) -> int:
         buffer = np.ones(64 * 840, np.float64)
         call(comm, buffer)  # communicators are split, scratch memory is taken
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             call(comm, buffer)
         assert not traffic.unknown
         return traffic.sent_bytes
@@ -145,15 +154,15 @@ def sent(ranks: int, call: Callable[[Communicator, np.ndarray], None], per_node:
 def test_bytes_of_an_allreduce_are_those_that_ours_send(name: str, p: int) -> None:
     ours = {"tree": "double_tree"}.get(name, name)
     most = max(sent(p, lambda comm, buffer: collectives.allreduce(comm, buffer, ours)))
-    found = collective("allreduce", 64 * 840 * 8, span(Layout(data=p), "data", FLAT), FLAT, name)
+    found = collective("allreduce", 64 * 840 * 8, span(ParallelLayout(data=p), "data", FLAT), FLAT, name)
     assert found.nbytes == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["ring", "hierarchical", "circulant"])
 def test_bytes_of_the_halves_are_those_that_ours_send(name: str) -> None:
     kind = collectives.SHARDED[name]
-    cluster = made(Level(name="near", devices=2, latency_s=1e-6, bytes_per_s=1e11), FAR)
-    reach = span(Layout(data=4), "data", cluster)
+    cluster = made(LinkLevel(name="near", devices=2, latency_s=1e-6, bytes_per_s=1e11), FAR)
+    reach = span(ParallelLayout(data=4), "data", cluster)
 
     def scatter(comm: Communicator, buffer: np.ndarray) -> None:
         kind.reduce_scatter(comm, buffer, kind.shares(comm, buffer.size, 8))
@@ -168,14 +177,14 @@ def test_bytes_of_the_halves_are_those_that_ours_send(name: str) -> None:
 
 def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
     """Tensor fastest, then context, data, pipeline: 2 x 2 x 16 x 4 on boxes of 8."""
-    layout = Layout(tensor=2, context=2, data=16, pipeline=4)
+    layout = ParallelLayout(tensor=2, context=2, data=16, pipeline=4)
     assert [(tier.fan, tier.latency_s) for tier in span(layout, "tensor", DEEP).tiers] == [(2, NEAR.latency_s)]
     assert [tier.fan for tier in span(layout, "context", DEEP).tiers] == [2]
     assert [tier.fan for tier in span(layout, "data", DEEP).tiers] == [2, 8]
     (far,) = span(layout, "pipeline", DEEP).tiers
     assert (far.fan, far.single) == (4, 1 / FAR.bytes_per_s)  # all eight devices of a box send to the next stage
     assert [tier.fan for tier in span(layout, "all", DEEP).tiers] == [8, 32]
-    experts = Layout(tensor=2, data=16, expert=4)
+    experts = ParallelLayout(tensor=2, data=16, expert=4)
     assert [tier.fan for tier in span(experts, "expert", DEEP).tiers] == [4]
     assert [tier.fan for tier in span(experts, "expert_replicas", DEEP).tiers] == [4]
     replicas = span(layout, "replicas", DEEP)  # data and context
@@ -196,7 +205,9 @@ def test_other_groups_take_their_share_of_a_box(stride: int) -> None:
 @pytest.mark.parametrize("stride", [1, 3, 8])
 def test_fans_multiply_to_the_size_whatever_the_boxes(size: int, stride: int) -> None:
     for total in (size * stride, 4 * size * stride):
-        reach = group(size, stride, total, (NEAR, Level(name="row", devices=32, latency_s=5e-6, bytes_per_s=1e10), FAR))
+        reach = group(
+            size, stride, total, (NEAR, LinkLevel(name="row", devices=32, latency_s=5e-6, bytes_per_s=1e10), FAR)
+        )
         assert math.prod(tier.fan for tier in reach.tiers) == size
         lanes = 1
         for tier in reach.tiers:
@@ -210,21 +221,25 @@ def test_fans_multiply_to_the_size_whatever_the_boxes(size: int, stride: int) ->
 
 def test_channels_use_the_links_of_all_members() -> None:
     n = 1e10
-    ours = collective("allreduce", n, span(Layout(data=64), "data", DEEP), DEEP, "ring")
-    theirs = collective("allreduce", n, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
+    ours = collective("allreduce", n, span(ParallelLayout(data=64), "data", DEEP), DEEP, "ring")
+    theirs = collective(
+        "allreduce", n, span(ParallelLayout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring"
+    )
     assert ours.seconds == pytest.approx(2 * 63 / 64 * n / 80e9, rel=1e-2)
     assert theirs.seconds == pytest.approx(2 * 63 / 64 * n / 160e9, rel=1e-2)
-    borrowed = span(Layout(data=64, library="nccl"), "data", DEEP)
+    borrowed = span(ParallelLayout(data=64, library="nccl"), "data", DEEP)
     assert collective("allreduce", n, borrowed, DEEP, "ring") == theirs
-    plain = span(Layout(data=64, implementation="megatron", library="mpi"), "data", DEEP)
+    plain = span(ParallelLayout(data=64, implementation="megatron", library="mpi"), "data", DEEP)
     assert collective("allreduce", n, plain, DEEP, "ring") == ours
     # Hops of a ring of 64 over 8 boxes: 56 inside, 7 between them, and the way once more.
-    tiny = collective("allreduce", 1e-3, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
+    tiny = collective(
+        "allreduce", 1e-3, span(ParallelLayout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring"
+    )
     assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
 
 
 def test_what_was_measured_comes_first() -> None:
-    piecewise = Fit(
+    piecewise = MeasuredFit(
         operation="allreduce",
         ranks=4,
         until_bytes=(1e3, 1e6),
@@ -232,9 +247,11 @@ def test_what_was_measured_comes_first() -> None:
         s_per_byte=(1e-9, 2e-9),
         from_bytes=64,
     )
-    beside = Fit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(7e-6,), s_per_byte=(3e-9,), from_bytes=1)
+    beside = MeasuredFit(
+        operation="message", ranks=2, until_bytes=(1e6,), latency_s=(7e-6,), s_per_byte=(3e-9,), from_bytes=1
+    )
     cluster = made(NEAR, FAR, fits=(piecewise, beside))
-    reach = span(Layout(data=4), "data", cluster)
+    reach = span(ParallelLayout(data=4), "data", cluster)
     for nbytes, seconds in ((500.0, 1.5e-6), (1e5, 2.05e-4)):
         found = collective("allreduce", nbytes, reach, cluster)
         assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(1.5 * nbytes))
@@ -242,15 +259,18 @@ def test_what_was_measured_comes_first() -> None:
     assert "extrapolated" in collective("allreduce", 1e7, reach, cluster).flags[0]
     assert collective("allreduce", 500.0, reach, cluster, "ring").algorithm == "ring"
     assert "measured" not in collective("all_gather", 500.0, reach, cluster).algorithm
-    assert "measured" not in collective("allreduce", 500.0, span(Layout(data=8), "data", cluster), cluster).algorithm
-    apart = span(Layout(data=4, tensor=2), "data", cluster)  # not neighbours
+    assert (
+        "measured"
+        not in collective("allreduce", 500.0, span(ParallelLayout(data=8), "data", cluster), cluster).algorithm
+    )
+    apart = span(ParallelLayout(data=4, tensor=2), "data", cluster)  # not neighbours
     assert "measured" not in collective("allreduce", 500.0, apart, cluster).algorithm
-    assert message(1e3, Layout(pipeline=2), "pipeline", cluster).seconds == pytest.approx(1e-5)
-    assert message(1e3, Layout(pipeline=2, data=8), "pipeline", cluster).algorithm == "message"
+    assert message(1e3, ParallelLayout(pipeline=2), "pipeline", cluster).seconds == pytest.approx(1e-5)
+    assert message(1e3, ParallelLayout(pipeline=2, data=8), "pipeline", cluster).algorithm == "message"
 
 
 def test_fits_hold_for_links_of_their_level() -> None:
-    fit = Fit(
+    fit = MeasuredFit(
         operation="allreduce",
         ranks=16,
         until_bytes=(1e9,),
@@ -260,15 +280,15 @@ def test_fits_hold_for_links_of_their_level() -> None:
         level="far",
     )
     cluster = made(NEAR, FAR, fits=(fit,))
-    assert collective("allreduce", 1e6, span(Layout(data=16), "data", cluster), cluster, "ring").seconds == 1.0
-    assert collective("allreduce", 1e6, span(Layout(data=16), "data", cluster), cluster).seconds < 1.0
-    wide = made(Level(name="near", devices=16, latency_s=1e-6, bytes_per_s=1e11), FAR, fits=(fit,))
-    assert collective("allreduce", 1e6, span(Layout(data=16), "data", wide), wide, "ring").seconds < 1.0
+    assert collective("allreduce", 1e6, span(ParallelLayout(data=16), "data", cluster), cluster, "ring").seconds == 1.0
+    assert collective("allreduce", 1e6, span(ParallelLayout(data=16), "data", cluster), cluster).seconds < 1.0
+    wide = made(LinkLevel(name="near", devices=16, latency_s=1e-6, bytes_per_s=1e11), FAR, fits=(fit,))
+    assert collective("allreduce", 1e6, span(ParallelLayout(data=16), "data", wide), wide, "ring").seconds < 1.0
 
 
 def test_small_messages_go_by_the_formula() -> None:
     """What was measured at megabytes with a long start says nothing of a kilobyte."""
-    blocking = Fit(
+    blocking = MeasuredFit(
         operation="message",
         ranks=2,
         until_bytes=(30e6,),
@@ -277,7 +297,7 @@ def test_small_messages_go_by_the_formula() -> None:
         level="near",
         from_bytes=10e6,
     )
-    cluster, layout = made(NEAR, FAR, fits=(blocking,)), Layout(pipeline=2)
+    cluster, layout = made(NEAR, FAR, fits=(blocking,)), ParallelLayout(pipeline=2)
     inside = message(20e6, layout, "pipeline", cluster)
     assert inside.seconds == pytest.approx(200e-6 + 20e6 * 16.4e-12) and not inside.flags
     small = message(1e3, layout, "pipeline", cluster)
@@ -287,43 +307,45 @@ def test_small_messages_go_by_the_formula() -> None:
 
 
 def test_nothing_smaller_takes_longer_than_what_was_measured() -> None:
-    quick = Fit(
+    quick = MeasuredFit(
         operation="allreduce", ranks=4, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-12,), from_bytes=1e4
     )
     cluster = made(NEAR, FAR, fits=(quick,))
-    reach = span(Layout(data=4), "data", cluster)
+    reach = span(ParallelLayout(data=4), "data", cluster)
     small = collective("allreduce", 8.0, reach, cluster)
     assert small.seconds == collective("allreduce", 1e4, reach, cluster).seconds < _formula(8.0)
     assert small.flags and "measured" not in small.algorithm
 
 
 def _formula(nbytes: float) -> float:
-    return collective("allreduce", nbytes, span(Layout(data=4), "data", DEEP), DEEP).seconds
+    return collective("allreduce", nbytes, span(ParallelLayout(data=4), "data", DEEP), DEEP).seconds
 
 
 @pytest.mark.parametrize(("library", "holds"), [("mpi", "mpi"), ("nccl", "nccl"), ("", "both")])
 def test_fits_hold_for_their_library(library: str, holds: str) -> None:
     slow = dict(ranks=2, until_bytes=(1e9,), latency_s=(1.0,), s_per_byte=(0.0,), library=library)
-    cluster = made(NEAR, FAR, fits=(Fit(operation="message", **slow), Fit(operation="allreduce", **slow)))
-    layouts = {"mpi": Layout(pipeline=2), "nccl": Layout(pipeline=2, implementation="megatron")}
+    cluster = made(
+        NEAR, FAR, fits=(MeasuredFit(operation="message", **slow), MeasuredFit(operation="allreduce", **slow))
+    )
+    layouts = {"mpi": ParallelLayout(pipeline=2), "nccl": ParallelLayout(pipeline=2, implementation="megatron")}
     for name, layout in layouts.items():
         seconds = message(1e6, layout, "pipeline", cluster).seconds
         assert (seconds == 1.0) == (holds in (name, "both")), name
     for name in layouts:
-        reach = span(Layout(data=2, library=name), "data", cluster)
+        reach = span(ParallelLayout(data=2, library=name), "data", cluster)
         assert (collective("allreduce", 1e6, reach, cluster).seconds == 1.0) == (holds in (name, "both")), name
 
 
 def test_a_published_wait_of_pytorch_is_none_of_mpi() -> None:
-    selene = cluster_file.read("a100-selene")
-    theirs = message(20e6, Layout(pipeline=2, implementation="megatron"), "pipeline", selene)
-    ours = message(20e6, Layout(pipeline=2), "pipeline", selene)
+    selene = toml_file.read("a100-selene")
+    theirs = message(20e6, ParallelLayout(pipeline=2, implementation="megatron"), "pipeline", selene)
+    ours = message(20e6, ParallelLayout(pipeline=2), "pipeline", selene)
     assert theirs.algorithm == "measured" and ours.algorithm == "message"
     assert ours.seconds < 0.5 * theirs.seconds
 
 
 def test_an_algorithm_that_an_operation_lacks_is_named() -> None:
-    reach = span(Layout(data=16), "data", DEEP)
+    reach = span(ParallelLayout(data=16), "data", DEEP)
     for operation in ("reduce_scatter", "all_gather", "all_to_all"):
         asked, best = (collective(operation, 1e6, reach, DEEP, name) for name in ("tree", "auto"))
         assert asked._replace(flags=()) == best and not best.flags
@@ -332,19 +354,19 @@ def test_an_algorithm_that_an_operation_lacks_is_named() -> None:
 
 
 def test_a_group_of_one_and_no_bytes_cost_nothing() -> None:
-    assert collective("allreduce", 1e9, span(Layout(), "data", DEEP), DEEP).seconds == 0.0
-    assert collective("all_gather", 0.0, span(Layout(data=8), "data", DEEP), DEEP).nbytes == 0.0
-    assert message(1e9, Layout(), "pipeline", DEEP).seconds == 0.0
+    assert collective("allreduce", 1e9, span(ParallelLayout(), "data", DEEP), DEEP).seconds == 0.0
+    assert collective("all_gather", 0.0, span(ParallelLayout(data=8), "data", DEEP), DEEP).nbytes == 0.0
+    assert message(1e9, ParallelLayout(), "pipeline", DEEP).seconds == 0.0
 
 
 def test_bad_input_names_what_there_is() -> None:
-    reach = span(Layout(data=8), "data", DEEP)
+    reach = span(ParallelLayout(data=8), "data", DEEP)
     with pytest.raises(UsageError, match="collective 'gather'; choose one of allreduce"):
         collective("gather", 1.0, reach, DEEP)
     with pytest.raises(UsageError, match="algorithm 'rings'; choose one of .*hierarchical"):
         collective("allreduce", 1.0, reach, DEEP, "rings")
     with pytest.raises(UsageError, match="16 devices, but the levels of the cluster join only 8"):
-        span(Layout(data=16), "data", made(NEAR))
+        span(ParallelLayout(data=16), "data", made(NEAR))
 
 
 def test_shares_are_cut_as_the_costs_assume() -> None:

@@ -6,18 +6,20 @@ import pytest
 
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner import cluster_file, failures, models
+from hpcdist.planner import failures
+from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.energy import energy
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import memory
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model import published
+from hpcdist.planner.model.stage_split import step_flops
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import checkpoint_bytes, peak_of, plan
-from hpcdist.planner.shape import describe
-from hpcdist.planner.timing import timing
-from hpcdist.planner.work import work
+from hpcdist.planner.time.step import timing
 
-SELENE = cluster_file.read("a100-selene")
-GPT3 = describe(models.named("gpt3-175b"), "gpt3-175b")
-LAYOUT = Layout(
+SELENE = toml_file.read("a100-selene")
+GPT3 = describe(published.named("gpt3-175b"), "gpt3-175b")
+LAYOUT = ParallelLayout(
     data=24, pipeline=8, tensor=8, schedule="interleaved", chunks=2, recompute="full", implementation="megatron"
 )
 
@@ -26,7 +28,7 @@ LAYOUT = Layout(
 def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
     layout = replace(LAYOUT, data=4)
     found = plan(GPT3, layout, SELENE, 96, 1000, simulate=simulate)
-    took, did = timing(GPT3, layout, SELENE, 96, simulate=simulate), work(GPT3, layout, 96)
+    took, did = timing(GPT3, layout, SELENE, 96, simulate=simulate), step_flops(GPT3, layout, 96)
     assert found.timing == took and found.work == did
     assert found.memory == memory(GPT3, layout, SELENE, 96)
     assert found.tokens == 96 * 2048 and found.parameters == GPT3.parameters
@@ -42,8 +44,8 @@ def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
 
 def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
     """With a long context the pairs that are looked at are half of the square: power follows what is executed."""
-    shape = replace(models.named("llama-3-8b"), context=2**20)
-    layout = Layout(data=1, context=64, recompute="full", precision="bfloat16")
+    shape = replace(published.named("llama-3-8b"), context=2**20)
+    layout = ParallelLayout(data=1, context=64, recompute="full", precision="bfloat16")
     found = plan(describe(shape, "long"), layout, SELENE, 1, 10)
     computing_s = sum(found.timing.terms[name] for name in ("forward", "backward", "recompute"))
     reached = found.work.executed_flops / (computing_s * found.peak_flops)
@@ -54,8 +56,8 @@ def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
 
 
 def test_servers_do_not_compute() -> None:
-    layout = Layout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
-    found = plan(describe(models.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
+    layout = ParallelLayout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
+    found = plan(describe(published.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
     assert found.peak_flops == pytest.approx(8 * 312e12)
 
 
@@ -69,7 +71,7 @@ def test_a_checkpoint_has_the_master_and_the_state_of_the_optimizer(precision: s
 
 
 def test_a_precision_that_the_device_does_not_have() -> None:
-    volta = cluster_file.read("v100-dgx2")
+    volta = toml_file.read("v100-dgx2")
     with pytest.raises(ConfigurationError, match=r"no peak for bfloat16; choose a precision of .*float16"):
         peak_of(volta, LAYOUT)
     assert peak_of(volta, replace(LAYOUT, activations="float32")) == volta.device.peak_flops["float32"]
@@ -94,7 +96,7 @@ def test_what_nothing_has_proven_is_said() -> None:
 
 
 def test_what_an_answer_hangs_on_is_said() -> None:
-    layout = Layout(data=512, strategy="zero3", microbatch=1, sequence_parallel=False, overlap=1.0)
+    layout = ParallelLayout(data=512, strategy="zero3", microbatch=1, sequence_parallel=False, overlap=1.0)
     found = plan(GPT3, layout, SELENE, 1024, 10)
     none = plan(GPT3, replace(layout, overlap=0.0), SELENE, 1024, 10)
     assert found.timing.hidden_s > 0.05 * found.step_s
@@ -112,8 +114,8 @@ def test_what_an_answer_hangs_on_is_said() -> None:
 
 def test_the_buckets_of_its_time_are_in_its_memory() -> None:
     """Long ones hide latencies of a large ring; float32 sums of 16-bit gradients take twice their bytes, and more."""
-    layout = Layout(data=4096, microbatch=8, algorithm="ring")
-    bert = describe(models.named("bert-large"), "bert-large")
+    layout = ParallelLayout(data=4096, microbatch=8, algorithm="ring")
+    bert = describe(published.named("bert-large"), "bert-large")
     bare = memory(bert, layout, SELENE, 32768)
     found = plan(bert, layout, SELENE, 32768, 10)
     longer = found.timing.bucket_bytes - BUCKET_BYTES

@@ -7,8 +7,8 @@ import pytest
 from made_plans import CLUSTER, ESTIMATE, MEMORY
 
 from hpcdist import errors
-from hpcdist.planner import plot
-from hpcdist.planner.timeline import KINDS, Bar, Timeline
+from hpcdist.planner.report import plot
+from hpcdist.planner.report.timeline import KINDS, StepTimeline, TimelineBar
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -19,11 +19,11 @@ def passes(stages, count, seconds=1.0):
     for stage in range(stages):
         for number in range(count):
             begin = stage + 3 * number * seconds
-            bars += [Bar(stage, "forward", begin, begin + seconds, number)]
-            bars += [Bar(stage, "backward", begin + seconds, begin + 3 * seconds, number)]
+            bars += [TimelineBar(stage, "forward", begin, begin + seconds, number)]
+            bars += [TimelineBar(stage, "backward", begin + seconds, begin + 3 * seconds, number)]
         end = stage + 3 * count * seconds
-        bars += [Bar(stage, "exchange", end - 1, end + 1), Bar(stage, "update", end + 1, end + 2)]
-    return Timeline(stages=stages, bars=tuple(bars), end_s=max(bar.end_s for bar in bars))
+        bars += [TimelineBar(stage, "exchange", end - 1, end + 1), TimelineBar(stage, "update", end + 1, end + 2)]
+    return StepTimeline(stages=stages, bars=tuple(bars), end_s=max(bar.end_s for bar in bars))
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_a_long_step_shows_its_beginning_and_its_end(drawn):
 
 
 def test_a_deep_pipeline_is_drawn_until_it_has_filled(drawn):
-    late = Bar(0, "backward", 300.0, 302.0, 0)
+    late = TimelineBar(0, "backward", 300.0, 302.0, 0)
     long = passes(2, 400)
     axes = drawn(timeline=replace(long, bars=(*long.bars, late)))[0].axes[2:]
     assert axes[0].get_xlim()[1] == pytest.approx(1.1 * 302.0)
-    later = Bar(0, "backward", 900.0, 902.0, 0)
+    later = TimelineBar(0, "backward", 900.0, 902.0, 0)
     whole = drawn(timeline=replace(long, bars=(*long.bars, later)))[0].axes[2:]
     assert len(whole) == 1 and whole[0].get_xlim()[1] == pytest.approx(long.end_s)
 
@@ -96,10 +96,10 @@ def test_of_very_many_stages_some_are_drawn(drawn):
 
 
 def test_every_kind_of_a_timeline_has_a_colour(drawn):
-    bars = tuple(Bar(0, kind, float(place), place + 1.0) for place, kind in enumerate(KINDS))
+    bars = tuple(TimelineBar(0, kind, float(place), place + 1.0) for place, kind in enumerate(KINDS))
     assert set(plot.TIMELINE) == set(KINDS)
     assert len(set(plot.TIMELINE.values())) == len(KINDS)
-    timeline = drawn(timeline=Timeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
+    timeline = drawn(timeline=StepTimeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
     assert len(timeline.get_legend().get_texts()) == len(KINDS)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import MissingCapabilityError, StorageError
-from hpcdist.planner.memory import memory
-from hpcdist.planner.shape import describe
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model.transformer import describe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULT = FOLDER / "results" / "2026-11-22-validate-planner.h5"

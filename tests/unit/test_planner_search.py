@@ -10,29 +10,31 @@ from itertools import product
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.planner import cluster_file, limits, search_space, search_value
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.description import Description, Shape
-from hpcdist.planner.estimate import Estimate
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.memory import by_rank, memory
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.memory.device import by_rank, memory
+from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.ranks import border
-from hpcdist.planner.search import search
-from hpcdist.planner.search_space import Wanted
-from hpcdist.planner.shape import describe
-from hpcdist.planner.timing import flow
+from hpcdist.planner.search import bounds, space
+from hpcdist.planner.search.best_layouts import search
+from hpcdist.planner.search.space import SearchSpec
+from hpcdist.planner.time.pipeline import border
+from hpcdist.planner.time.step import microbatch_flow
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 DEVICES, BATCH, STEPS = 8, 12, 100
-MODEL = describe(Shape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")
-BASE = Layout(implementation="megatron")
+MODEL = describe(TransformerShape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")
+BASE = ParallelLayout(implementation="megatron")
 
 
 @lru_cache
 def cluster(memory_bytes: float, best_mfu: float = 0.0) -> Cluster:
     """Two nodes of four A100, with so much memory, and a limit of MFU or none."""
-    known = cluster_file.read("a100-selene")
+    known = toml_file.read("a100-selene")
     node = replace(known.node, devices=4)
     levels = (replace(known.levels[0], devices=4), *known.levels[1:])
     site = replace(known.site, device_hour_price=2.0, kwh_price=0.2, currency="EUR")
@@ -40,7 +42,7 @@ def cluster(memory_bytes: float, best_mfu: float = 0.0) -> Cluster:
     return replace(known, devices=DEVICES, node=node, levels=levels, device=device, site=site)
 
 
-def every(base: Layout, devices: int = DEVICES) -> Iterator[Layout]:
+def every(base: ParallelLayout, devices: int = DEVICES) -> Iterator[ParallelLayout]:
     """Yield every value of every degree and way, whether it makes sense or not."""
     degrees = [one for one in range(1, devices + 1) if devices % one == 0]
     for data, pipeline, tensor, context in product(degrees, repeat=4):
@@ -73,15 +75,15 @@ def every(base: Layout, devices: int = DEVICES) -> Iterator[Layout]:
 
 
 @lru_cache
-def possible(implementation: str, memory_bytes: float) -> tuple[Estimate, ...]:
+def possible(implementation: str, memory_bytes: float) -> tuple[PlanEstimate, ...]:
     """Return the estimates of all layouts that can be: brute force."""
     on, base = cluster(memory_bytes), replace(BASE, implementation=implementation)
     return tuple(
-        plan(MODEL, layout, on, BATCH, STEPS) for layout in every(base) if not limits.problems(MODEL, layout, on, BATCH)
+        plan(MODEL, layout, on, BATCH, STEPS) for layout in every(base) if not checks.problems(MODEL, layout, on, BATCH)
     )
 
 
-def alike(estimate: Estimate) -> tuple[object, ...]:
+def alike(estimate: PlanEstimate) -> tuple[object, ...]:
     """Return what of a layout makes a difference: a search leaves out choices that make none."""
     layout = estimate.layout
     one = layout.data * layout.context == 1
@@ -96,14 +98,14 @@ def alike(estimate: Estimate) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
 @pytest.mark.parametrize("memory_bytes", [0.3e9, 40e9], ids=["tight", "roomy"])
-@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+@pytest.mark.parametrize("objective", space.OBJECTIVES)
 def test_search_equals_brute_force(implementation, memory_bytes, objective):
     """The ten best values of all layouts, each way that makes a difference once."""
     best: dict[tuple[object, ...], float] = {}
     for estimate in possible(implementation, memory_bytes):
-        found = search_value.value(estimate, objective)
+        found = bounds.value(estimate, objective)
         best[alike(estimate)] = min(found, best.get(alike(estimate), found))
-    wanted = Wanted(
+    wanted = SearchSpec(
         objective=objective,
         steps=STEPS,
         base=replace(BASE, implementation=implementation),
@@ -121,7 +123,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
-@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+@pytest.mark.parametrize("objective", space.OBJECTIVES)
 def test_a_limit_of_mfu_loses_nothing(implementation, objective):
     """Most of the best layouts are at the limit, and equal: the formulas decide between them."""
     mfus = sorted(estimate.mfu for estimate in possible(implementation, 40e9))
@@ -130,23 +132,25 @@ def test_a_limit_of_mfu_loses_nothing(implementation, objective):
     for estimate in possible(implementation, 40e9):
         limited = plan(MODEL, estimate.layout, on, BATCH, STEPS)
         assert limited.is_capped == (estimate.mfu > on.most_mfu)
-        found = search_value.both(limited, objective)
-        assert found[0] >= search_value.value(estimate, objective)
+        found = bounds.value_and_tie_break(limited, objective)
+        assert found[0] >= bounds.value(estimate, objective)
         best[alike(estimate)] = min(found, best.get(alike(estimate), found))
-    wanted = Wanted(objective=objective, steps=STEPS, base=replace(BASE, implementation=implementation), headroom=0.0)
+    wanted = SearchSpec(
+        objective=objective, steps=STEPS, base=replace(BASE, implementation=implementation), headroom=0.0
+    )
     result = search(MODEL, on, DEVICES, BATCH, replace(wanted, chunks=(2, 4), simulate=False))
-    told = [search_value.both(one.estimate, objective) for one in result.found]
+    told = [bounds.value_and_tie_break(one.estimate, objective) for one in result.found]
     assert told == [pytest.approx(pair, rel=1e-12) for pair in sorted(best.values())[:10]]
     assert result.found[0].estimate.is_capped or objective != "time"
     assert result.estimated < len(best), "it looked at everything"
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
-@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+@pytest.mark.parametrize("objective", space.OBJECTIVES)
 def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, objective):
     on, orders = cluster(40e9), {}
     for estimate in possible(implementation, 40e9):
-        layout, value = estimate.layout, search_value.value(estimate, objective)
+        layout, value = estimate.layout, bounds.value(estimate, objective)
         order = replace(layout, strategy="allreduce")
         if order not in orders:
             orders[order] = floors(MODEL, order, on, BATCH, objective)
@@ -154,37 +158,39 @@ def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, o
     assert len(orders) > 50
 
 
-def floors(model: Description, order: Layout, on: Cluster, batch: int, objective: str) -> tuple[float, float, float]:
+def floors(
+    model: ModelDescription, order: ParallelLayout, on: Cluster, batch: int, objective: str
+) -> tuple[float, float, float]:
     """Return the bounds of an order: by its family, by its schedule, by what its micro-batches take."""
-    of_all = search_value.whole(model, order, on, batch)
+    of_all = bounds.family_totals(model, order, on, batch)
     hop_s = border(model, order, on).seconds
     return (
-        search_value.family_floor(of_all, order, on, objective),
-        search_value.schedule_floor(of_all, order, hop_s, on, objective),
-        search_value.order_floor(flow(model, order, on, batch), model, order, on, batch, objective),
+        bounds.family_bound(of_all, order, on, objective),
+        bounds.schedule_bound(of_all, order, hop_s, on, objective),
+        bounds.order_bound(microbatch_flow(model, order, on, batch), model, order, on, batch, objective),
     )
 
 
 def drawn_layouts(
     implementation: str, draw: random.Random, many: int
-) -> Iterator[tuple[Description, Layout, Cluster, int]]:
+) -> Iterator[tuple[ModelDescription, ParallelLayout, Cluster, int]]:
     """Yield layouts of drawn models on drawn clusters: pipelines, with batches that may not fill the last micro-batch.
 
     Models are shallow, and some of their vocabularies large, so that ranks are seldom alike.
     """
     found = 0
     while found < many:
-        shape = Shape(
+        shape = TransformerShape(
             layers=draw.choice([4, 6, 8, 12, 16, 24]),
             hidden=draw.choice([256, 1024, 4096]),
             heads=16,
             vocabulary=draw.choice([1000, 50_000, 250_000]),
             context=draw.choice([64, 512, 2048]),
         )
-        known = cluster_file.read(draw.choice(["a100-selene", "h100-hgx", "mi250x-frontier"]))
+        known = toml_file.read(draw.choice(["a100-selene", "h100-hgx", "mi250x-frontier"]))
         pipeline = draw.choice([2, 3, 4, 6, 8])
         recompute = draw.choice(["none", "selective", "full"])
-        wanted = Wanted(base=replace(BASE, implementation=implementation))
+        wanted = SearchSpec(base=replace(BASE, implementation=implementation))
         grid = replace(
             wanted.base,
             data=draw.choice([1, 2, 4, 6]),
@@ -198,11 +204,11 @@ def drawn_layouts(
         grid = replace(grid, sequence_parallel=grid.tensor > 1 and draw.random() < 0.5)
         batch = grid.data * draw.randint(1, 40)
         model = describe(shape, "drawn")
-        schedule, chunks = draw.choice(search_space.orders(model, grid, wanted))
+        schedule, chunks = draw.choice(space.orders(model, grid, wanted))
         layout = replace(grid, schedule=schedule, chunks=chunks, strategy=draw.choice(wanted.strategies))
         site = replace(known.site, device_hour_price=2.0, kwh_price=0.2, currency="EUR")
         known = replace(known, devices=max(known.devices, layout.devices), site=site)
-        if next(limits.shape_problems(model, layout, known, batch), None) is None:
+        if next(checks.shape_problems(model, layout, known, batch), None) is None:
             found += 1
             yield model, layout, known, batch
 
@@ -213,8 +219,8 @@ def test_no_drawn_layout_is_below_its_bounds(implementation, rng):
     draw = random.Random(int(rng.integers(1 << 62)))
     for model, layout, on, batch in drawn_layouts(implementation, draw, 150):
         estimate = plan(model, layout, on, batch, STEPS)
-        for objective in search_space.OBJECTIVES:
-            value = search_value.value(estimate, objective)
+        for objective in space.OBJECTIVES:
+            value = bounds.value(estimate, objective)
             for name, floor in zip(near, floors(model, layout, on, batch, objective), strict=True):
                 assert floor <= value * (1 + 1e-12), (name, objective, layout, model.shape, on.name, batch)
                 near[name].append(floor / value)
@@ -223,10 +229,10 @@ def test_no_drawn_layout_is_below_its_bounds(implementation, rng):
     assert shares["order"] > 0.5
 
 
-def deep(context: int = 1024) -> tuple[Description, Cluster, Wanted]:
+def deep(context: int = 1024) -> tuple[ModelDescription, Cluster, SearchSpec]:
     """A search among pipelines that wait for most of a step, and exchanges that differ much."""
-    shape = Shape(layers=32, hidden=4096, heads=16, vocabulary=1000, context=context)
-    wanted = Wanted(
+    shape = TransformerShape(layers=32, hidden=4096, heads=16, vocabulary=1000, context=context)
+    wanted = SearchSpec(
         base=BASE,
         compressions=("none", "int8", "powersgd", "onebit"),
         contexts=(1,),
@@ -235,7 +241,7 @@ def deep(context: int = 1024) -> tuple[Description, Cluster, Wanted]:
         first=1,
         simulate=False,
     )
-    return describe(shape, "deep"), cluster_file.read("mi250x-frontier"), wanted
+    return describe(shape, "deep"), toml_file.read("mi250x-frontier"), wanted
 
 
 @pytest.mark.parametrize("objective", ["energy", "energy-delay"])
@@ -243,15 +249,15 @@ def test_pipelines_that_wait_lose_nothing_to_the_bounds_of_their_orders(objectiv
     model, on, wanted = deep()
     wanted = replace(wanted, objective=objective)
     bounded = search(model, on, 2048, 16, wanted)
-    monkeypatch.setattr(search_value, "schedule_floor", lambda *_: 0.0)
-    monkeypatch.setattr(search_value, "order_floor", lambda *_: 0.0)
+    monkeypatch.setattr(bounds, "schedule_bound", lambda *_: 0.0)
+    monkeypatch.setattr(bounds, "order_bound", lambda *_: 0.0)
     unbounded = search(model, on, 2048, 16, wanted)
     assert [one.value for one in bounded.found] == pytest.approx([one.value for one in unbounded.found], rel=1e-12)
     assert 2 * bounded.estimated < unbounded.estimated
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
-@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+@pytest.mark.parametrize("objective", space.OBJECTIVES)
 @pytest.mark.parametrize(("pipeline", "tensor", "sequence_parallel"), [(1, 8, True), (8, 1, False), (32, 4, True)])
 def test_every_way_is_above_the_bound_of_its_order(implementation, objective, pipeline, tensor, sequence_parallel):
     model, on, wanted = deep(256)
@@ -266,24 +272,22 @@ def test_every_way_is_above_the_bound_of_its_order(implementation, objective, pi
     )
     wanted = replace(wanted, strategies=("allreduce", "zero1", "zero2", "zero3", "parameter_server"))
     batch = 2 * order.data  # so a pipeline waits for most of a step
-    found = [
-        plan(model, search_space.with_way(order, way), on, batch, STEPS) for way in search_space.ways(order, wanted)
-    ]
-    values = [search_value.value(one, objective) for one in found]
-    known = flow(model, order, on, batch)
-    bound = search_value.order_floor(known, model, order, on, batch, objective)
+    found = [plan(model, space.with_strategy(order, way), on, batch, STEPS) for way in space.strategies(order, wanted)]
+    values = [bounds.value(one, objective) for one in found]
+    known = microbatch_flow(model, order, on, batch)
+    bound = bounds.order_bound(known, model, order, on, batch, objective)
     assert bound <= min(values) * (1 + 1e-12)
     assert bound > 0.3 * min(values), "a bound that says nothing"
-    way = search_space.ways(order, wanted)[-1]
-    layout = search_space.with_way(order, way)
+    way = space.strategies(order, wanted)[-1]
+    layout = space.with_strategy(order, way)
     assert plan(model, layout, on, batch, STEPS, known=known) == plan(model, layout, on, batch, STEPS)
     assert len(set(values)) > 5
 
 
 def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_strategy():
     """What the search takes for granted."""
-    sizes: dict[Layout, dict[int, float]] = {}
-    alive: dict[Layout, set[tuple[float, ...]]] = {}
+    sizes: dict[ParallelLayout, dict[int, float]] = {}
+    alive: dict[ParallelLayout, set[tuple[float, ...]]] = {}
     for estimate in (*possible("megatron", 40e9), *possible("hpcdist", 40e9)):
         layout, many = estimate.layout, estimate.layout.microbatches(BATCH)
         is_even = BATCH % (layout.data * layout.microbatch) == 0
@@ -305,9 +309,9 @@ def test_sizes_that_are_tried_take_nothing_from_each_other(implementation, batch
     """An impossible size of micro-batch, or an uneven one, says nothing of the memory of another."""
     on = cluster(0.3e9)
 
-    def layouts(*sizes: int) -> set[Layout]:
+    def layouts(*sizes: int) -> set[ParallelLayout]:
         base = replace(BASE, implementation=implementation)
-        wanted = Wanted(headroom=0.0, base=base, microbatches=sizes, first=10_000, simulate=False)
+        wanted = SearchSpec(headroom=0.0, base=base, microbatches=sizes, first=10_000, simulate=False)
         return {one.estimate.layout for one in search(MODEL, on, DEVICES, batch, wanted).found}
 
     each = [layouts(one) for one in (size, *others)]
@@ -320,13 +324,13 @@ def test_only_what_runs_where_that_is_wanted():
     on = replace(
         on, device=replace(on.device, peak_flops={"float32": 19.5e12}, matmul={"float32": on.device.matmul["bfloat16"]})
     )
-    free = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, contexts=(2,), first=3))
+    free = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, contexts=(2,), first=3))
     assert all(one.estimate.layout.context == 2 for one in free.found)
     assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
-    bound = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, runnable=True, first=20))
+    bound = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, runnable=True, first=20))
     assert len(bound.found) == 20
-    assert all(not limits.unbuilt(one.estimate.layout) for one in bound.found)
-    with_none = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, contexts=(2,), runnable=True))
+    assert all(not checks.unsupported(one.estimate.layout) for one in bound.found)
+    with_none = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, contexts=(2,), runnable=True))
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}
     assert with_none.nothing
@@ -334,9 +338,9 @@ def test_only_what_runs_where_that_is_wanted():
 
 def test_compression_is_tried_where_it_is_asked_for_only():
     on, base = cluster(40e9), replace(BASE, implementation="hpcdist")
-    plain = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, simulate=False))
+    plain = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=base, simulate=False))
     assert {one.estimate.layout.compression for one in plain.found} == {"none"}
-    wanted = Wanted(
+    wanted = SearchSpec(
         base=base, compressions=("none", "int8"), tensors=(1,), pipelines=(1,), contexts=(1,), first=100, simulate=False
     )
     both = search(MODEL, on, DEVICES, BATCH, wanted)
@@ -347,9 +351,11 @@ def test_compression_is_tried_where_it_is_asked_for_only():
 
 def test_fewer_devices_may_be_better():
     on = cluster(40e9)
-    all_of_them = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy", simulate=False))
+    all_of_them = search(
+        MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy", simulate=False)
+    )
     fewer = search(
-        MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy", fewer=True, simulate=False)
+        MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy", fewer=True, simulate=False)
     )
     assert fewer.found[0].value < all_of_them.found[0].value
     assert fewer.found[0].estimate.layout.devices < DEVICES
@@ -358,7 +364,7 @@ def test_fewer_devices_may_be_better():
 
 def test_distinct_keeps_the_best_of_each_grid():
     on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, distinct=True, simulate=False))
+    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, distinct=True, simulate=False))
     grids = [
         replace(
             BASE, **{name: getattr(one.estimate.layout, name) for name in ("data", "pipeline", "tensor", "context")}
@@ -376,7 +382,7 @@ def test_distinct_keeps_the_best_of_each_grid():
 
 def test_finalists_are_simulated():
     on = cluster(40e9)
-    wanted = Wanted(headroom=0.0, base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
+    wanted = SearchSpec(headroom=0.0, base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
     result = search(MODEL, on, DEVICES, BATCH, wanted)
     values = [one.value for one in result.found]
     assert values == sorted(values)
@@ -387,7 +393,7 @@ def test_finalists_are_simulated():
 
 def test_the_first_are_explained_by_terms():
     on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
+    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
     assert len(result.found) == 10
     for one, behind in zip(result.found, result.found[1:], strict=False):
         assert any("instead of" in line for line in one.why), one.why
@@ -398,7 +404,7 @@ def test_the_first_are_explained_by_terms():
 
 
 def test_cycles_are_collected_again_after_a_search(monkeypatch):
-    on, wanted, was_on = cluster(40e9), Wanted(base=BASE, first=1, simulate=False), []
+    on, wanted, was_on = cluster(40e9), SearchSpec(base=BASE, first=1, simulate=False), []
 
     def broken(*_: object) -> float:
         was_on.append(gc.isenabled())
@@ -406,7 +412,7 @@ def test_cycles_are_collected_again_after_a_search(monkeypatch):
 
     search(MODEL, on, DEVICES, BATCH, wanted)
     assert gc.isenabled()
-    monkeypatch.setattr(search_value, "family_floor", broken)
+    monkeypatch.setattr(bounds, "family_bound", broken)
     with pytest.raises(RuntimeError, match="broken"):
         search(MODEL, on, DEVICES, BATCH, wanted)
     assert was_on == [False]
@@ -414,7 +420,7 @@ def test_cycles_are_collected_again_after_a_search(monkeypatch):
 
 
 def test_what_is_refused_is_counted_by_reason():
-    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
+    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
     reasons = {(one.limit, one.of): one for one in result.refused}
     assert reasons["heads", "grids"].count == 1  # of all products of 8, that of tensor = 8
     assert (
@@ -428,27 +434,31 @@ def test_what_is_refused_is_counted_by_reason():
 
 def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_help():
     on = cluster(0.12e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
+    result = search(MODEL, on, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE))
     assert result.found == ()
     assert "missing" in result.nothing[0]
     # The device that would do is the smallest on which anything does.
     least = min(estimate.memory.bytes for estimate in possible("megatron", 40e9))
-    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
-    assert search(MODEL, cluster(least), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
+    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
+    assert search(MODEL, cluster(least), DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
     assert any("2 times the devices, as data it would fit" in line for line in result.nothing)
     twice = replace(on, devices=2 * DEVICES)
-    assert search(MODEL, twice, 2 * DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
+    assert search(MODEL, twice, 2 * DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE)).found
 
 
 def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
     known = replace(cluster(40e9), devices=1000)
-    result = search(MODEL, known, 997, BATCH, Wanted(headroom=0.0, base=BASE, contexts=(1,)))
+    result = search(MODEL, known, 997, BATCH, SearchSpec(headroom=0.0, base=BASE, contexts=(1,)))
     assert result.found == ()
     text = " ".join(result.nothing)
     found = int(text.split("on ")[-1].split(" devices")[0])
     assert (
         search(
-            MODEL, known, found, BATCH, Wanted(headroom=0.0, base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False)
+            MODEL,
+            known,
+            found,
+            BATCH,
+            SearchSpec(headroom=0.0, base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False),
         ).layouts
         > 0
     )
@@ -472,7 +482,7 @@ def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
 )
 def test_bad_input(devices, batch, changed, text):
     with pytest.raises(UsageError, match=text):
-        search(MODEL, cluster(40e9), devices, batch, Wanted(base=BASE, **changed))
+        search(MODEL, cluster(40e9), devices, batch, SearchSpec(base=BASE, **changed))
 
 
 @pytest.mark.parametrize(
@@ -485,39 +495,39 @@ def test_bad_input(devices, batch, changed, text):
 )
 def test_a_base_of_values_that_mean_nothing_is_refused(changed, text):
     with pytest.raises(UsageError, match=text):
-        search(MODEL, cluster(40e9), DEVICES, BATCH, Wanted(base=replace(BASE, **changed)))
+        search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(base=replace(BASE, **changed)))
 
 
 def test_an_objective_without_numbers_is_refused():
     on = cluster(40e9)
     free = replace(on, site=replace(on.site, device_hour_price=None, kwh_price=None))
     with pytest.raises(UsageError, match="has no prices"):
-        search(MODEL, free, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="cost"))
+        search(MODEL, free, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="cost"))
     dark = replace(on, device=replace(on.device, peak_w=0.0, idle_w=0.0))
     with pytest.raises(UsageError, match="has no power"):
-        search(MODEL, dark, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy"))
+        search(MODEL, dark, DEVICES, BATCH, SearchSpec(headroom=0.0, base=BASE, objective="energy"))
 
 
 def test_a_model_that_is_no_transformer():
     from hpcdist.models.config import ModelConfig
-    from hpcdist.planner.shape import of_config
+    from hpcdist.planner.model.transformer import of_config
 
-    mlp: Description = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
+    mlp: ModelDescription = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
     on = cluster(40e9)
-    result = search(mlp, on, DEVICES, 64, Wanted(headroom=0.0, base=replace(BASE, implementation="hpcdist")))
+    result = search(mlp, on, DEVICES, 64, SearchSpec(headroom=0.0, base=replace(BASE, implementation="hpcdist")))
     assert result.found
     assert all(one.estimate.layout.tensor == one.estimate.layout.context == 1 for one in result.found)
 
 
 def test_a_share_of_the_memory_stays_free():
-    free = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE, headroom=0.2, simulate=False))
+    free = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(base=BASE, headroom=0.2, simulate=False))
     assert all(one.estimate.memory.bytes <= 0.24e9 for one in free.found)
-    full = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE, headroom=0.0, simulate=False))
+    full = search(MODEL, cluster(0.3e9), DEVICES, BATCH, SearchSpec(base=BASE, headroom=0.0, simulate=False))
     assert any(one.estimate.memory.bytes > 0.24e9 for one in full.found)
 
 
 def test_the_flags_of_what_was_found_are_there():
-    result = search(MODEL, cluster(40e9), DEVICES, BATCH, Wanted(base=BASE, contexts=(2,), first=3))
+    result = search(MODEL, cluster(40e9), DEVICES, BATCH, SearchSpec(base=BASE, contexts=(2,), first=3))
     assert set(result.flags) >= {flag for one in result.found for flag in one.estimate.flags}
     assert result.found[-1].why == (), "the next one is not shown"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpcdist.planner import cluster_file
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.search import search
-from hpcdist.planner.search_space import Wanted
-from hpcdist.planner.shape import describe
+from hpcdist.planner.search.best_layouts import search
+from hpcdist.planner.search.space import SearchSpec
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TABLE = "megatron_sc21_table1"  # arXiv:2104.04473, table 1
@@ -26,7 +26,7 @@ def rows() -> list[Any]:
         sys.path.remove(str(FOLDER))
 
 
-def grid(layout: Layout) -> tuple[int, int, int]:
+def grid(layout: ParallelLayout) -> tuple[int, int, int]:
     return layout.data, layout.pipeline, layout.tensor
 
 
@@ -36,8 +36,8 @@ def test_the_grid_of_each_row_is_among_the_first_ten(row):
 
     The authors chose by rules of thumb, the tensor axis a node wide before anything else, so theirs need not be first.
     """
-    cluster, model = cluster_file.read(row.cluster), describe(row.shape, row.name)
-    wanted = Wanted(
+    cluster, model = toml_file.read(row.cluster), describe(row.shape, row.name)
+    wanted = SearchSpec(
         base=row.layout,
         strategies=("allreduce",),
         schedules=("1f1b", "interleaved"),
@@ -59,8 +59,8 @@ def test_the_grid_of_each_row_is_among_the_first_ten(row):
 def test_without_chunks_a_node_wide_tensor_axis_is_best_for_large_models():
     """Takeaway 1 of arXiv:2104.04473, section 5.4.1: tensor parallelism up to the node, then pipelines."""
     row = next(row for row in rows() if row.name.startswith("1008B"))
-    cluster, model = cluster_file.read(row.cluster), describe(row.shape, row.name)
-    wanted = Wanted(
+    cluster, model = toml_file.read(row.cluster), describe(row.shape, row.name)
+    wanted = SearchSpec(
         base=row.layout,
         strategies=("allreduce",),
         schedules=("1f1b",),

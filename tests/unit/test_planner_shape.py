@@ -8,10 +8,10 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models import build
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.shape import describe, inner, of_config
-from hpcdist.planner.work import matrix_flops, work
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.stage_split import matrix_flops, step_flops
+from hpcdist.planner.model.transformer import describe, inner, of_config
 
 SMALL: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 6, "vocabulary": 70}
 PICTURE = {"height": 9, "width": 8, "channels": 3, "classes": 5}
@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_models(keys: dict[str, Any], inputs: dict[str, 
     found, expected = of_config(config, **inputs), counts(config, **inputs)
     assert found.parameters == expected.parameters == build(config, **inputs).layout.parameters
     assert found.stages == len(expected.units)
-    assert work(found, Layout(), 7).exact_flops == 7 * expected.flops
+    assert step_flops(found, ParallelLayout(), 7).exact_flops == 7 * expected.flops
 
 
 @pytest.mark.parametrize(("keys", "inputs"), CASES[:5])
@@ -56,8 +56,8 @@ def test_units_that_are_alike_are_one() -> None:
 
 def test_experts() -> None:
     numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
-    dense = describe(Shape(**numbers), "dense").units[1]
-    mixed = describe(Shape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
+    dense = describe(TransformerShape(**numbers), "dense").units[1]
+    mixed = describe(TransformerShape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
     feed_forward = 2 * 32 * 128 + 128 + 32
     assert mixed.parameters - dense.parameters == 7 * feed_forward + 32 * 8
     assert mixed.expert_parameters == 8 * feed_forward and dense.expert_parameters == 0
@@ -67,9 +67,9 @@ def test_experts() -> None:
 
 def test_feed_forward_widths_are_those_of_a_recipe() -> None:
     numbers: dict[str, Any] = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
-    assert inner(Shape(**numbers)) == 4 * 96
-    assert inner(Shape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
-    assert inner(Shape(**numbers, feed_forward=11)) == 11
+    assert inner(TransformerShape(**numbers)) == 4 * 96
+    assert inner(TransformerShape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
+    assert inner(TransformerShape(**numbers, feed_forward=11)) == 11
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_feed_forward_widths_are_those_of_a_recipe() -> None:
 def test_numbers_of_no_transformer_are_refused(changes: dict[str, Any], message: str) -> None:
     numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
     with pytest.raises(ConfigurationError, match=message):
-        describe(Shape(**{**numbers, **changes}), "bad")
+        describe(TransformerShape(**{**numbers, **changes}), "bad")
 
 
 def test_what_a_recipe_does_not_say_is_asked_for() -> None:

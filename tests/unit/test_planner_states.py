@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.states import states, whole
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.model_states import states, unsharded
 
 # arXiv:1910.02054, table 1: GB on a device with stages 1, 2 and 3; by parameters in units of 1e9, and data ranks.
 TABLE = {
@@ -33,7 +33,9 @@ TABLE = {
 def test_table_1_of_zero(implementation: str, model: tuple[float, int], printed: tuple[str, ...]) -> None:
     billions, ranks = model
     for stage, text in enumerate(printed, start=1):
-        layout = Layout(data=ranks, strategy=f"zero{stage}", main_gradients="working", implementation=implementation)
+        layout = ParallelLayout(
+            data=ranks, strategy=f"zero{stage}", main_gradients="working", implementation=implementation
+        )
         size = billions * states(layout).total
         # Rounded with a decimal point, cut off without one.
         shown = f"{size + 1e-9:.{len(text.partition('.')[2])}f}" if "." in text else str(int(size))
@@ -61,36 +63,38 @@ def test_table_1_of_zero(implementation: str, model: tuple[float, int], printed:
     ],
 )
 def test_rules(ranks: int, keys: dict[str, object], rest: int, cut: int) -> None:
-    found = states(Layout(data=ranks, **keys))  # type: ignore[arg-type]
+    found = states(ParallelLayout(data=ranks, **keys))  # type: ignore[arg-type]
     assert found.total == pytest.approx(rest + cut / ranks, rel=1e-15)
 
 
 def test_a_context_axis_shares_the_states_too() -> None:
-    layout = Layout(data=4, context=8, strategy="zero1", implementation="megatron")
+    layout = ParallelLayout(data=4, context=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 32
 
 
 def test_experts_have_fewer_copies() -> None:
-    layout = Layout(data=16, expert=8, strategy="zero1", implementation="megatron")
+    layout = ParallelLayout(data=16, expert=8, strategy="zero1", implementation="megatron")
     assert states(layout).total == 6 + 12 / 16
     assert states(layout, experts=True).total == 6 + 12 / 2
 
 
 def test_the_rule_says_which_and_why() -> None:
-    zero = states(Layout(data=64, strategy="zero1", implementation="megatron")).rule
+    zero = states(ParallelLayout(data=64, strategy="zero1", implementation="megatron")).rule
     assert zero == (
         "6 + 12/d = 6.188 bytes a parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO stage 1, "
         "arXiv:1910.02054)"
     )
-    assert states(Layout(precision="float32")).rule.startswith("16 bytes a parameter (float32: parameter 4, gradient 4")
-    assert "14/d" in states(Layout(data=2, strategy="zero2")).rule
-    assert states(Layout(data=2, strategy="zero3")).rule.startswith("16/d = 8 bytes")
-    served = states(Layout(data=4, strategy="parameter_server", servers=2)).rule
+    assert states(ParallelLayout(precision="float32")).rule.startswith(
+        "16 bytes a parameter (float32: parameter 4, gradient 4"
+    )
+    assert "14/d" in states(ParallelLayout(data=2, strategy="zero2")).rule
+    assert states(ParallelLayout(data=2, strategy="zero3")).rule.startswith("16/d = 8 bytes")
+    served = states(ParallelLayout(data=4, strategy="parameter_server", servers=2)).rule
     assert served.startswith("worker 2 + 2, server 2 + 2 + 12 of its 1/2")
 
 
 def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
-    ours, theirs = (whole(Layout(implementation=name)) for name in ("hpcdist", "megatron"))
+    ours, theirs = (unsharded(ParallelLayout(implementation=name)) for name in ("hpcdist", "megatron"))
     assert (ours.gradient, theirs.gradient) == (2, 4)
 
 
@@ -99,7 +103,7 @@ def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
     [("int8", "float32", 4), ("topk", "bfloat16", 8), ("onebit", "float32", 4 + 4 / 8), ("none", "bfloat16", 0)],
 )
 def test_compression_keeps_what_it_has_lost(compression: str, precision: str, owed: float) -> None:
-    layout = Layout(data=8, strategy="zero1", precision=precision, compression=compression)
-    with_it, without = states(layout), states(Layout(data=8, strategy="zero1", precision=precision))
+    layout = ParallelLayout(data=8, strategy="zero1", precision=precision, compression=compression)
+    with_it, without = states(layout), states(ParallelLayout(data=8, strategy="zero1", precision=precision))
     assert with_it.total - without.total == pytest.approx(owed)
     assert with_it.rule == without.rule + (f", and {owed:.4g} of what {compression} has lost" if owed else "")

@@ -6,9 +6,18 @@ from dataclasses import replace
 import pytest
 from made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
 
-from hpcdist.planner import text, text_table
-from hpcdist.planner.search import Found, Refused, Result
-from hpcdist.planner.text_units import both, decimal, figures, grams, joules, many, nbytes, seconds
+from hpcdist.planner.report import table, text
+from hpcdist.planner.report.quantities import (
+    bytes_in_both,
+    decimal,
+    figures,
+    grams,
+    joules,
+    large_count,
+    nbytes,
+    seconds,
+)
+from hpcdist.planner.search.best_layouts import RankedLayout, RefusalCount, SearchResult
 
 SHOWN = text.text(ESTIMATE, DESCRIPTION, CLUSTER)
 
@@ -23,10 +32,10 @@ def test_figures_count(value, said):
 
 def test_bytes_by_tens_and_by_twos_are_told_apart():
     assert nbytes(80e9) == "80.0 GB"
-    assert both(80 * 2.0**30) == "85.9 GB (80.0 GiB)"
-    assert both(80e9) == "80.0 GB (74.5 GiB)"
-    assert both(999.0) == "999 B"
-    assert both(1.5 * 2.0**20) == "1.57 MB (1.50 MiB)"
+    assert bytes_in_both(80 * 2.0**30) == "85.9 GB (80.0 GiB)"
+    assert bytes_in_both(80e9) == "80.0 GB (74.5 GiB)"
+    assert bytes_in_both(999.0) == "999 B"
+    assert bytes_in_both(1.5 * 2.0**20) == "1.57 MB (1.50 MiB)"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def test_other_units():
     assert joules(3.6e6) == "3.60 MJ (1.00 kWh)"
     assert joules(20.0) == "20.0 J"
     assert (grams(12.0), grams(3400.0), grams(5.52e8)) == ("12.0 gCO2e", "3.40 kgCO2e", "552 tCO2e")
-    assert (many(12345), many(1.746e11, 4)) == ("12,345", "174.6 billion")
+    assert (large_count(12345), large_count(1.746e11, 4)) == ("12,345", "174.6 billion")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +120,7 @@ def test_one_is_not_many():
     run = replace(ESTIMATE.run, steps=1)
     shown = text.text(replace(ESTIMATE, run=run), DESCRIPTION, CLUSTER)
     assert "1 step, 512,000 tokens: 30.6 h" in shown and "1 steps" not in shown
-    assert "for 1 step;" in text.short(replace(ESTIMATE, run=run), CLUSTER)
+    assert "for 1 step;" in text.one_line(replace(ESTIMATE, run=run), CLUSTER)
 
 
 def test_what_is_nothing_is_not_told():
@@ -140,7 +149,7 @@ def test_what_is_too_much_stands_behind_the_limit():
     assert "." not in drawn
     shown = text.text(replace(ESTIMATE, memory=short), DESCRIPTION, CLUSTER)
     assert "DOES NOT FIT, 34.0 GB (31.7 GiB) too much: 68.0 GB (63.3 GiB) of 34.0 GB (31.7 GiB)" in shown
-    assert text.short(replace(ESTIMATE, memory=short), CLUSTER).startswith("DOES NOT FIT: 68.0 GB of 34.0 GB;")
+    assert text.one_line(replace(ESTIMATE, memory=short), CLUSTER).startswith("DOES NOT FIT: 68.0 GB of 34.0 GB;")
 
 
 def test_missing_is_not_zero():
@@ -152,7 +161,7 @@ def test_missing_is_not_zero():
     assert "carbon: not known, the cluster has no site.carbon_g_per_kwh" in shown
     assert "price: not known, the cluster has no site.device_hour_price" in shown
     assert "cooling is not counted: the cluster has no site.pue" in shown
-    assert "CO2e at" not in shown and "CO2e" not in text.short(replace(ESTIMATE, run=run), unknown)
+    assert "CO2e at" not in shown and "CO2e" not in text.one_line(replace(ESTIMATE, run=run), unknown)
 
 
 def test_a_run_that_fails_faster_than_it_saves_never_ends():
@@ -162,11 +171,11 @@ def test_a_run_that_fails_faster_than_it_saves_never_ends():
     assert "10,000 steps NEVER END: a failure every 10.0 h" in shown
     assert "360 kJ (100 Wh) a step" in shown and "failures: 100.0 % of the run" in shown
     assert "inf" not in shown and "nan" not in shown
-    assert text.short(found, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
+    assert text.one_line(found, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
 
 
 def test_a_plan_in_one_line():
-    assert text.short(ESTIMATE, CLUSTER) == (
+    assert text.one_line(ESTIMATE, CLUSTER) == (
         "fits: 68.0 GB of 85.9 GB; 10.0 s a step; 30.6 h for 10,000 steps; 3.60 GJ (1.00 MWh); 400 kgCO2e (boxes)"
     )
 
@@ -181,7 +190,7 @@ def test_plans_side_by_side():
     small = replace(MEMORY, limit_bytes=34 * GB)
     faster = replace(ESTIMATE, timing=replace(ESTIMATE.timing, terms={"forward": 2.0, "backward": 3.0}))
     rows = [("boxes", ESTIMATE), ("cabinets", faster), ("cellars", replace(ESTIMATE, memory=small))]
-    lines = text_table.compared(rows)
+    lines = table.comparison_table(rows)
     assert "1.00x" in lines[1] and "2.00x" in lines[2] and "68.0 GB!" in lines[3]
     assert lines[4] == "!  does not fit into the memory of a device"
     assert lines[5].startswith("2 against 1: 5.00 s (50.0 %) a step faster: 2.00 s less of bubble")
@@ -190,14 +199,14 @@ def test_plans_side_by_side():
 
 def test_rates_of_other_batches_count_their_samples():
     half = replace(ESTIMATE, global_batch=256, tokens=256_000)
-    lines = text_table.compared([("boxes", ESTIMATE), ("boxes", half)])
+    lines = table.comparison_table([("boxes", ESTIMATE), ("boxes", half)])
     assert "0.50x" in lines[2] and len(lines) == 3
 
 
 def test_a_search_in_words():
-    found = Found(estimate=ESTIMATE, value=3.5, unit="kWh", why=("better by far",), limits=("memory is full",))
-    refused = Refused(limit="heads", count=2000, of="grids", example="tensor = 5 " + "and so on " * 20)
-    result = Result(
+    found = RankedLayout(estimate=ESTIMATE, value=3.5, unit="kWh", why=("better by far",), limits=("memory is full",))
+    refused = RefusalCount(limit="heads", count=2000, of="grids", example="tensor = 5 " + "and so on " * 20)
+    result = SearchResult(
         objective="energy",
         devices=64,
         global_batch=512,
@@ -208,15 +217,15 @@ def test_a_search_in_words():
         left_out=5,
         flags=("closed forms hold",),
     )
-    shown = text_table.searched(result, ("of the recipe",))
+    shown = table.search_table(result, ("of the recipe",))
     for said in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "energy (kWh)", "3.500"):
         assert said in shown
     assert "\n 1  better by far\n    memory is full\n 2  better by far" in shown
     assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
     assert "note: closed forms hold\nnote: of the recipe" in shown
     assert max(len(line) for line in shown.splitlines()) <= 160
-    assert "layouts on 1 device, 77" in text_table.searched(replace(result, devices=1))
-    assert "row 1 in full: hpcdist plan it" in text_table.searched(result, again="hpcdist plan it")
+    assert "layouts on 1 device, 77" in table.search_table(replace(result, devices=1))
+    assert "row 1 in full: hpcdist plan it" in table.search_table(result, again="hpcdist plan it")
     assert "row 1" not in shown
     nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
-    assert "no layout fits: each needs 10 GB more" in text_table.searched(nothing)
+    assert "no layout fits: each needs 10 GB more" in table.search_table(nothing)

@@ -7,22 +7,30 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import compute, cut
-from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
-from hpcdist.planner.compute import kept, unit_seconds
-from hpcdist.planner.description import Description, Product, Shape, Unit
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, message
-from hpcdist.planner.network_span import span
-from hpcdist.planner.ranks import border, ranks_of
-from hpcdist.planner.shape import describe, of_config
-from hpcdist.planner.stage_seconds import chunk_loads, loads
-from hpcdist.planner.timeline import KINDS, timeline
-from hpcdist.planner.timing import tied_sum, timing
-from hpcdist.planner.update import bytes_each, owned, update_s
+from hpcdist.planner.cluster.hardware import (
+    Cluster,
+    ClusterNode,
+    ClusterStorage,
+    Device,
+    EfficiencyCurve,
+    FailureRates,
+    LinkLevel,
+)
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model import stage_split
+from hpcdist.planner.model.description import MatrixProduct, ModelDescription, ModelUnit, TransformerShape
+from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.report.timeline import KINDS, timeline
+from hpcdist.planner.time import compute
+from hpcdist.planner.time.compute import cached, unit_seconds
+from hpcdist.planner.time.network import collective, message
+from hpcdist.planner.time.pipeline import border, ranks_of
+from hpcdist.planner.time.stage_load import chunk_loads, loads
+from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
+from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
-CURVE = Curve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
+CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
 CLUSTER = Cluster(
     name="test",
     about="",
@@ -35,20 +43,22 @@ CLUSTER = Cluster(
         memory_bytes_per_s=1e11,
         kernel_s=1e-6,
     ),
-    node=Node(devices=8),
+    node=ClusterNode(devices=8),
     levels=(
-        Level(name="inside", devices=8, latency_s=1e-6, bytes_per_s=1e11),
-        Level(name="outside", devices=0, latency_s=5e-6, bytes_per_s=1e10),
+        LinkLevel(name="inside", devices=8, latency_s=1e-6, bytes_per_s=1e11),
+        LinkLevel(name="outside", devices=0, latency_s=5e-6, bytes_per_s=1e10),
     ),
-    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
-    failures=Failures(node_mtbf_s=1e6, restart_s=60.0),
+    storage=ClusterStorage(
+        write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
+    ),
+    failures=FailureRates(node_mtbf_s=1e6, restart_s=60.0),
 )
-FAST = replace(CLUSTER, levels=(Level(name="at once", devices=0, latency_s=0.0, bytes_per_s=1e30),))
-SHAPE = Shape(layers=8, hidden=256, heads=8, kv_heads=4, vocabulary=1024, context=128)
+FAST = replace(CLUSTER, levels=(LinkLevel(name="at once", devices=0, latency_s=0.0, bytes_per_s=1e30),))
+SHAPE = TransformerShape(layers=8, hidden=256, heads=8, kv_heads=4, vocabulary=1024, context=128)
 MODEL = describe(SHAPE, "small")
-LAYOUT = Layout(precision="float32", microbatch=2, schedule="1f1b")
-LIKE = Unit(name="layer", count=8, parameters=256 * 256, products=(Product(64, 256, 256),), moved=2e4)
-ALIKE = Description(name="alike", units=(LIKE,), tokens=64, width=256)
+LAYOUT = ParallelLayout(precision="float32", microbatch=2, schedule="1f1b")
+LIKE = ModelUnit(name="layer", count=8, parameters=256 * 256, products=(MatrixProduct(64, 256, 256),), moved=2e4)
+ALIKE = ModelDescription(name="alike", units=(LIKE,), tokens=64, width=256)
 TERMS = {
     "forward",
     "backward",
@@ -121,7 +131,7 @@ def test_the_tensor_axis_hides_no_more_than_computation_covers():
     layout = replace(LAYOUT, tensor=4)
     exposed = timing(MODEL, layout, CLUSTER, 2).terms["tensor"]
     hidden = timing(MODEL, replace(layout, tensor_overlap=1.0), CLUSTER, 2).terms["tensor"]
-    slow = replace(CLUSTER, levels=(Level(name="slow", devices=0, latency_s=1e-2, bytes_per_s=1e6),))
+    slow = replace(CLUSTER, levels=(LinkLevel(name="slow", devices=0, latency_s=1e-2, bytes_per_s=1e6),))
     bound = timing(MODEL, replace(layout, tensor_overlap=1.0), slow, 2).terms["tensor"]
     whole = timing(MODEL, layout, slow, 2).terms["tensor"]
     one_s = collective("allreduce", BSH, span(layout, "tensor", CLUSTER), CLUSTER).seconds
@@ -251,7 +261,7 @@ def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
 def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule: str):
     """A folded pipeline has the embedding and the head on rank 0."""
     layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule].least)
-    of_ends = {chunk.rank for chunk in (cut.chunks(MODEL, layout)[0], cut.chunks(MODEL, layout)[-1])}
+    of_ends = {chunk.rank for chunk in (stage_split.chunks(MODEL, layout)[0], stage_split.chunks(MODEL, layout)[-1])}
     found = timing(MODEL, layout, CLUSTER, 8)
     assert (found.bytes["data"] > 0) is (found.terms["data"] > 0) is (len(of_ends) > 1)
     assert (len(of_ends) == 1) is SCHEDULES[schedule].folded
@@ -277,7 +287,7 @@ def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
 def test_no_more_hides_than_is_computed_meanwhile(strategy: str):
-    slow = replace(CLUSTER, levels=(Level(name="slow", devices=0, latency_s=1e-3, bytes_per_s=1e6),))
+    slow = replace(CLUSTER, levels=(LinkLevel(name="slow", devices=0, latency_s=1e-3, bytes_per_s=1e6),))
     layout = replace(LAYOUT, data=4, tensor=2, sequence_parallel=True, strategy=strategy, recompute="full")
     found = timing(MODEL, layout, slow, 16)
     computed_s = sum(found.terms[name] for name in ("forward", "backward", "recompute"))
@@ -326,7 +336,7 @@ def test_schedules_that_cannot_run_are_refused():
         ),
     ],
 )
-def test_an_update_moves_states_and_gradients(layout: Layout, nbytes: int):
+def test_an_update_moves_states_and_gradients(layout: ParallelLayout, nbytes: int):
     assert bytes_each(layout) == nbytes
 
 
@@ -361,7 +371,7 @@ def test_dedicated_servers_share_the_whole_model(pipeline: int, tensor: int):
         replace(LAYOUT, pipeline=4, schedule="zb-v"),
     ],
 )
-def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout: Layout):
+def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout: ParallelLayout):
     m = layout.microbatches(32)
     found = timeline(MODEL, layout, CLUSTER, 32)
     assert found.stages == layout.pipeline
@@ -380,8 +390,8 @@ def test_what_is_known_of_a_cluster_goes_with_it():
     before = dict(vars(cluster))
     first = timing(MODEL, LAYOUT, cluster, 8).step_s
     assert vars(cluster) == before, "nothing is hidden in it"
-    mine, at = kept(cluster, "loads"), id(cluster)
-    assert mine and kept(CLUSTER, "loads") is not mine
+    mine, at = cached(cluster, "loads"), id(cluster)
+    assert mine and cached(CLUSTER, "loads") is not mine
     slower = replace(cluster, device=replace(cluster.device, kernel_s=1.0))
     assert timing(MODEL, LAYOUT, slower, 8).step_s > first
     assert at in compute._KNOWN

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner import units
+from hpcdist.planner.cluster import units
 
 
 @pytest.mark.parametrize(

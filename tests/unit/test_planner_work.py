@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 
-from hpcdist.planner.cut import stages
-from hpcdist.planner.description import Shape
-from hpcdist.planner.layout import Layout
-from hpcdist.planner.models import named, names
-from hpcdist.planner.shape import describe
-from hpcdist.planner.work import forward_flops, work
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import TransformerShape
+from hpcdist.planner.model.published import named, names
+from hpcdist.planner.model.stage_split import forward_flops, stages, step_flops
+from hpcdist.planner.model.transformer import describe
 
 MEGATRON = [name for name in names() if name.startswith("megatron-")]
 
 
 def of(name: str, recompute: str = "none", implementation: str = "megatron", batch: int = 3) -> tuple[float, float]:
-    found = work(describe(named(name), name), Layout(recompute=recompute, implementation=implementation), batch)
+    found = step_flops(
+        describe(named(name), name), ParallelLayout(recompute=recompute, implementation=implementation), batch
+    )
     return found.model_flops, found.hardware_flops
 
 
@@ -45,13 +46,13 @@ def test_utilisations_that_are_printed(name: str, mfu: float, hfu: float) -> Non
 
 def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
     shape = named("gpt2")
-    found = work(describe(shape, "gpt2"), Layout(), 1)
+    found = step_flops(describe(shape, "gpt2"), ParallelLayout(), 1)
     seen = shape.context * (shape.context + 1) // 2 * 4 * shape.layers * shape.hidden
     assert found.executed_flops - found.exact_flops == pytest.approx(seen / 2)
     assert found.hardware_flops - found.model_flops == pytest.approx(2 * shape.layers * shape.hidden * shape.context**2)
     unseen = shape.context * (shape.context - 1) // 2 * 4 * shape.layers * shape.hidden
     assert found.model_flops - found.exact_flops == pytest.approx(3 * unseen)
-    everything = work(describe(named("bert-base"), "b"), Layout(), 1)
+    everything = step_flops(describe(named("bert-base"), "b"), ParallelLayout(), 1)
     assert everything.model_flops == everything.exact_flops
 
 
@@ -59,13 +60,13 @@ def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
 def test_a_long_context_is_not_counted_twice(recompute: str) -> None:
     # Nearly all is attention, and its square is twice the pairs: what is executed is 3.5 (4.5) of 6 parts.
     shape = replace(named("llama-3-8b"), context=2**24)
-    found = work(describe(shape, "long"), Layout(recompute=recompute), 1)
+    found = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute), 1)
     assert found.exact_flops / found.model_flops == pytest.approx(0.5, rel=0.01)
     parts = 4.5 if recompute == "full" else 3.5
     assert found.executed_flops / found.model_flops == pytest.approx(parts / 6, rel=0.01)
     assert found.hardware_flops / found.model_flops == pytest.approx(parts / 3, rel=0.01)
     # Megatron-LM is counted by the formula that the papers print.
-    theirs = work(describe(shape, "long"), Layout(recompute=recompute, implementation="megatron"), 1)
+    theirs = step_flops(describe(shape, "long"), ParallelLayout(recompute=recompute, implementation="megatron"), 1)
     assert theirs.executed_flops == theirs.hardware_flops >= theirs.model_flops == found.model_flops
 
 
@@ -74,11 +75,13 @@ def test_our_pipelines_repeat_chunks_whose_backward_comes_later() -> None:
     block, head = (forward_flops(unit, exact=True) for unit in found.units[1:])
 
     def again(**fields: Any) -> float:
-        full, none = (work(found, Layout(recompute=way, **fields), 1).executed_flops for way in ("full", "none"))
+        full, none = (
+            step_flops(found, ParallelLayout(recompute=way, **fields), 1).executed_flops for way in ("full", "none")
+        )
         return full - none
 
     assert again() == pytest.approx(12 * block)
-    layout = Layout(pipeline=4)
+    layout = ParallelLayout(pipeline=4)
     last = sum(share.times for share in stages(found, layout)[-1] if share.unit.name == "block")
     assert again(pipeline=4) == pytest.approx((12 - last) * block)
     assert again(pipeline=4, schedule="gpipe") == pytest.approx(12 * block + head)
@@ -87,7 +90,7 @@ def test_our_pipelines_repeat_chunks_whose_backward_comes_later() -> None:
 def test_experts_count_as_often_as_a_token_sees_them() -> None:
     numbers = {"layers": 1, "hidden": 64, "heads": 4, "vocabulary": 100, "context": 16}
     dense, mixed = (
-        work(describe(Shape(**numbers, **more), "x"), Layout(), 1).exact_flops  # type: ignore[arg-type]
+        step_flops(describe(TransformerShape(**numbers, **more), "x"), ParallelLayout(), 1).exact_flops  # type: ignore[arg-type]
         for more in ({}, {"experts": 4, "experts_per_token": 2})
     )
     assert mixed - dense == 6 * 16 * (2 * 64 * 256 + 64 * 4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdist.comm.ending import TERMINAL_COLUMNS
+from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 from hpcdist.training import progress as subject
 from hpcdist.training.progress import Progress
 

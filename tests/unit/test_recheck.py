@@ -11,7 +11,7 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError
 from hpcdist.strategies.schedule.executor import RecomputeVerdict
 from hpcdist.strategies.schedule.operations import Kind, Operation

@@ -5,15 +5,15 @@ import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.filestore import FileStore, Stretch
+from hpcdist.arrays.filestore import FileSlice, FileStore
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring import messages
 from hpcdist.checkpoint.restoring.reshard import reshard, why_unavailable
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.strategies.core.exchange import pieces_of as pieces_at
 
@@ -123,7 +123,7 @@ def held_by(hand):
 def stored(hand):
     """The elements of tensors that a rank has, padding left out."""
     return [
-        piece.array.copy() if isinstance(piece.array, Stretch) else backend.to_host(piece.array)
+        piece.array.copy() if isinstance(piece.array, FileSlice) else backend.to_host(piece.array)
         for piece in held_by(hand)
     ]
 
@@ -157,7 +157,7 @@ def test_a_newcomer_takes_equal_shares_of_replicas():
         whole = np.arange(size, dtype=np.float32)
         into = np.zeros(size, np.float32) if comm.rank == 2 else whole
         piece = Piece.whole("parameters", "w", into)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             received = reshard(comm, [] if comm.rank == 2 else [piece], [piece])
         assert into.tobytes() == np.arange(size, dtype=np.float32).tobytes()
         return received, traffic.sent_bytes

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from hpcdist.cli.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import loss_scales, observations, report
-from hpcdist.telemetry.metrics import MetricsWriter
+from hpcdist.telemetry import report
+from hpcdist.telemetry.metrics import observations, side_tables
+from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.provenance import git_commit, provenance
 
 
@@ -81,7 +82,7 @@ def test_energy_of_a_run_under_way_by_phase(run_dir):
 def test_what_was_odd_is_told(run_dir):
     attributes = {"communication_hidden_share": 0.83, "peak_bytes_total": 3 << 20}
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60, attributes=attributes) as writer:
-        writer.include(lambda file, session: loss_scales.append(file, session, 7, 65536.0, True))
+        writer.include(lambda file, session: side_tables.append_loss_scale(file, session, 7, 65536.0, True))
         event = SimpleNamespace(kind="anomaly", step=9, time_ns=5, values={"text": "step 9: loss 12"})
         writer.include(lambda file, session: observations.append(file, session, [event]))
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
@@ -91,8 +92,8 @@ def test_what_was_odd_is_told(run_dir):
 
 
 def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
-    monkeypatch.setattr(report.sampled.read, "__defaults__", (10 * 2 * 8,))
-    monkeypatch.setattr(report.sampled, "spread", lambda rows, chunk, most: [(0, 5), (55, 60)])
+    monkeypatch.setattr(report.sampling.read, "__defaults__", (10 * 2 * 8,))
+    monkeypatch.setattr(report.sampling, "spread_blocks", lambda rows, chunk, most: [(0, 5), (55, 60)])
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
     assert "times and bytes are from 10 of 60 steps, spread evenly" in said and "steps      60 on" in said
 

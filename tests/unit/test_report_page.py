@@ -11,12 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.cli.report import report as command
-from hpcdist.comm.spans import Spans
+from hpcdist.comm.record.spans import Spans
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import metrics, observations, page, page_data, page_draw, page_figures, page_state
-from hpcdist.telemetry.metrics import MetricsWriter
-from hpcdist.telemetry.page_data import Beside, Checkpoint, Sample, Setting
+from hpcdist.telemetry.metrics import observations, step_metrics
+from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
+from hpcdist.telemetry.page import document, history, key_figures, run_data
+from hpcdist.telemetry.page.charts import style
+from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
 
 S = 10**9
 SECTIONS = (
@@ -84,7 +86,7 @@ def write(path, steps=60, ranks=2, attributes=None, resume=None, scale=1.0, **mo
         for step in range((resume or 0) + 1, steps + 1):
             times = np.random.default_rng(step).random((3, ranks)) + 0.1
             times[0, -1] *= scale
-            wide = dict(zip(metrics.PER_RANK, (times.sum(axis=0), *times, np.full(ranks, 4096.0)), strict=True))
+            wide = dict(zip(step_metrics.PER_RANK, (times.sum(axis=0), *times, np.full(ranks, 4096.0)), strict=True))
             writer.append(step=step, loss=5.0 / step**0.5, learning_rate=0.01 / step, tokens=512, **wide)
         writer.evaluation(steps, 1.5)
         writer.include(lambda file, session: observations.append(file, session, more.get("events", ())))
@@ -135,7 +137,7 @@ def run_dir(tmp_path):
 
 
 def made(path, beside=None):
-    return page.make(page_data.read(path, beside))
+    return document.make_page(run_data.read(path, beside))
 
 
 def test_what_was_moved_is_told_by_its_kind(run_dir):
@@ -149,11 +151,11 @@ def test_what_was_moved_is_told_by_its_kind(run_dir):
 
 
 def test_a_whole_page(run_dir):
-    beside = Beside(
-        settings=[Setting("run.steps", "60", "1000"), Setting("run.seed", "0", "0")],
+    beside = ExternalData(
+        settings=[RecipeSetting("run.steps", "60", "1000"), RecipeSetting("run.seed", "0", "0")],
         planned_steps=60,
-        checkpoints=[Checkpoint("step-60", 60, "complete", "2026-01-01T00:00:00+00:00", 5 << 20)],
-        sample=Sample("def main():\n    pass", "def ", ""),
+        checkpoints=[CheckpointEntry("step-60", 60, "complete", "2026-01-01T00:00:00+00:00", 5 << 20)],
+        sample=TextSample("def main():\n    pass", "def ", ""),
     )
     found = seen(made(run_dir, beside))
     loss = np.mean([5.0 / step**0.5 for step in range(41, 61)])
@@ -194,12 +196,12 @@ def test_energy_by_phase_and_source(run_dir):
     parts = {"compute": {"joules": 5000.0, "seconds": 40.0, "error_j": 1.0}}
     kept = {"by_kind": {"gpu": 3600.0, "cpu": 3600.0}, "phases": phases, "reason": None}
     (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept, "activities": parts}))
-    with files.edit(run_dir / "metrics.h5", metrics.SCHEMA, metrics.VERSION) as file:
+    with files.edit(run_dir / "metrics.h5", step_metrics.SCHEMA, step_metrics.VERSION) as file:
         file.attrs["j_per_step"] = 102.4
     accounts = {"facility_kwh": 0.003, "pue": 1.5, "emissions_g": 3.25, "carbon_g_per_kwh": 300.0}
     accounts |= {"carbon_source": "the grid", "carbon_date": "2025"}
     asked = []
-    said = seen(made(run_dir, Beside(costs=lambda *told: asked.append(told) or accounts))).said
+    said = seen(made(run_dir, ExternalData(costs=lambda *told: asked.append(told) or accounts))).said
     assert asked == [(7200.0, 62.0)]
     for expected in (
         "7.2 kJ", "gpu 3.6 kJ, cpu 3.6 kJ", "0.003 kWh", "with 1.5 as PUE", "200 mJ", "3.25 g CO2e",
@@ -223,10 +225,10 @@ def test_nothing_of_a_hostile_run_is_markup(tmp_path):
     )
     for rank in range(2):
         spans(path, rank, 2)
-    beside = Beside(
-        settings=[Setting(HOSTILE, HOSTILE, "")],
-        checkpoints=[Checkpoint(HOSTILE, 3, HOSTILE, HOSTILE, 5, HOSTILE)],
-        sample=Sample(HOSTILE + "text", HOSTILE, ""),
+    beside = ExternalData(
+        settings=[RecipeSetting(HOSTILE, HOSTILE, "")],
+        checkpoints=[CheckpointEntry(HOSTILE, 3, HOSTILE, HOSTILE, 5, HOSTILE)],
+        sample=TextSample(HOSTILE + "text", HOSTILE, ""),
     )
     text = made(path, beside)
     found = seen(text)
@@ -236,7 +238,10 @@ def test_nothing_of_a_hostile_run_is_markup(tmp_path):
 
 def test_a_reason_that_is_hostile(run_dir):
     found = seen(
-        made(run_dir, Beside(settings_reason=HOSTILE, checkpoints_reason=HOSTILE, sample=Sample(reason=HOSTILE)))
+        made(
+            run_dir,
+            ExternalData(settings_reason=HOSTILE, checkpoints_reason=HOSTILE, sample=TextSample(reason=HOSTILE)),
+        )
     )
     assert found.said.count("onerror=alert(2)") == 3
 
@@ -259,7 +264,7 @@ def test_a_run_of_one_step_and_one_rank(tmp_path):
 
 def test_an_old_file_without_the_time_of_a_step(tmp_path):
     write(tmp_path)
-    with files.edit(tmp_path / "metrics.h5", metrics.SCHEMA, metrics.VERSION) as file:
+    with files.edit(tmp_path / "metrics.h5", step_metrics.SCHEMA, step_metrics.VERSION) as file:
         steps = file["steps"]
         steps.attrs["columns"] = [name for name in steps.attrs["columns"] if name != "step_s"]
         del steps["step_s"]
@@ -268,10 +273,10 @@ def test_an_old_file_without_the_time_of_a_step(tmp_path):
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
     with pytest.raises(StorageError, match="holds no run"):
-        page_data.read(tmp_path)
+        run_data.read(tmp_path)
     (tmp_path / "metrics.h5").write_bytes(b"nothing of ours" * 100)
     with pytest.raises(StorageError, match="HDF5"):
-        page_data.read(tmp_path)
+        run_data.read(tmp_path)
 
 
 def test_truncated_files_beside_are_left_out_or_told(run_dir):
@@ -281,7 +286,7 @@ def test_truncated_files_beside_are_left_out_or_told(run_dir):
         path.write_bytes(path.read_bytes()[:1000])
     (run_dir / "recorder/rank-00000.rec").write_bytes(b"HPCDREC\0" + b"\xff" * 500)
     found = seen(made(run_dir))
-    assert "too short" in found.said and page_state.UNKNOWN in found.said
+    assert "too short" in found.said and history.UNKNOWN in found.said
     (run_dir / "usage.json").write_text("[" * 100_000)
     (run_dir / "starts.json").write_text(
         json.dumps([{"began": 1e300, "seen": 2e300, "end": 3, "deaths": "x"}, 5, None])
@@ -295,14 +300,14 @@ def test_truncated_files_beside_are_left_out_or_told(run_dir):
 )
 def test_how_it_stands(run_dir, ends, kind):
     starts(run_dir, *ends, deaths=1)
-    found = page_data.read(run_dir)
+    found = run_data.read(run_dir)
     assert found.state.kind == kind
     texts = [one.text for one in found.events if one.kind == "start"]
     assert len(texts) == len(ends) and all("1 death outlived" in text for text in texts)
     assert ("nobody's wish" in texts[0]) == (len(ends) > 1)
-    later = page_data.read(run_dir, now_ns=time.time_ns() + 3600 * S)
-    assert later.state.kind == (page_state.KILLED if kind == "under way" else kind)
-    told = next(one for one in page_figures.figures(later) if one.name == "Starts")
+    later = run_data.read(run_dir, now_ns=time.time_ns() + 3600 * S)
+    assert later.state.kind == (history.KILLED if kind == "under way" else kind)
+    told = next(one for one in key_figures.figures(later) if one.name == "Starts")
     assert told.note.startswith(f"{ends.count('')} ended by nobody's wish")
 
 
@@ -310,17 +315,17 @@ def test_resumes_are_marked(tmp_path):
     write(tmp_path, steps=60)
     write(tmp_path, steps=90, resume=40)
     starts(tmp_path, "stopped", "finished")
-    found = page_data.read(tmp_path)
+    found = run_data.read(tmp_path)
     assert found.sessions == [41]
     assert [(one.step, one.text.split(":")[0]) for one in found.events] == [(0, "start 1"), (40, "start 2")]
-    assert "Vertical lines: 1 resume." in seen(page.make(found)).said
+    assert "Vertical lines: 1 resume." in seen(document.make_page(found)).said
 
 
 def test_a_straggler_stands_out(tmp_path):
     write(tmp_path, ranks=5, scale=3.0)
-    found = page_data.read(tmp_path)
+    found = run_data.read(tmp_path)
     assert found.figures["slowest_rank"] == 4 and found.figures["imbalance"] > 1.5
-    assert "rank 4 over the median rank" in seen(page.make(found)).said
+    assert "rank 4 over the median rank" in seen(document.make_page(found)).said
 
 
 def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
@@ -328,8 +333,8 @@ def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
     large = run_dir.parent / "large"
     large.mkdir()
     write(large, steps=3000)
-    read = page_data.sampled.read
-    monkeypatch.setattr(page_data.sampled, "read", lambda path: read(path, 500 * 2 * 8))
+    read = run_data.sampling.read
+    monkeypatch.setattr(run_data.sampling, "read", lambda path: read(path, 500 * 2 * 8))
     said = seen(made(large)).said
     assert re.search(r"From \d{3} of 3,000 steps, spread evenly", said)
 
@@ -338,10 +343,10 @@ def test_ids_and_colours_of_a_drawing_belong_to_the_page(rng):
     values = rng.normal(size=(2, 30))
 
     def picture(axes):
-        axes.plot(*values, "o-", color=page_draw.BLUE, label='id="x" style="fill: #0072b2" <b>')
+        axes.plot(*values, "o-", color=style.BLUE, label='id="x" style="fill: #0072b2" <b>')
         axes.legend()
 
-    first, second = page_draw.drawn("one", picture), page_draw.drawn("two", picture)
+    first, second = style.draw_svg("one", picture), style.draw_svg("two", picture)
     ids = [set(re.findall(r' id="([^"]*)"', text)) for text in (first, second)]
     assert ids[0] and not ids[0] & ids[1]
     assert set(re.findall(r'href="#([^"]*)"', first)) <= ids[0]

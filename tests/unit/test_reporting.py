@@ -10,19 +10,19 @@ import pytest
 
 from hpcdist.batch import carbon, ledger
 from hpcdist.batch.sites import search
-from hpcdist.bench import sweep
+from hpcdist.bench.sweep import definition
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli import jobs_begin
-from hpcdist.comm import recordfile, spanfile
-from hpcdist.comm.solo import solo
+from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 from hpcdist.reporting import atomic, regular
-from hpcdist.telemetry import page_state
-from hpcdist.telemetry.appended import Appended
+from hpcdist.telemetry.page import history
+from hpcdist.telemetry.sinks.stream import AppendOnlyFile
 from hpcdist.training import recipe as recipes
 from hpcdist.training import starts
 from hpcdist.training.energy import USAGE_FILE, Energy
@@ -63,7 +63,7 @@ def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path:
 
 
 def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
-    old, new, other = atomic.unfinished(tmp_path / "a"), atomic.unfinished(tmp_path / "a"), tmp_path / ".a.new"
+    old, new, other = atomic.temporary_path(tmp_path / "a"), atomic.temporary_path(tmp_path / "a"), tmp_path / ".a.new"
     for path in (old, new, other):
         path.touch()
     os.utime(old, (1, 1))
@@ -133,16 +133,16 @@ def lock(path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe.toml": recipes.load_stored,
     "site.toml": lambda path: search.load(str(path)),
-    "cluster.toml": lambda path: cluster_file.read(str(path)),
-    "sweep.toml": sweep.read,
+    "cluster.toml": lambda path: toml_file.read(str(path)),
+    "sweep.toml": definition.read,
     "forecast.csv": carbon.read_forecast,
     STARTS_FILE: starts.read,
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
-    "rank-00000.rec": recordfile.read,
-    "rank-00000.spans": spanfile.read,
-    "state.json": page_state.text_of,
-    "metrics.jsonl": lambda path: Appended(path, "choose another"),
+    "rank-00000.rec": flight_file.read,
+    "rank-00000.spans": spans.read,
+    "state.json": history.read_small_file,
+    "metrics.jsonl": lambda path: AppendOnlyFile(path, "choose another"),
     "manifest.json": lambda path: manifest.load(path.parent),
 }
 TOLERANT = {USAGE_FILE, LOCK_FILE, "state.json"}  # what is no file is set aside, or taken for an empty one
@@ -195,7 +195,7 @@ def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
 
 def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"/dev/zero cannot be read: it is not a regular file"):
-        cluster_file.read("/dev/zero")
+        toml_file.read("/dev/zero")
     with (tmp_path / "recipe.toml").open("wb") as file:
         file.truncate(1 << 38)
     with pytest.raises(StorageError, match=r"it has 274877906944 bytes, and at most 1048576 are read"):

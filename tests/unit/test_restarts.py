@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from hpcdist.comm import restarts
-from hpcdist.comm.supervisor import Outcome
+from hpcdist.comm.launch import restarts
+from hpcdist.comm.launch.supervisor import LaunchOutcome
 
 
 class Story:
@@ -33,7 +33,7 @@ class Story:
         code, name = self.ends[min(number, len(self.ends)) - 1]
         if name is not None:
             self.there = {name: number} | {old: at for old, at in self.there.items() if old != name}
-        return Outcome(code, self.asked, agreed=False)
+        return LaunchOutcome(code, self.asked, agreed=False)
 
     def pause(self, seconds):
         self.pauses.append(seconds)

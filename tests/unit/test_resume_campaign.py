@@ -15,7 +15,7 @@ from rank_runs import trainer_of
 from resume_runs import HALF, bits, legal, ranks_of, steps
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"

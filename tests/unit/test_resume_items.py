@@ -16,8 +16,7 @@ from resume_runs import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL, bits, steps
 from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
 from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
 from hpcdist.training.energy import Energy
 from hpcdist.training.trainer import Trainer

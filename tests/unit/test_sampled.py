@@ -5,21 +5,21 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import StorageError
-from hpcdist.telemetry import metrics, sampled
-from hpcdist.telemetry.metrics import MetricsWriter
+from hpcdist.telemetry.metrics import sampling, step_metrics
+from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 
 
 def write(path, steps, ranks, rng):
     with MetricsWriter(path, ranks, attributes={"unigram_nats": 3.0}) as writer:
         for step in range(1, steps + 1):
-            wide = {name: rng.random(ranks) for name in metrics.PER_RANK}
+            wide = {name: rng.random(ranks) for name in step_metrics.PER_RANK}
             writer.append(step=step, loss=float(step), learning_rate=0.1, tokens=10, **wide)
         writer.evaluation(steps, 1.5)
 
 
 def test_a_small_run_is_read_in_full(tmp_path, rng):
     write(tmp_path / "metrics.h5", 30, 3, rng)
-    found, whole = sampled.read(tmp_path / "metrics.h5"), metrics.read(tmp_path / "metrics.h5")
+    found, whole = sampling.read(tmp_path / "metrics.h5"), step_metrics.read(tmp_path / "metrics.h5")
     assert found.complete and found.tables == {} and found.sample.attributes == whole.attributes
     for name, column in whole.steps.items():
         assert np.array_equal(found.sample.steps[name], column)
@@ -29,14 +29,14 @@ def test_a_small_run_is_read_in_full(tmp_path, rng):
 def test_of_a_large_run_rows_all_over(tmp_path, rng, monkeypatch):
     monkeypatch.setattr("hpcdist.hdf5.tables.CHUNK_BYTES", 4 * 8 * 5)  # 4 rows of 5 ranks in a chunk
     write(tmp_path / "metrics.h5", 1001, 5, rng)
-    found = sampled.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
+    found = sampling.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
     with h5py.File(tmp_path / "metrics.h5") as file:
         assert file["steps/step_s"].chunks[0] == 4
     assert not found.complete and 80 <= len(found.chosen) <= 104
     assert found.chosen[0] == 0 and found.chosen[-1] == 1000, "the first and the last step"
     assert np.diff(found.chosen).max() < 60
     assert len(found.steps["loss"]) == 1001, "what is one number a step is there in full"
-    whole = metrics.read(tmp_path / "metrics.h5")
+    whole = step_metrics.read(tmp_path / "metrics.h5")
     for name, column in whole.steps.items():
         assert np.array_equal(found.sample.steps[name], column[found.chosen])
 
@@ -45,13 +45,13 @@ def test_of_a_large_run_rows_all_over(tmp_path, rng, monkeypatch):
 def test_blocks_are_apart_and_few(rng, chunk):
     for _ in range(50):
         rows, most = (int(rng.integers(1, 10**6)) for _ in range(2))
-        blocks = sampled.spread(rows, chunk, most)
+        blocks = sampling.spread_blocks(rows, chunk, most)
         assert blocks[0][0] == 0 and blocks[-1][1] == rows
         assert all(a < b <= c for (a, b), (c, _) in zip(blocks[:-1], blocks[1:], strict=True))
         total = sum(stop - start for start, stop in blocks)
         assert total <= max(most, 2 * chunk) and (rows > most or blocks == [(0, rows)])
-        assert len(blocks) <= sampled.BLOCKS
-    assert sampled.spread(0, chunk, 10) == []
+        assert len(blocks) <= sampling.BLOCKS
+    assert sampling.spread_blocks(0, chunk, 10) == []
 
 
 def test_a_foreign_or_damaged_file_is_refused(tmp_path):
@@ -59,11 +59,11 @@ def test_a_foreign_or_damaged_file_is_refused(tmp_path):
     with h5py.File(path, "w") as file:
         file.attrs["schema"] = "somebody.else"
     with pytest.raises(StorageError, match="schema"):
-        sampled.read(path)
+        sampling.read(path)
     path.write_bytes(b"\x89HDF\r\n\x1a\n" + b"\0" * 100)
     with pytest.raises(StorageError):
-        sampled.read(path)
+        sampling.read(path)
     with h5py.File(path, "w") as file:
-        file.attrs.update({"schema": metrics.SCHEMA, "schema_version": 1})
+        file.attrs.update({"schema": step_metrics.SCHEMA, "schema_version": 1})
     with pytest.raises(StorageError, match="damaged"):
-        sampled.read(path)
+        sampling.read(path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpcdist.arrays.ranges import Range, coverage, cut, split
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers

@@ -14,9 +14,9 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.training import recipe as recipes
 from hpcdist.training import script
 from hpcdist.training.script import Training
@@ -237,10 +237,12 @@ def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
     with pytest.raises(UsageError, match="has no samples"):
         training.sampler([])
     x, y = _batches(rng, 1)[0]
-    with pytest.raises(UsageError, match=r"got 2 arrays as input, and \w+ takes one; models of hpcdist.adapters.torch"):
+    with pytest.raises(
+        UsageError, match=r"got 2 arrays as input, and \w+ takes one; models of hpcdist.adapters.torch.model"
+    ):
         training.step((x, x), y)
     with pytest.raises(UsageError, match="mask of a dict is a single number; expected an array"):
-        backend.adopt({"x": np.ones(3), "mask": np.array(1.0)})
+        backend.as_array({"x": np.ones(3), "mask": np.array(1.0)})
     with pytest.raises(UsageError, match="unequally many samples .0: 12, 1: 3."):
         training.step((x, x[:3]), y)
     with pytest.raises(UsageError, match="a dict of tuples or dicts"):

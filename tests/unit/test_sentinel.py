@@ -10,7 +10,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError
 from hpcdist.strategies.core.replica_check import check_batch, check_replicas
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import series
+from hpcdist.telemetry.page.charts import series
 
 
 @pytest.mark.parametrize("count", (1, 1999, 2000, 2001, 12_345, 300_000))
@@ -40,7 +40,7 @@ def test_means_and_medians_leave_out_what_is_not_known(rng, shape):
     values = rng.normal(size=shape)
     values[rng.random(shape) < 0.2] = np.nan
     values[:300] = np.nan
-    edges = series.edges_of(np.arange(997), 11)
+    edges = series.bin_edges(np.arange(997), 11)
     parts = [values[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
     assert np.isnan(series.means(values, edges)[:3]).all()
     for found, exact in ((series.means, np.nanmean), (series.medians, np.nanmedian)):
@@ -58,5 +58,5 @@ def test_smoothing_is_a_mean_of_what_was_before(rng):
 
 
 def test_edges_of_short_and_empty_series():
-    assert series.edges_of(np.arange(3), 400).tolist() == [0, 1, 2, 3]
-    assert len(series.edges_of(np.arange(0), 400)) == 1
+    assert series.bin_edges(np.arange(3), 400).tolist() == [0, 1, 2, 3]
+    assert len(series.bin_edges(np.arange(0), 400)) == 1

@@ -14,16 +14,16 @@ import pytest
 
 from hpcdist.batch import ledger
 from hpcdist.cli.main import group
-from hpcdist.collectives.tuning_cache import Tuning
-from hpcdist.collectives.tuning_cache import kept as keep_tuning
-from hpcdist.collectives.tuning_cache import path_of as tuning_path
-from hpcdist.collectives.tuning_cache import read as read_tuning
-from hpcdist.comm.recorder import Recorder
-from hpcdist.comm.solo import solo
-from hpcdist.comm.spans import Spans
+from hpcdist.collectives.tuning.cache import Tuning
+from hpcdist.collectives.tuning.cache import path_of as tuning_path
+from hpcdist.collectives.tuning.cache import read as read_tuning
+from hpcdist.collectives.tuning.cache import save as keep_tuning
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError
-from hpcdist.telemetry.exposition import Totals
-from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.sinks.prometheus import CounterTotals
 from hpcdist.training.energy import Energy
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.starts import Starts
@@ -94,7 +94,7 @@ def goes_on(run: Path) -> None:
     energy.note()
     energy.figures(4)
     metrics(run, 3, 4)
-    Totals(run / "totals.json").show("steps_total", 4.0)
+    CounterTotals(run / "totals.json").show("steps_total", 4.0)
     assert code_of("jobs", "begin", run, "--job=13") == 0
     assert code_of("report", run) == 0 and code_of("energy", "report", run) == 0
 

@@ -8,9 +8,9 @@ import pytest
 
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.pipeline_timeline import bars
+from hpcdist.bench.pipeline.timeline import bars
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig

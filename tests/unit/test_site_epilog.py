@@ -15,7 +15,7 @@ import pytest
 
 from hpcdist.batch import resources
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.comm.ending import is_segment
+from hpcdist.comm.launch.exit_file import is_segment
 
 EPILOG = resources.folder(resources.TEMPLATES) / "site" / "epilog.sh"
 IS_ROOT = os.geteuid() == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdist.arrays.sizes import counted, in_units, parse_bytes
+from hpcdist.reporting.units import counted, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_what_is_no_number_of_bytes_is_refused(text):
 
 
 def test_numbers_are_shown_in_the_largest_unit_that_they_reach():
-    assert [in_units(nbytes) for nbytes in (5, 4096, 3 << 19, 900 << 30)] == [
+    assert [format_bytes(nbytes) for nbytes in (5, 4096, 3 << 19, 900 << 30)] == [
         "5 bytes",
         "4.0 KiB",
         "1.5 MiB",

@@ -10,9 +10,9 @@ from pipeline_orders import legal, parts
 from skipping import SAMPLES, UNITS, Plan, alone, data, model, planned, run
 
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
-from hpcdist.models.arena import Arena
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.schedule_file import generated

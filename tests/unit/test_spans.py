@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.comm import spanfile
-from hpcdist.comm.machine import boot_id
-from hpcdist.comm.spanfile import PHASES, Span
-from hpcdist.comm.spans import Spans, now_ns
+from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.record import spans as record_spans
+from hpcdist.comm.record.spans import PHASES, Span, Spans, now_ns
 from hpcdist.errors import StorageError
 
 
@@ -47,12 +46,12 @@ def test_the_last_ones_are_read_back(path: Path, rng: np.random.Generator, count
     wanted = drawn(rng, count)
     for span in wanted:
         add(spans, span)
-    found = spanfile.read(path)  # while it is open
+    found = record_spans.read(path)  # while it is open
     assert (found.rank, found.world, found.host, found.boot_id) == (3, 5, os.uname().nodename, boot_id())
     assert found.spans == tuple(wanted[-8:])
     assert abs(found.monotonic_ns - now_ns()) < 60e9
     spans.close()
-    assert spanfile.read(path) == found
+    assert record_spans.read(path) == found
 
 
 def test_drain_gives_each_span_once_without_whole_steps(path: Path, rng: np.random.Generator) -> None:
@@ -85,7 +84,7 @@ def test_operations_of_a_phase_in_a_row_are_drained_as_one(path: Path) -> None:
         drained = spans.drain()
         code, other = PHASES.index("compute"), PHASES.index("communication")
         assert drained.tolist() == [[code, 0, 40], [other, 40, 41], [code, 41, 81], [code, 90, 91]]
-    assert len(spanfile.read(path).spans) == 10  # the ring has them one by one
+    assert len(record_spans.read(path).spans) == 10  # the ring has them one by one
 
 
 def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> None:
@@ -93,7 +92,7 @@ def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> Non
     for number in range(1000):
         spans.add("other", f"{number:0200d}", number, number, number + 1)
     spans.add("other", f"{0:0200d}", 5000, 1, 2)
-    found = spanfile.read(path).spans
+    found = record_spans.read(path).spans
     assert 0 < len(found) < 1000 and found[-1].step == 5000
     assert all(int(span.name) == span.step for span in found[:-1])
 
@@ -101,19 +100,19 @@ def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> Non
 def test_numbers_beyond_the_field_are_cut(path: Path) -> None:
     spans = Spans(path, 0, 1)
     spans.add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
-    assert spanfile.read(path).spans[0].microbatch == 0x7FFF
+    assert record_spans.read(path).spans[0].microbatch == 0x7FFF
 
 
 def test_a_killed_writer_leaves_its_spans(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from hpcdist.comm.spans import Spans\n"
+        "import os, signal, sys; from pathlib import Path; from hpcdist.comm.record.spans import Spans\n"
         "spans = Spans(Path(sys.argv[1]), 0, 1)\n"
         "for n in range(100): spans.add('compute', 'FORWARD', n, n, n + 1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
     assert done.returncode < 0
-    assert [span.step for span in spanfile.read(path).spans] == list(range(100))
+    assert [span.step for span in record_spans.read(path).spans] == list(range(100))
 
 
 def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Generator) -> None:
@@ -122,15 +121,15 @@ def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Gener
         add(spans, span)
     spans.close()
     whole = path.read_bytes()
-    for cut in (0, 7, 200, spanfile.RING, len(whole) - 1):
+    for cut in (0, 7, 200, record_spans.RING, len(whole) - 1):
         with pytest.raises(StorageError):
-            spanfile.parse(whole[:cut], path)
+            record_spans.parse(whole[:cut], path)
     for _ in range(300):
         damaged = bytearray(whole)
         for place in rng.integers(len(whole), size=4):
             damaged[place] = rng.integers(256)
         with contextlib.suppress(StorageError):
-            assert len(spanfile.parse(bytes(damaged), path).spans) <= 64
+            assert len(record_spans.parse(bytes(damaged), path).spans) <= 64
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist import models
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig

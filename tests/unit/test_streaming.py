@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.comm import spanfile
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.spans import Spans
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record import spans as record_spans
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import catalogue, clocks, metrics, observations
-from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.metrics import observations, quantities, side_tables, step_metrics
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.training.energy import Energy
 from hpcdist.training.job import Job
 from hpcdist.training.loop import Loop
@@ -75,7 +75,7 @@ def events_of(out: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_run_tells_every_step_once(settings: dict[str, object], tmp_path: Path, ranks: int) -> None:
     loops = run_threads(ranks, lambda comm: trained(comm, settings, tmp_path))
-    told, rows = events_of(tmp_path), metrics.read(tmp_path / "metrics.h5").steps
+    told, rows = events_of(tmp_path), step_metrics.read(tmp_path / "metrics.h5").steps
     steps = told["step"]
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert [event["values"]["training_loss_nats"] for event in steps] == rows["loss"].tolist()
@@ -106,7 +106,7 @@ def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings: dict
             for key, value in event["values"].items():
                 if isinstance(value, str):
                     continue
-                name, label = catalogue.split(key)
+                name, label = quantities.split(key)
                 assert bool(QUANTITIES[name].label) == (label is not None), key
                 if QUANTITIES[name].kind == COUNTER:
                     assert value >= last.get(key, 0.0), key
@@ -119,7 +119,7 @@ def test_what_has_no_table_is_kept_in_the_metrics_file(settings: dict[str, objec
         series = observations.read(file).series
     assert series["checkpoints_total"].value.tolist() == [0, 1, 2, 3]
     assert "memory_bytes[activations]" in series and "training_loss_nats" not in series
-    (session,) = clocks.read(tmp_path / "metrics.h5")
+    (session,) = side_tables.read_clocks(tmp_path / "metrics.h5")
     assert session.hosts.of_rank == (0, 0) and len(session.readings) == 2
 
 
@@ -127,7 +127,7 @@ def test_what_has_no_table_is_kept_in_the_metrics_file(settings: dict[str, objec
 def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path, microbatches: int) -> None:
     loops = run_threads(2, lambda comm: trained(comm, settings, tmp_path, parallel__microbatches=microbatches))
     for rank, loop in enumerate(loops):
-        spans = spanfile.read(tmp_path / f"rank-{rank:05d}.spans").spans
+        spans = record_spans.read(tmp_path / f"rank-{rank:05d}.spans").spans
         steps = [span for span in spans if span.phase == "step"]
         assert [span.step for span in steps] == list(range(1, STEPS + 1))
         for before, after in zip(steps, steps[1:], strict=False):
@@ -151,7 +151,7 @@ def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
     monkeypatch.setattr("hpcdist.training.shifting.STEPS", 8)  # one for each slot: the second in the same one waits
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))
     shifts = [
-        [span for span in spanfile.read(tmp_path / f"rank-{rank:05d}.spans").spans if span.name == "shift"]
+        [span for span in record_spans.read(tmp_path / f"rank-{rank:05d}.spans").spans if span.name == "shift"]
         for rank in range(2)
     ]
     assert shifts[0] and not shifts[1] and {span.phase for span in shifts[0]} == {"other"}
@@ -166,7 +166,7 @@ def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dic
 
 
 def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hpcdist.telemetry.anomalies.LEAST", 4)
+    monkeypatch.setattr("hpcdist.telemetry.anomalies.MIN_STEPS", 4)
     original = Loop._train
 
     def spiking(loop: Loop, step: int, batches: Any) -> Any:
@@ -203,9 +203,9 @@ def test_a_start_that_is_stopped_evaluates_nothing(settings: dict[str, object], 
     (tmp_path / "stop").touch()
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
     assert loop.outcome.wish is not None and 0 < loop.outcome.done < STEPS
-    found = metrics.read(tmp_path / "metrics.h5")
-    assert len(found.evaluations["step"]) == 0 and metrics.summarise(found)["val_loss"] is None
-    with metrics.MetricsWriter(tmp_path / "metrics.h5", 1, loop.outcome.done) as writer:
+    found = step_metrics.read(tmp_path / "metrics.h5")
+    assert len(found.evaluations["step"]) == 0 and step_metrics.summarise(found)["val_loss"] is None
+    with step_metrics.MetricsWriter(tmp_path / "metrics.h5", 1, loop.outcome.done) as writer:
         writer.evaluation(STEPS, 2.5)
         writer.evaluation(STEPS, math.nan)
-    assert metrics.summarise(metrics.read(tmp_path / "metrics.h5"))["val_loss"] == 2.5
+    assert step_metrics.summarise(step_metrics.read(tmp_path / "metrics.h5"))["val_loss"] == 2.5

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.batch.sites import search
 from hpcdist.cli import main, submit_estimate
-from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import toml_file
 
 RECIPE = """
 [model]
@@ -81,8 +81,8 @@ def test_a_profile_shows_its_cluster(submit, profile, capsys):
 
 def test_a_file_lies_beside_the_profile(submit, profile):
     folder = profile("ours.toml")
-    own = replace(cluster_file.read("a100-selene"), name="ours", devices=8)
-    (folder / "ours.toml").write_text(cluster_file.dump(own))
+    own = replace(toml_file.read("a100-selene"), name="ours", devices=8)
+    (folder / "ours.toml").write_text(toml_file.dump(own))
     assert "(ours)" in submit(site="mine")[1][0]
 
 

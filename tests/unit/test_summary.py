@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.arrays.sizes import in_units
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.reporting.units import format_bytes
 from hpcdist.training.outcome import SAMPLED, Outcome, Steps
 from hpcdist.training.summary import NOT_VISIBLE, NOTHING, describe, each_at_its_own, in_lock_step, summarise
 
@@ -88,7 +88,9 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(text:
         assert found["bytes_sent_per_step"] == 8
         assert found["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), "half the gradients, half the parameters"
         said = describe(found | {"energy_j": None, "energy_reason": "none"})
-        assert f"communication 50.0%: 8 bytes in messages, {in_units(round(psi))} through shared memory a step" in said
+        assert (
+            f"communication 50.0%: 8 bytes in messages, {format_bytes(round(psi))} through shared memory a step" in said
+        )
     none = summaries({**text, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 

@@ -9,20 +9,20 @@ from hpcdist.telemetry.anomalies import (
     BLOCK_S,
     BLOCK_STEPS,
     DATA_SHARE,
-    FEW_BLOCKS,
     KINDS,
-    LEAST,
-    SKIPPED,
+    MAX_SKIPPED,
+    MIN_BLOCKS,
+    MIN_STEPS,
     STRAGGLER,
     WARM_STEPS,
     WINDOW,
     Anomalies,
 )
-from hpcdist.telemetry.derived import Derived, Row
+from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow
 
 TOKENS = 4096.0
 SECONDS = BLOCK_S / BLOCK_STEPS * 1.2  # of a step: a block is so many steps
-ENOUGH = WARM_STEPS + (FEW_BLOCKS + 1) * BLOCK_STEPS  # steps after which it is known what is usual
+ENOUGH = WARM_STEPS + (MIN_BLOCKS + 1) * BLOCK_STEPS  # steps after which it is known what is usual
 
 
 def curve(rng, steps, noise):
@@ -129,7 +129,7 @@ def test_a_loss_that_stays_high_becomes_usual(rng):
 
 def test_nothing_is_usual_at_first(rng):
     looking = Anomalies()
-    for step in range(LEAST):
+    for step in range(MIN_STEPS):
         assert looking.of(step, 1.0, {"training_loss_nats": float(rng.uniform(0.1, 100))}) == []
 
 
@@ -261,13 +261,13 @@ def test_a_straggler_of_a_moment_is_none(rng):
 
 def test_a_straggler_among_rows(rng):
     """From rows to the flag, by way of `Derived`."""
-    derived, looking, slow = Derived(50), Anomalies(), int(rng.integers(4))
+    derived, looking, slow = DerivedFigures(50), Anomalies(), int(rng.integers(4))
     found = []
     for step in range(1, 200):
         compute_s = rng.uniform(1.0, 1.1, 4)
         compute_s[slow] *= 1 if step < 100 else 1.6
         ranks = {"compute_s": compute_s, "step_s": np.full(4, compute_s.max())}
-        (figures,) = derived.of([Row(step, 0, 2.0, 0.1, TOKENS, ranks=ranks)])
+        (figures,) = derived.of([StepRow(step, 0, 2.0, 0.1, TOKENS, ranks=ranks)])
         found += looking.of(step, TOKENS, figures)
     assert [anomaly.kind for anomaly in found] == ["straggler"]
     assert f"rank {slow} " in found[0].text and 100 < found[0].step <= 165 and found[0].value > STRAGGLER
@@ -275,11 +275,11 @@ def test_a_straggler_among_rows(rng):
 
 def test_steps_that_update_nothing(rng):
     looking = Anomalies()
-    for first in range(1, 200, SKIPPED):  # now and then one is skipped
-        assert watched(looking, rng, SKIPPED - 1, first=first, skipped=True) == []
-        assert watched(looking, rng, 1, first=first + SKIPPED - 1) == []
-    found = watched(looking, rng, 5 * SKIPPED, first=201, skipped=True)
-    assert [(a.kind, a.step, a.value) for a in found] == [("skipped_steps", 200 + SKIPPED, SKIPPED)]
+    for first in range(1, 200, MAX_SKIPPED):  # now and then one is skipped
+        assert watched(looking, rng, MAX_SKIPPED - 1, first=first, skipped=True) == []
+        assert watched(looking, rng, 1, first=first + MAX_SKIPPED - 1) == []
+    found = watched(looking, rng, 5 * MAX_SKIPPED, first=201, skipped=True)
+    assert [(a.kind, a.step, a.value) for a in found] == [("skipped_steps", 200 + MAX_SKIPPED, MAX_SKIPPED)]
 
 
 def test_waiting_for_data(rng):

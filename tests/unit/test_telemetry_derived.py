@@ -6,8 +6,8 @@ import statistics
 import numpy as np
 import pytest
 
-from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.derived import PER_RANK, Derived, Row, energy_per_token, straggler_scores
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import PER_RANK, DerivedFigures, StepRow, energy_per_token, straggler_scores
 
 PHASES = ("compute", "communication", "update")
 
@@ -18,7 +18,7 @@ def rows_of(rng, steps, world, tokens=1000.0, **changed):
     columns["step_s"] = sum(columns.values()) + rng.uniform(0, 0.05, (steps, world))
     columns |= {name: np.broadcast_to(np.asarray(values, float), (steps, world)) for name, values in changed.items()}
     return [
-        Row(
+        StepRow(
             step=step + 1,
             time_ns=step,
             loss=float(rng.uniform(1, 5)),
@@ -44,7 +44,7 @@ def in_parts(rng, derived, rows):
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_against_plain_loops(world, window, rng):
     rows = rows_of(rng, 30, world)
-    found = in_parts(rng, Derived(window), rows)
+    found = in_parts(rng, DerivedFigures(window), rows)
     assert len(found) == len(rows)
     for index, (row, figures) in enumerate(zip(rows, found, strict=True)):
         steady = rows[max(0, index - window + 1) : index + 1]
@@ -69,9 +69,9 @@ def test_against_plain_loops(world, window, rng):
 
 def test_parts_do_not_matter(rng):
     rows = rows_of(rng, 60, 3, exposed_s=0.01, overlapped_s=0.04)
-    whole = Derived(10).of(rows)
+    whole = DerivedFigures(10).of(rows)
     for _ in range(3):
-        parts = in_parts(rng, Derived(10), rows)
+        parts = in_parts(rng, DerivedFigures(10), rows)
         for one, other in zip(whole, parts, strict=True):
             assert {name: other[name] for name in one} == pytest.approx(one)
             assert set(other) - set(one) <= {"straggler_rank", "straggler_ratio"}  # with the last of each part
@@ -79,10 +79,10 @@ def test_parts_do_not_matter(rng):
 
 def test_keys_are_in_the_catalogue(rng):
     rows = rows_of(rng, 3, 4, sent_bytes=5.0, exposed_s=0.01, overlapped_s=0.04)
-    (_, _, figures) = Derived().of(rows)
-    names = {catalogue.split(name) for name in figures}
+    (_, _, figures) = DerivedFigures().of(rows)
+    names = {quantities.split(name) for name in figures}
     for name, label in names:
-        assert bool(catalogue.QUANTITIES[name].label) == (label is not None)
+        assert bool(quantities.QUANTITIES[name].label) == (label is not None)
     assert {"straggler_rank", "hidden_communication_ratio"} <= set(figures)
 
 
@@ -94,7 +94,7 @@ def test_a_planted_straggler(world, rng):
     compute_s[rng.integers(40, size=5), rng.integers(world, size=5)] = 9.0  # single disturbed steps
     # The others wait for it, so that all steps are as long and the communication of the others is, too.
     step_s = np.repeat(compute_s.max(axis=1, keepdims=True) + 0.02, world, axis=1)
-    derived = Derived(50)
+    derived = DerivedFigures(50)
     rows = rows_of(rng, 40, world, compute_s=compute_s, step_s=step_s, communication_s=step_s - compute_s)
     figures = derived.of(rows)[-1]
     assert figures["straggler_rank"] == slow
@@ -104,12 +104,12 @@ def test_a_planted_straggler(world, rng):
 
 
 def test_equal_ranks_have_no_straggler(rng):
-    figures = Derived().of(rows_of(rng, 30, 4, compute_s=0.2))[-1]
+    figures = DerivedFigures().of(rows_of(rng, 30, 4, compute_s=0.2))[-1]
     assert figures["straggler_ratio"] == 1.0
 
 
 def test_a_straggler_that_recovers_is_forgotten(rng):
-    derived = Derived(10)
+    derived = DerivedFigures(10)
     slow = np.ones((10, 3)) * 0.1
     slow[:, 1] = 0.3
     assert derived.of(rows_of(rng, 10, 3, compute_s=slow))[-1]["straggler_ratio"] == pytest.approx(3)
@@ -120,8 +120,8 @@ def test_ranks_that_only_serve_are_no_workers(rng):
     compute_s = np.tile([0.1, 0.1, 0.15, 0.0], (20, 1))
     communication_s = np.tile([0.1, 0.1, 0.05, 5.0], (20, 1))
     changed = {"compute_s": compute_s, "communication_s": communication_s, "step_s": compute_s + communication_s}
-    by_time = Derived().of(rows_of(rng, 20, 4, **changed))[-1]
-    told = Derived(works=[True, True, True, False]).of(rows_of(rng, 20, 4, **changed))[-1]
+    by_time = DerivedFigures().of(rows_of(rng, 20, 4, **changed))[-1]
+    told = DerivedFigures(works=[True, True, True, False]).of(rows_of(rng, 20, 4, **changed))[-1]
     for figures in (by_time, told):
         assert figures["straggler_rank"] == 2 and figures["straggler_ratio"] == pytest.approx(1.5)
         assert figures["communication_ratio"] == pytest.approx(0.25 / 0.6)
@@ -130,7 +130,7 @@ def test_ranks_that_only_serve_are_no_workers(rng):
 
 def test_who_is_told_not_to_compute_has_no_part(rng):
     compute_s = np.tile([0.1, 0.1, 9.0], (5, 1))
-    derived = Derived(works=[True, True, False])
+    derived = DerivedFigures(works=[True, True, False])
     figures = derived.of(rows_of(rng, 5, 3, compute_s=compute_s))[-1]
     assert figures["straggler_ratio"] == 1.0 and math.isnan(derived.scores[2])
 
@@ -141,7 +141,7 @@ def test_hidden_share_as_in_the_summary(rng):
 
     exposed_s, overlapped_s = rng.uniform(0, 0.02, (30, 2)), rng.uniform(0.03, 0.05, (30, 2))
     rows = rows_of(rng, 30, 2, exposed_s=exposed_s, overlapped_s=overlapped_s)
-    figures = Derived(100).of(rows)[-1]
+    figures = DerivedFigures(100).of(rows)[-1]
     ranks = [Steps(), Steps()]
     for step in range(30):
         for rank, steps in enumerate(ranks):
@@ -153,24 +153,24 @@ def test_hidden_share_as_in_the_summary(rng):
 
 @pytest.mark.parametrize(("exposed", "total", "share"), [(0.05, 0.04, 0.0), (0.01, math.nan, None), (0.01, 0.0, None)])
 def test_hidden_share_at_its_ends(exposed, total, share, rng):
-    figures = Derived().of(rows_of(rng, 4, 2, exposed_s=exposed, overlapped_s=total))[-1]
+    figures = DerivedFigures().of(rows_of(rng, 4, 2, exposed_s=exposed, overlapped_s=total))[-1]
     assert figures.get("hidden_communication_ratio") == share
 
 
 def test_what_is_not_measured_is_left_out(rng):
-    row = Row(
+    row = StepRow(
         step=3, time_ns=0, loss=math.nan, learning_rate=0.1, tokens=10, ranks={"step_s": np.array([0.5, math.nan])}
     )
-    figures = Derived(works=[True, True]).of([row])[0]
+    figures = DerivedFigures(works=[True, True]).of([row])[0]
     assert figures == {"learning_rate": 0.1, "step_seconds": 0.5, "tokens_per_second": 20.0}
-    assert Derived().of([Row(1, 0, 2.0, 0.1, 10)]) == [{"training_loss_nats": 2.0, "learning_rate": 0.1}]
-    assert Derived().of([]) == []
+    assert DerivedFigures().of([StepRow(1, 0, 2.0, 0.1, 10)]) == [{"training_loss_nats": 2.0, "learning_rate": 0.1}]
+    assert DerivedFigures().of([]) == []
 
 
 def test_a_step_that_nobody_timed_has_no_part_in_the_speed(rng):
     rows = rows_of(rng, 10, 2, step_s=0.5)
-    rows[5] = Row(6, 0, 1.0, 0.1, 1000.0, ranks={name: np.full(2, math.nan) for name in PER_RANK})
-    found = Derived().of(rows)
+    rows[5] = StepRow(6, 0, 1.0, 0.1, 1000.0, ranks={name: np.full(2, math.nan) for name in PER_RANK})
+    found = DerivedFigures().of(rows)
     assert found[-1]["tokens_per_second"] == pytest.approx(2000)
     assert "step_seconds" not in found[5]
 
@@ -178,29 +178,31 @@ def test_a_step_that_nobody_timed_has_no_part_in_the_speed(rng):
 def test_the_first_step_is_left_out_as_soon_as_there_is_another(rng):
     step_s = np.full((3, 2), 0.1)
     step_s[0] = 10.0
-    found = Derived().of(rows_of(rng, 3, 2, step_s=step_s))
+    found = DerivedFigures().of(rows_of(rng, 3, 2, step_s=step_s))
     assert [figures["tokens_per_second"] for figures in found] == pytest.approx([100, 10000, 10000])
 
 
 def test_workers_that_do_not_wait_for_each_other(rng):
     step_s = np.tile([0.1, 0.3], (21, 1))
     step_s[::2, 0] = 0.2  # which of them is slower changes, but neither waits
-    derived = Derived(lock_step=False)
+    derived = DerivedFigures(lock_step=False)
     figures = derived.of(rows_of(rng, 21, 2, step_s=step_s))[-1]
     assert figures["tokens_per_second"] == pytest.approx(1000 * 20 / (0.3 * 20))
     step_s[::2, 1] = 0.0
-    figures = Derived(lock_step=False).of(rows_of(rng, 21, 2, step_s=step_s))[-1]
+    figures = DerivedFigures(lock_step=False).of(rows_of(rng, 21, 2, step_s=step_s))[-1]
     assert figures["tokens_per_second"] == pytest.approx(1000 * 20 / (0.3 * 10))
-    assert Derived().of(rows_of(rng, 21, 2, step_s=step_s))[-1]["tokens_per_second"] == pytest.approx(1000 / 0.25)
+    assert DerivedFigures().of(rows_of(rng, 21, 2, step_s=step_s))[-1]["tokens_per_second"] == pytest.approx(
+        1000 / 0.25
+    )
 
 
 def test_ranks_that_die_or_come(rng):
-    derived = Derived(20)
+    derived = DerivedFigures(20)
     derived.of(rows_of(rng, 8, 4))
     before, after = rows_of(rng, 3, 4), rows_of(rng, 5, 3)
     found = derived.of([*before, *after])
     assert len(found) == 8 and derived.scores.shape == (3,)
-    assert found[3:] == Derived(20).of(after)
+    assert found[3:] == DerivedFigures(20).of(after)
 
 
 def test_scores_of_ranks(rng):

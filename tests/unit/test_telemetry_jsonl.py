@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import StorageError
-from hpcdist.telemetry import appended, jsonl
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.jsonl import FILE, JsonLines
-from hpcdist.telemetry.stream import KINDS, Event, Run
+from hpcdist.telemetry.sinks import jsonl, stream
+from hpcdist.telemetry.sinks.jsonl import FILE, JsonLines
+from hpcdist.telemetry.sinks.stream import KINDS, RunEvent, RunInfo
 
 ON = TelemetryConfig(jsonl=True)
 
 
 def run_in(folder, resumed_step=None):
-    return Run("a-run", folder, "42", 2, 1, "allreduce", resumed_step)
+    return RunInfo("a-run", folder, "42", 2, 1, "allreduce", resumed_step)
 
 
 def rows(folder):
@@ -28,7 +28,7 @@ def rows(folder):
 
 
 def step(number, **values):
-    return Event("step", number, {"training_loss_nats": 1.0 / number, **values})
+    return RunEvent("step", number, {"training_loss_nats": 1.0 / number, **values})
 
 
 def test_an_event_is_read_back(tmp_path, rng):
@@ -41,7 +41,7 @@ def test_an_event_is_read_back(tmp_path, rng):
         "why": 'a "x"\n',
     }
     sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([Event("step", 7, values, {"compute_seconds": seconds}, at)])
+    sink.write([RunEvent("step", 7, values, {"compute_seconds": seconds}, at)])
     sink.close(True)
     (found,) = rows(tmp_path)
     assert found["values"] == {**values, "steps_total": 7}
@@ -55,7 +55,7 @@ def test_an_event_is_read_back(tmp_path, rng):
 def test_what_is_no_number_is_null(tmp_path):
     values = {"gradient_norm": float("nan"), "loss_scale": float("inf"), "learning_rate": np.float64("nan")}
     sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([Event("step", 1, values, {"compute_seconds": np.array([np.nan, 2.0]), "x": np.array([-np.inf, 1])})])
+    sink.write([RunEvent("step", 1, values, {"compute_seconds": np.array([np.nan, 2.0]), "x": np.array([-np.inf, 1])})])
     (found,) = rows(tmp_path)
     assert found["values"] == {"gradient_norm": None, "loss_scale": None, "learning_rate": None}
     assert found["ranks"] == {"compute_seconds": [None, 2.0], "x": [None, 1.0]}
@@ -65,7 +65,7 @@ def test_what_is_no_number_is_null(tmp_path):
 @pytest.mark.parametrize("value", [0.0, -1e-300, 1e300, 123456789.0, -7, 2.0**62])
 def test_figures_of_ranks_are_json_of_any_size(tmp_path, value):
     sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([Event("step", 1, {}, {"a": np.array([value, 1.5]), 'odd "key"': np.array([value, np.nan])})])
+    sink.write([RunEvent("step", 1, {}, {"a": np.array([value, 1.5]), 'odd "key"': np.array([value, np.nan])})])
     (found,) = rows(tmp_path)
     assert found["ranks"] == {
         "a": [pytest.approx(value, rel=1e-8), 1.5],
@@ -76,7 +76,7 @@ def test_figures_of_ranks_are_json_of_any_size(tmp_path, value):
 def test_of_many_ranks_lines_stay_short(tmp_path):
     sink = JsonLines(run_in(tmp_path), ON)
     world = jsonl.MOST_RANKS
-    sink.write([Event("step", 1, {}, {"a": np.ones(world)}), Event("step", 2, {}, {"a": np.ones(world + 1)})])
+    sink.write([RunEvent("step", 1, {}, {"a": np.ones(world)}), RunEvent("step", 2, {}, {"a": np.ones(world + 1)})])
     first, second = rows(tmp_path)
     assert len(first["ranks"]["a"]) == world
     assert "ranks" not in second
@@ -105,24 +105,24 @@ def test_a_reader_follows_while_the_run_goes_on(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_survives_a_resume_up_to_its_step(tmp_path, kind):
     first = JsonLines(run_in(tmp_path), ON)
-    first.write([Event(kind, 3), Event(kind, 4), Event(kind, 5)])
+    first.write([RunEvent(kind, 3), RunEvent(kind, 4), RunEvent(kind, 5)])
     first.close(False)
     second = JsonLines(run_in(tmp_path, 4), ON)
-    second.write([Event(kind, 5)])
+    second.write([RunEvent(kind, 5)])
     assert [row["step"] for row in rows(tmp_path)] == [3, 4, 5]
 
 
 def test_what_was_written_late_about_an_early_step_stays(tmp_path):
     """A checkpoint that is written beside the steps is complete some steps later."""
     sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([step(1), step(2), step(3), Event("checkpoint", 2), step(4)])
+    sink.write([step(1), step(2), step(3), RunEvent("checkpoint", 2), step(4)])
     JsonLines(run_in(tmp_path, 2), ON)
     assert [(row["kind"], row["step"]) for row in rows(tmp_path)] == [("step", 1), ("step", 2), ("checkpoint", 2)]
 
 
 def test_a_run_that_begins_again_drops_all_steps(tmp_path):
     sink = JsonLines(run_in(tmp_path), ON)
-    sink.write([Event("begin", 0), step(1)])
+    sink.write([RunEvent("begin", 0), step(1)])
     JsonLines(run_in(tmp_path), ON)
     assert [row["kind"] for row in rows(tmp_path)] == ["begin"]
 
@@ -168,12 +168,12 @@ def test_a_kill_loses_no_more_than_the_last_line(tmp_path):
     code = f"""
 from pathlib import Path
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.jsonl import JsonLines
-from hpcdist.telemetry.stream import Event, Run
-sink = JsonLines(Run("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(jsonl=True))
+from hpcdist.telemetry.sinks.jsonl import JsonLines
+from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+sink = JsonLines(RunInfo("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(jsonl=True))
 step = 0
 while True:
-    sink.write([Event("step", step := step + 1, {{"training_loss_nats": 1.5}}) for _ in range(20)])
+    sink.write([RunEvent("step", step := step + 1, {{"training_loss_nats": 1.5}}) for _ in range(20)])
 """
     process = subprocess.Popen([sys.executable, "-c", code])
     path = tmp_path / FILE
@@ -213,7 +213,7 @@ def full_disk(monkeypatch, room):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data[:room])
 
-    monkeypatch.setattr(appended.os, "write", short)
+    monkeypatch.setattr(stream.os, "write", short)
 
 
 @pytest.mark.parametrize("room", [0, 17])
@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_loses_none(tmp_path, monkey
 
 def test_what_waits_for_the_disk_is_bounded(tmp_path, monkeypatch):
     sink = JsonLines(run_in(tmp_path), ON)
-    monkeypatch.setattr(appended, "PENDING_BYTES", 1000)
+    monkeypatch.setattr(stream, "PENDING_BYTES", 1000)
     with monkeypatch.context() as patched:
         full_disk(patched, 0)
         for number in range(1, 101):

@@ -82,7 +82,7 @@ def test_a_text_is_registered_once_however_many_steps_there_are(recorded):
 
 
 def test_every_phase_of_spans_has_a_color():
-    from hpcdist.comm.spanfile import PHASES
+    from hpcdist.comm.record.spans import PHASES
 
     assert set(COLORS) == set(PHASES)
     assert len(set(COLORS.values())) == len(COLORS)

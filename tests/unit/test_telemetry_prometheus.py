@@ -18,13 +18,13 @@ from contextlib import suppress
 import pytest
 
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
-from hpcdist.telemetry import catalogue, jobs
-from hpcdist.telemetry import prometheus as module
-from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.exposition import RESTORED
-from hpcdist.telemetry.prometheus import PrometheusSink
-from hpcdist.telemetry.stream import Event, Run, Stream
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.sinks import prometheus as module
+from hpcdist.telemetry.sinks.prometheus import RESTORED, PrometheusSink
+from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo
 
 pytest.importorskip("prometheus_client")
 import gateway as pushgateway
@@ -43,14 +43,14 @@ def no_proxy(monkeypatch):
 
 
 def run_in(folder, jobid="42", resumed_step=None, **more):
-    return Run("a-run", folder, jobid, 2, 1, "allreduce", resumed_step, **more)
+    return RunInfo("a-run", folder, jobid, 2, 1, "allreduce", resumed_step, **more)
 
 
 OWNER = {"user": "ada", "account": 'phy"sics', "partition": "gpu", "qos": ""}
 
 
 def step(number, **values):
-    return Event("step", number, {"training_loss_nats": 1.0 / number, "steps_total": number, **values})
+    return RunEvent("step", number, {"training_loss_nats": 1.0 / number, "steps_total": number, **values})
 
 
 def samples(text):
@@ -77,8 +77,8 @@ def everything(rng):
     values = {}
     for name, quantity in QUANTITIES.items():
         for label in ("a", 'odd "label"\\') if quantity.label else ("",):
-            values[catalogue.key(name, label)] = float(rng.random())
-    return Event("step", 1, values)
+            values[quantities.key(name, label)] = float(rng.random())
+    return RunEvent("step", 1, values)
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_every_figure_of_the_catalogue_is_shown_as_it_is_named_there(tmp_path, r
     found = shown(sink)
     assert len(found) == len(event.values)
     for key, value in event.values.items():
-        name, label = catalogue.split(key)
+        name, label = quantities.split(key)
         labels = [] if label is None else [(QUANTITIES[name].label, label)]
         assert found[f"hpcdist_{name}", *labels] == value
     with open(sink.where) as file:
@@ -140,7 +140,7 @@ def test_without_a_job_the_run_is_its_identity(tmp_path):
 
 
 def test_a_name_with_odd_characters_makes_one_file(tmp_path):
-    run = Run("näme/of run", tmp_path, "", 1, 1, "")
+    run = RunInfo("näme/of run", tmp_path, "", 1, 1, "")
     sink = PrometheusSink(run, TEXTFILE)
     assert os.path.basename(sink.where) == "hpcdist_n_me_of_run.prom"
     with open(sink.where) as file:
@@ -175,13 +175,13 @@ PBS = {"PBS_O_LOGNAME": "bob", "PBS_ACCOUNT": "chemistry", "PBS_QUEUE": "prod", 
     ],
 )
 def test_the_scheduler_tells_whose_job_it_is(environment, number, owner):
-    assert jobs.number(environment) == number
-    assert jobs.owner(environment) == dict(zip(("user", "account", "partition", "qos"), owner, strict=True))
+    assert provenance.job_number(environment) == number
+    assert provenance.job_owner(environment) == dict(zip(("user", "account", "partition", "qos"), owner, strict=True))
 
 
 def test_a_user_without_a_name_is_a_number(monkeypatch):
-    monkeypatch.setattr("hpcdist.telemetry.jobs.pwd.getpwuid", lambda number: {}[number])
-    assert jobs.owner({})["user"] == str(os.getuid())
+    monkeypatch.setattr("hpcdist.telemetry.provenance.pwd.getpwuid", lambda number: {}[number])
+    assert provenance.job_owner({})["user"] == str(os.getuid())
 
 
 # --- counters over a resume -----------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def refused(path, *arguments):
 def test_a_disk_that_fills_up_is_told_of_once_and_the_old_figures_stay(tmp_path, monkeypatch):
     sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
     told = []
-    stream = Stream([sink], told.append)
+    stream = EventStream([sink], told.append)
     stream.publish([step(1)])
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
@@ -430,7 +430,7 @@ def test_a_gateway_that_does_not_answer_delays_no_step_and_gets_the_newest_figur
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_gateway_that_refuses_is_told_of_once_and_tried_again(tmp_path, gateway, status):
     sink, told = pushing(tmp_path, gateway), []
-    stream = Stream([sink], told.append)
+    stream = EventStream([sink], told.append)
     gateway.status = status
     stream.publish([step(1)])
     until(lambda: len(gateway.requests) >= 2 and sink._way._failure)

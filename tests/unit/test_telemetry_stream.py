@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
-from hpcdist.telemetry.stream import Event, Stream
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.sinks.stream import EventStream, RunEvent
 
 
 class Keeping:
@@ -27,8 +27,8 @@ class Keeping:
 def test_a_sink_that_fails_is_told_of_once_until_it_works_again():
     told = []
     good, bad = Keeping("good"), Keeping("bad", fails=(2, 3))
-    stream = Stream([bad, good], told.append)
-    events = [Event("step", step, {"training_loss_nats": 1.0 / step}) for step in (1, 2, 3, 4)]
+    stream = EventStream([bad, good], told.append)
+    events = [RunEvent("step", step, {"training_loss_nats": 1.0 / step}) for step in (1, 2, 3, 4)]
     for event in events:
         stream.publish([event])
     stream.publish([])
@@ -40,7 +40,7 @@ def test_a_sink_that_fails_is_told_of_once_until_it_works_again():
 
 def test_an_unknown_kind():
     with pytest.raises(AssertionError):
-        Event("stop", 1)
+        RunEvent("stop", 1)
 
 
 def test_names_say_their_units():
@@ -54,8 +54,8 @@ def test_names_say_their_units():
 
 
 def test_keys():
-    assert catalogue.split(catalogue.key("memory_bytes", "activations")) == ("memory_bytes", "activations")
-    assert catalogue.split(catalogue.key("learning_rate")) == ("learning_rate", None)
+    assert quantities.split(quantities.key("memory_bytes", "activations")) == ("memory_bytes", "activations")
+    assert quantities.split(quantities.key("learning_rate")) == ("learning_rate", None)
     for name, label in (("memory_bytes", ""), ("learning_rate", "x")):
         with pytest.raises(AssertionError):
-            catalogue.key(name, label)
+            quantities.key(name, label)

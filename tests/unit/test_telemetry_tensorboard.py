@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import MissingCapabilityError, StorageError
-from hpcdist.telemetry import catalogue, crc
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.stream import Event, Run
-from hpcdist.telemetry.tensorboard import DIRECTORY, TensorBoard, tag
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.sinks import tensorboard
+from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+from hpcdist.telemetry.sinks.tensorboard import DIRECTORY, TensorBoard, tag
 
 pytest.importorskip("tensorboardX")
 
@@ -22,11 +23,11 @@ SECOND = 1_000_000_000
 
 
 def run_in(folder, resumed_step=None, started_s=1_770_000_000):
-    return Run("a-run", folder, "42", 2, 1, "allreduce", resumed_step, started_s * SECOND)
+    return RunInfo("a-run", folder, "42", 2, 1, "allreduce", resumed_step, started_s * SECOND)
 
 
 def step(number, loss=1.0, at_s=0.0):
-    return Event("step", number, {"training_loss_nats": loss, "steps_total": number}, time_ns=int(at_s * SECOND))
+    return RunEvent("step", number, {"training_loss_nats": loss, "steps_total": number}, time_ns=int(at_s * SECOND))
 
 
 def scalars(folder):
@@ -38,7 +39,7 @@ def test_figures_are_read_back_with_their_tags_steps_and_times(tmp_path, rng):
     sink = TensorBoard(run_in(tmp_path), ON)
     sink.write([step(number, loss, 1_770_000_000.5 + number) for number, loss in enumerate(losses[:12], 1)])
     sink.write([step(number, loss, 1_770_000_000.5 + number) for number, loss in enumerate(losses[12:], 13)])
-    sink.write([Event("memory", 20, {"memory_bytes[activations]": 2.0**40, "power_watts[gpu]": 300})])
+    sink.write([RunEvent("memory", 20, {"memory_bytes[activations]": 2.0**40, "power_watts[gpu]": 300})])
     sink.close(True)
     found = scalars(tmp_path)
     assert set(found) == {"loss/training", "job/steps", "memory/now/activations", "energy/power/gpu"}
@@ -51,7 +52,7 @@ def test_figures_are_read_back_with_their_tags_steps_and_times(tmp_path, rng):
 def test_what_is_not_known_has_no_point(tmp_path):
     values = {"training_loss_nats": float("nan"), "learning_rate": 0.5, "validation_loss_nats": float("inf")}
     sink = TensorBoard(run_in(tmp_path), ON)
-    sink.write([Event("step", 1, values), Event("step", 2, {"training_loss_nats": np.float64("nan")})])
+    sink.write([RunEvent("step", 1, values), RunEvent("step", 2, {"training_loss_nats": np.float64("nan")})])
     found = scalars(tmp_path)
     assert [(name, rows[0][:2]) for name, rows in found.items()] == [
         ("optimizer/learning_rate", (1, 0.5)),
@@ -91,7 +92,7 @@ def test_the_recipe_and_notes_are_texts(tmp_path):
     recipe = '[run]\nsteps = 3\n\n[model]\nkind = "gpt"\n'
     (tmp_path / "recipe.toml").write_text(recipe)
     sink = TensorBoard(run_in(tmp_path), ON)
-    sink.write([Event("anomaly", 9, {"anomalies_total[loss spike]": 1, "text": "step 9: loss 5.2"})])
+    sink.write([RunEvent("anomaly", 9, {"anomalies_total[loss spike]": 1, "text": "step 9: loss 5.2"})])
     found = event_files.texts(tmp_path / DIRECTORY)
     assert found["anomaly/text"] == "step 9: loss 5.2"
     assert "".join(row.removeprefix("    ") + "\n" for row in found["recipe"].splitlines()) == recipe
@@ -99,7 +100,7 @@ def test_the_recipe_and_notes_are_texts(tmp_path):
 
 
 def test_every_figure_of_the_catalogue_has_a_tag_of_its_own():
-    keys = [catalogue.key(name, "x" if quantity.label else "") for name, quantity in catalogue.QUANTITIES.items()]
+    keys = [quantities.key(name, "x" if quantity.label else "") for name, quantity in quantities.QUANTITIES.items()]
     tags = [tag(key) for key in keys]
     assert len(set(tags)) == len(tags)
     assert all("/" in shown for shown in tags)  # so that TensorBoard groups them
@@ -108,11 +109,11 @@ def test_every_figure_of_the_catalogue_has_a_tag_of_its_own():
 def test_our_checksums_are_those_of_tensorboardx(rng):
     from tensorboardX.record_writer import masked_crc32c
 
-    assert crc.crc32c([b"123456789"]).tolist() == [0xE3069283]  # the check value of CRC-32C
+    assert tensorboard.crc32c([b"123456789"]).tolist() == [0xE3069283]  # the check value of CRC-32C
     sizes = [0, 1, 8, *rng.integers(0, 900, 40)]
     data = [rng.bytes(int(size)) for size in sizes]
-    assert crc.masked(crc.crc32c(data)).tolist() == [masked_crc32c(record) for record in data]
-    assert crc.crc32c([]).tolist() == []
+    assert tensorboard.masked(tensorboard.crc32c(data)).tolist() == [masked_crc32c(record) for record in data]
+    assert tensorboard.crc32c([]).tolist() == []
 
 
 def test_the_reader_of_these_tests_sees_damage(tmp_path):
@@ -140,10 +141,10 @@ def test_the_sink_does_not_load_torch(tmp_path):
 import sys
 from pathlib import Path
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.stream import Run
-from hpcdist.telemetry.tensorboard import TensorBoard
+from hpcdist.telemetry.sinks.stream import RunInfo
+from hpcdist.telemetry.sinks.tensorboard import TensorBoard
 assert "tensorboardX" not in sys.modules
-TensorBoard(Run("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(tensorboard=True)).close(True)
+TensorBoard(RunInfo("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(tensorboard=True)).close(True)
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -154,7 +155,7 @@ def test_a_disk_without_room_is_told_of_before_the_first_step(tmp_path, monkeypa
     (tmp_path / DIRECTORY).mkdir()
     name = "events.out.tfevents.1770000000.0000.hpcdist"
     (tmp_path / DIRECTORY / name).symlink_to("/dev/full")
-    monkeypatch.setattr("hpcdist.telemetry.tensorboard._new_file", lambda run: tmp_path / DIRECTORY / name)
+    monkeypatch.setattr("hpcdist.telemetry.sinks.tensorboard._new_file", lambda run: tmp_path / DIRECTORY / name)
     with pytest.raises(StorageError, match=r"No space left on device; free space, or set telemetry.tensorboard"):
         TensorBoard(run_in(tmp_path), ON)
 

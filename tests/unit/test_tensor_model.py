@@ -10,13 +10,12 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.split import narrow, splitting, weight_gradients
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.strategies.config import check_tensor_parallel
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.tensor.replicated import counted, sum_gradients
@@ -68,9 +67,9 @@ def step(model, seed, found, *, split=False):
         d = model.loss.backward(0.25, operations, last)
         for stage, views, gradients in zip(model.stages[::-1], parameters[::-1], into[::-1], strict=True):
             saved = arena.saved(stage.layer, number)
-            d = stage.backward(views, gradients, d, splitting(operations), saved)
+            d = stage.backward(views, gradients, d, split_operations(operations), saved)
             d = None if d is None else d.copy()
-            narrow(saved)
+            release_first_pass(saved)
         for stage, views, gradients in zip(model.stages[::-1], parameters[::-1], into[::-1], strict=True):
             saved = arena.saved(stage.layer, number)
             weight_gradients(views, gradients, operations, saved)
@@ -150,7 +149,7 @@ def test_messages_of_a_block(ranks, by_rows, rng):
     def body(comm, layers):
         config = ModelConfig(layers=layers, hidden=32, heads=4, vocabulary=40)
         model = cut_model(models.build(config, "float64", context=CONTEXT), comm, "ring", sequence_parallel=by_rows)
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             step(model, seed, [(x, targets)])
         assert not traffic.unknown
         return traffic.sent_bytes

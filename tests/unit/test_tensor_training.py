@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite

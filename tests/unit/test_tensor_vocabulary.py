@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.ranges import split
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError
-from hpcdist.models.arena import Arena
-from hpcdist.models.cross_entropy import LocalCrossEntropy
-from hpcdist.models.embedding import LocalEmbedding
+from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
+from hpcdist.models.layers.embedding import LocalEmbedding
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor import vocabulary
 from hpcdist.strategies.tensor.axis import ReplicatedBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding

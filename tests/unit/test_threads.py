@@ -5,9 +5,8 @@ import pytest
 
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, DeadlineError
 
 SIZES = [1, 2, 3, 4, 7]
@@ -212,7 +211,7 @@ def test_solo_is_a_world_of_one() -> None:
 def test_recording_counts_messages_of_children_too() -> None:
     def body(comm: Communicator) -> None:
         nodes = comm.nodes()
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)
             nodes.intra.send(np.zeros(3), 1 - comm.rank)
             nodes.intra.recv(np.zeros(3), 1 - comm.rank)

@@ -9,11 +9,10 @@ import pytest
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ALLREDUCE, allreduce
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.comm.deaths import is_death
-from hpcdist.comm.recording import recording
-from hpcdist.comm.solo import solo
-from hpcdist.comm.thread_deaths import Death
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import CommunicationError, MissingCapabilityError, RankDiedError
 
 LIMIT_S = 20.0
@@ -64,7 +63,7 @@ def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
             if name in NEEDS_RANK_1:
                 comm.recv(np.zeros(1), 0, tag=9)  # the others are about to wait, or already do
             try:
-                raise Death
+                raise RankDeath
             finally:
                 buried.set()
         if name in NEEDS_RANK_1 and comm.rank == 0:
@@ -73,7 +72,7 @@ def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
             buried.wait()
         with pytest.raises(RankDiedError, match="rank 1 of world died") as caught:
             operation(comm)
-        assert is_death(caught.value) and caught.value.ranks == comm.failed() == (1,)
+        assert is_rank_failure(caught.value) and caught.value.ranks == comm.failed() == (1,)
         return comm.failed()
 
     assert mortals(3, body) == [(1,), None, (1,)]
@@ -82,7 +81,7 @@ def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
 def test_the_others_reach_each_other_past_a_death() -> None:
     def body(comm: Communicator) -> float:
         if comm.rank == 1:
-            raise Death
+            raise RankDeath
         received = np.zeros(1)
         comm.sendrecv(np.array([comm.rank + 10.0]), 2 - comm.rank, received, 2 - comm.rank)
         return float(received[0])
@@ -101,7 +100,7 @@ def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made: 
         }[made]()
         assert child is not None
         if comm.rank == 3:
-            raise Death
+            raise RankDeath
         if comm.rank == 0:
             with pytest.raises(RankDiedError):
                 comm.recv(np.zeros(1), 3)
@@ -126,8 +125,8 @@ def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size: int) -> No
     def body(comm: Communicator) -> tuple[int, int, float]:
         comm.checked = True
         if size > 1 and comm.rank == dies:
-            raise Death
-        with recording(comm) as traffic:
+            raise RankDeath
+        with count_traffic(comm) as traffic:
             smaller = comm.shrink("after")
             comm.abandon()
             total = np.array([float(comm.rank)])
@@ -144,7 +143,7 @@ def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size: int) -> No
 def test_nodes_are_kept_when_the_living_go_on() -> None:
     def body(comm: Communicator) -> tuple[tuple[int, ...], ...]:
         if comm.rank in (1, 4):
-            raise Death
+            raise RankDeath
         return comm.shrink().nodes().members
 
     assert mortals(6, body, ranks_per_node=2)[0] == ((0,), (1, 2), (3,))
@@ -155,7 +154,7 @@ def test_the_living_agree_the_same_on_all_while_others_die() -> None:
         found = []
         for turn in range(6):
             if comm.rank == turn and turn < 3:
-                raise Death
+                raise RankDeath
             found.append(comm.agree(not (comm.rank == 5 and turn % 2)))
         return found
 
@@ -168,7 +167,7 @@ def test_deaths_one_after_the_other_and_as_one() -> None:
         for dying in ((7,), (0, 3), (1, 2, 4)):
             try:
                 if own in dying:
-                    raise Death
+                    raise RankDeath
                 while True:
                     allreduce(comm, np.ones(100))
             except RankDiedError:
@@ -191,7 +190,7 @@ def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm: str) -> None:
     def several_allreduces(comm: Communicator) -> None:
         for turn in range(4):  # who needs little of the dead may come through once
             if turn == 1 and comm.rank == 2:
-                raise Death
+                raise RankDeath
             allreduce(comm, np.ones(1000, np.float32), algorithm)
 
     def body(comm: Communicator) -> float:
@@ -213,11 +212,11 @@ def test_the_dead_say_nothing_on_their_way_out() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
             try:
-                raise Death
+                raise RankDeath
             finally:
                 try:
                     comm.barrier()
-                except Death as error:
+                except RankDeath as error:
                     last_words.append(error)
                 raise ValueError("what a dead process would have said")
         with pytest.raises(RankDiedError):
@@ -232,7 +231,7 @@ def test_other_errors_still_end_all_ranks() -> None:
             raise ZeroDivisionError("mine")
         with pytest.raises(CommunicationError) as caught:
             comm.agree(True)
-        assert not is_death(caught.value)
+        assert not is_rank_failure(caught.value)
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         mortals(3, body)
@@ -240,9 +239,9 @@ def test_other_errors_still_end_all_ranks() -> None:
 
 def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked() -> None:
     def body(comm: Communicator) -> None:
-        raise Death
+        raise RankDeath
 
-    with pytest.raises(Death):
+    with pytest.raises(RankDeath):
         run_threads(2, body)
     assert not solo().supports("ulfm")
     for refused in (solo().revoke, solo().shrink, lambda: solo().agree(True)):
@@ -270,10 +269,10 @@ def _raised(*errors: BaseException) -> BaseException:
     ],
 )
 def test_a_death_is_told_from_what_led_to_an_error(error: BaseException, expected: bool) -> None:
-    assert is_death(error) is expected
+    assert is_rank_failure(error) is expected
 
 
 def test_errors_that_lead_to_each_other_are_looked_at_once() -> None:
     first, second = ValueError(), OSError()
     first.__context__, second.__context__ = second, first
-    assert not is_death(first)
+    assert not is_rank_failure(first)

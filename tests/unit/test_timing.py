@@ -9,13 +9,11 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
-from hpcdist.collectives import nonblocking
-from hpcdist.collectives.calls import ALLREDUCE
+from hpcdist.collectives.dispatch import ALLREDUCE
+from hpcdist.collectives.nonblocking import engines
 from hpcdist.comm.events import UNKNOWN_BYTES
-from hpcdist.comm.recording import Traffic
-from hpcdist.comm.solo import solo
-from hpcdist.comm.threads import run_threads
-from hpcdist.comm.timing import Moved, Timing, Total
+from hpcdist.comm.record.timing import BytesMoved, MessageTraffic, OperationTiming, OperationTotal
+from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import UsageError
 
 
@@ -34,7 +32,7 @@ class Listening:
         self.ended.append(token)
 
 
-def begin(timing: Timing, op: str, count: int = 0, sent: int = 0, dtype: str = "float32") -> int:
+def begin(timing: OperationTiming, op: str, count: int = 0, sent: int = 0, dtype: str = "float32") -> int:
     return timing.begin("world", op, dtype, count, sent, -1, 0)
 
 
@@ -42,7 +40,7 @@ def totals_of_ranks(ranks, work):
     """Run ``work(comm)`` on so many ranks; return what each one's timing has."""
 
     def timed(comm):
-        comm.events = timing = Timing(comm.events)
+        comm.events = timing = OperationTiming(comm.events)
         work(comm)
         return timing
 
@@ -51,7 +49,7 @@ def totals_of_ranks(ranks, work):
 
 def test_every_event_goes_on_with_its_own_token():
     inner = Listening()
-    timing = Timing(inner)
+    timing = OperationTiming(inner)
     outer = begin(timing, "ring_allreduce", 4)
     first = begin(timing, "isend", 2, 8)
     second = begin(timing, "recv", 2)
@@ -66,7 +64,7 @@ def test_every_event_goes_on_with_its_own_token():
 
 
 def test_messages_within_belong_to_the_outermost(rng):
-    timing = Timing()
+    timing = OperationTiming()
     calls = int(rng.integers(1, 9))
     for _ in range(calls):
         outer = begin(timing, "ring_allreduce", 1000)
@@ -81,7 +79,7 @@ def test_messages_within_belong_to_the_outermost(rng):
 
 
 def test_time_is_that_from_begin_to_end():
-    timing = Timing()
+    timing = OperationTiming()
     before = time.perf_counter()
     token = begin(timing, "barrier")
     begun = time.perf_counter()
@@ -94,7 +92,7 @@ def test_time_is_that_from_begin_to_end():
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("float64", 8), ("uint8", 1)])
 def test_bytes_are_those_of_the_buffers(dtype, item, rng):
-    timing = Timing()
+    timing = OperationTiming()
     count = int(rng.integers(1, 1000))
     timing.end(begin(timing, "allreduce", count, UNKNOWN_BYTES, dtype))  # what it sends is unknown, its buffer is not
     assert timing.totals()["allreduce"].bytes == count * item
@@ -103,7 +101,7 @@ def test_bytes_are_those_of_the_buffers(dtype, item, rng):
 
 @pytest.mark.parametrize(("count", "dtype"), [(0, "uint8"), (5, "complex64")])
 def test_what_nobody_knows_is_not_zero(count, dtype):
-    timing = Timing()
+    timing = OperationTiming()
     timing.end(begin(timing, "allgather_object", 8, 8))
     timing.end(begin(timing, "allgather_object", count, UNKNOWN_BYTES, dtype))
     found = timing.totals()["allgather_object"]
@@ -111,7 +109,7 @@ def test_what_nobody_knows_is_not_zero(count, dtype):
 
 
 def test_what_is_only_started_lasts_until_it_is_complete():
-    timing = Timing()
+    timing = OperationTiming()
     one, two = begin(timing, "isend", 1, 4), begin(timing, "irecv", 1)
     outer = begin(timing, "ring_allreduce", 7)  # while both are under way: a call of its own
     timing.end(begin(timing, "sendrecv", 3, 12))
@@ -126,7 +124,7 @@ def test_what_is_only_started_lasts_until_it_is_complete():
 
 
 def test_another_thread_may_end_what_one_has_started():
-    timing = Timing()
+    timing = OperationTiming()
     token = begin(timing, "ring_iallreduce", 5)
     outer = begin(timing, "barrier")
     thread = threading.Thread(target=timing.end, args=(token,))
@@ -140,7 +138,7 @@ def test_another_thread_may_end_what_one_has_started():
 
 
 def test_threads_are_apart_and_nothing_is_lost(rng):
-    timing, ready = Timing(), threading.Barrier(4)
+    timing, ready = OperationTiming(), threading.Barrier(4)
     calls = int(rng.integers(200, 2000))
 
     def work() -> None:
@@ -203,7 +201,7 @@ def test_an_allreduce_beside_the_computation(kind, rng):
     values = rng.standard_normal(100)
 
     def work(comm):
-        with nonblocking.begin(comm, kind) as progress:
+        with engines.begin(comm, kind) as progress:
             handles = [progress.iallreduce(values.copy(), "ring") for _ in range(2)]
             comm.barrier()
             for handle in handles:
@@ -217,7 +215,7 @@ def test_an_allreduce_beside_the_computation(kind, rng):
 
 def test_a_refused_call_ends(rng):
     comm = solo()
-    comm.events = timing = Timing()
+    comm.events = timing = OperationTiming()
     with pytest.raises(UsageError):
         comm.allreduce(np.ones(3), "median")
     comm.barrier()
@@ -228,7 +226,7 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
     values = rng.standard_normal(501)
 
     def work(comm):
-        comm.events = traffic = Traffic(comm.events)
+        comm.events = traffic = MessageTraffic(comm.events)
         collectives.allreduce(comm, values.copy(), "recursive_doubling")
         comm.allreduce(values.copy())
         sent.append((traffic.sent_bytes, traffic.unknown.total()))
@@ -240,7 +238,11 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
 
 @pytest.mark.parametrize(
     ("algorithm", "moved"),
-    [("ring", Moved(4000, 0.0, 0.0)), ("node_shared", Moved(0, 4000.0, 0.0)), ("native", Moved(0, 0.0, 4000.0))],
+    [
+        ("ring", BytesMoved(4000, 0.0, 0.0)),
+        ("node_shared", BytesMoved(0, 4000.0, 0.0)),
+        ("native", BytesMoved(0, 0.0, 4000.0)),
+    ],
 )
 def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
     """Of two ranks each sends a buffer in messages, reads that of the other in memory, or gives it to the library."""
@@ -254,28 +256,28 @@ def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
         comm.allgather_object("no array, so that nobody knows its size")
         found.append(comm.events.moved().since(before))
 
-    found: list[Moved] = []
+    found: list[BytesMoved] = []
     totals_of_ranks(2, work)
     assert found == [moved] * 2
 
 
 def test_what_is_received_was_sent_by_another():
-    timing = Timing()
+    timing = OperationTiming()
     timing.end(begin(timing, "recv", 10))
     timing.end(begin(timing, "irecv", 10))
     timing.end(begin(timing, "load", 10))
     timing.end(begin(timing, "nccl_allreduce", 7))
     timing.end(begin(timing, "put", 10, 40))
-    assert timing.moved() == Moved(messages=40, shared=40.0, unknown=28.0)
+    assert timing.moved() == BytesMoved(messages=40, shared=40.0, unknown=28.0)
 
 
 def test_nothing_happened():
-    timing = Timing()
+    timing = OperationTiming()
     assert timing.totals() == {} and timing.sent_bytes == timing.unknown_calls == 0
     begin(timing, "barrier")  # not ended
     assert timing.totals() == {}
 
 
 def test_a_total_is_a_tuple():
-    calls, seconds, size = Total(1, 2.0, 3.0)
+    calls, seconds, size = OperationTotal(1, 2.0, 3.0)
     assert (calls, seconds, size) == (1, 2.0, 3.0)

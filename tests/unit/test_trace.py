@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from recorded import Host, Rank, invent, write_clocks
 
 from hpcdist.cli import trace as command
-from hpcdist.comm import recordfile, spanfile
-from hpcdist.comm.clocks import Reading
+from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.telemetry import critical, timeline, trace, trace_events, trace_text
-from hpcdist.telemetry.ranklog import NO_STEP, ranks_text
-from hpcdist.telemetry.timebase import HostClock
+from hpcdist.telemetry.trace import chrome, critical_path, summary, timeline
+from hpcdist.telemetry.trace.clock_correction import HostClock
+from hpcdist.telemetry.trace.rank_log import NO_STEP, ranks_text
 
 HOUR_NS = 3_600_000_000_000
 FIRST = Host("alpha", offset_ns=15 * HOUR_NS)
@@ -62,11 +62,11 @@ def check_within(found, made, bound_ns):
 @pytest.mark.parametrize("hosts", [(FIRST, SECOND), (FIRST, SECOND, THIRD)])
 def test_clocks_that_are_hours_apart_and_drift(tmp_path, rng, hosts):
     made = planted(tmp_path, rng, hosts=hosts)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     bound = RTT_NS // 2 + 2  # rounding
     check_within(found, made, bound)
     assert found.timeline.steps == tuple(range(5, 25)), "the last twenty"
-    figures = trace.figures(found)
+    figures = summary.figures(found)
     clocks = {one["host"]: one for one in figures["clocks"]}
     assert clocks["alpha"]["reference"] and clocks["alpha"]["offset_s"] == 0.0 and clocks["alpha"]["bound_s"] == 0.0
     assert clocks["beta"]["source"] == "measured" and clocks["beta"]["readings"] == 3
@@ -84,7 +84,7 @@ def test_clocks_that_are_hours_apart_and_drift(tmp_path, rng, hosts):
 
 def test_every_message_meets_its_own(tmp_path, rng):
     made = planted(tmp_path, rng)
-    found = trace.collect(tmp_path, range(1, 25))
+    found = summary.collect(tmp_path, range(1, 25))
     seen = {
         (one.send.rank, one.receive.rank, true_ns(one.send.begin_ns) // 1000) for one in found.timeline.matches.messages
     }
@@ -105,7 +105,7 @@ def _latency(made, message):
 
 def test_collectives_end_after_the_last_has_come(tmp_path, rng):
     made = planted(tmp_path, rng)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     bound = RTT_NS + 4
     for meeting in found.timeline.matches.meetings:
         step = meeting.calls[0].step
@@ -119,7 +119,7 @@ def test_collectives_end_after_the_last_has_come(tmp_path, rng):
 def test_the_critical_path_is_that_of_the_truth(tmp_path, rng):
     """Per step: from the last to come back to what it computed; the sum of links is the time between their ends."""
     made = planted(tmp_path, rng)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     for path in found.paths:
         links = path.links
         assert all(one.end_ns == other.begin_ns for one, other in zip(links, links[1:], strict=False))
@@ -136,7 +136,7 @@ def test_the_critical_path_is_that_of_the_truth(tmp_path, rng):
 
 def test_pieces_have_no_gaps(tmp_path, rng):
     planted(tmp_path, rng)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     for rank, row in found.pieces.items():
         steps = found.timeline.lines[rank].steps
         assert row[0].begin_ns == min(b for b, _ in steps.values())
@@ -151,8 +151,8 @@ def test_pieces_have_no_gaps(tmp_path, rng):
 def test_without_the_table_collectives_put_clocks_right(tmp_path, rng):
     """Wall clocks are hours apart: when collectives end is all that is known, and it is enough for their bound."""
     made = planted(tmp_path, rng, clocks=False)
-    found = trace.collect(tmp_path)
-    clock = {one["host"]: one for one in trace.figures(found)["clocks"]}["beta"]
+    found = summary.collect(tmp_path)
+    clock = {one["host"]: one for one in summary.figures(found)["clocks"]}["beta"]
     assert clock["source"] == "messages" and clock["readings"] >= 10
     assert any("the metrics have no readings" in note for note in found.notes)
     bound = round(clock["bound_s"] * 1e9)
@@ -162,21 +162,21 @@ def test_without_the_table_collectives_put_clocks_right(tmp_path, rng):
         for step, (_, end) in found.timeline.lines[rank.rank].steps.items():
             worst = max(worst, abs(true_ns(end) - (made.ends[step] + 17 * rank.rank)))
     assert worst <= 100_000, "members leave within less than that of each other, in truth"
-    assert trace.figures(found)["order"]["wrong"] == 0
+    assert summary.figures(found)["order"]["wrong"] == 0
 
 
 def test_without_table_and_messages_there_are_wall_clocks(tmp_path, rng):
     made = planted(tmp_path, rng, clocks=False)
     for path in (tmp_path / "recorder").glob("*.rec"):
         path.unlink()
-    found = trace.collect(tmp_path)
-    clock = {one["host"]: one for one in trace.figures(found)["clocks"]}["beta"]
+    found = summary.collect(tmp_path)
+    clock = {one["host"]: one for one in summary.figures(found)["clocks"]}["beta"]
     assert clock["source"] == "wall clocks" and clock["bound_s"] is None
     # Its wall clock is three hours ahead, so all it did seems to be so much later.
     end = found.timeline.lines[2].steps[24][1]
     assert true_ns(end) - (made.ends[24] + 34) == pytest.approx(3 * HOUR_NS, abs=1e6)
     assert any("by wall clocks" in note for note in found.notes)
-    assert "not known" in trace_text.text(trace.figures(found))
+    assert "not known" in summary.format_text(summary.figures(found))
 
 
 def test_a_table_of_another_boot_is_of_no_use(tmp_path, rng):
@@ -185,7 +185,7 @@ def test_a_table_of_another_boot_is_of_no_use(tmp_path, rng):
     for rank in made.ranks[2:]:
         again = Rank(rank.rank, Host("beta2", offset_ns=HOUR_NS), rank.world, rank.spans, rank.calls)
         again.write(tmp_path / "recorder")
-    clock = {one["host"]: one for one in trace.figures(trace.collect(tmp_path))["clocks"]}["beta2"]
+    clock = {one["host"]: one for one in summary.figures(summary.collect(tmp_path))["clocks"]}["beta2"]
     assert clock["source"] == "messages"
 
 
@@ -193,8 +193,8 @@ def test_a_wrong_table_is_noticed(tmp_path, rng):
     """Readings that are off by a millisecond while they claim microseconds: causes come late by more than that."""
     made = planted(tmp_path, rng, clocks=False)
     write_clocks(tmp_path, made.ranks, [0, made.ends[24]], lambda: 1_000_000, RTT_NS)
-    found = trace.collect(tmp_path)
-    order = trace.figures(found)["order"]
+    found = summary.collect(tmp_path)
+    order = summary.figures(found)["order"]
     assert order["wrong"] and order["beyond_bound"] and order["most_s"] > 0.5e-3
     assert any("by more than the bound" in note for note in found.notes)
 
@@ -202,7 +202,7 @@ def test_a_wrong_table_is_noticed(tmp_path, rng):
 def test_what_is_wrong_by_less_than_the_bound_is_said_to_be(tmp_path, rng):
     made = planted(tmp_path, rng, clocks=False)
     write_clocks(tmp_path, made.ranks, [0, made.ends[24]], lambda: 300_000, 700_000)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert found.timeline.order.wrong and found.timeline.order.beyond == 0
     assert any("within the bound" in note for note in found.notes)
 
@@ -213,8 +213,8 @@ def test_what_is_wrong_by_less_than_the_bound_is_said_to_be(tmp_path, rng):
 def test_the_file(tmp_path, rng):
     """It nests on each thread, has every bar, arrows from causes to effects, and says what it is."""
     made = planted(tmp_path, rng)
-    found = trace.collect(tmp_path, range(3, 8))
-    written = trace_events.write(found, tmp_path / "trace.json", {"hpcdist": "1.2.3"})
+    found = summary.collect(tmp_path, range(3, 8))
+    written = chrome.write(found, tmp_path / "trace.json", {"hpcdist": "1.2.3"})
     told = json.loads((tmp_path / "trace.json").read_text())
     events = told["traceEvents"]
     assert len(events) == written
@@ -236,7 +236,7 @@ def test_the_file(tmp_path, rng):
     assert len(colours) == len({category for category, _ in colours})
     counters = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
     assert max(counters) >= 4096 and min(counters) == 0
-    trace_events.write(found, tmp_path / "trace.json.gz", {"hpcdist": "1.2.3"})
+    chrome.write(found, tmp_path / "trace.json.gz", {"hpcdist": "1.2.3"})
     assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())) == told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.h5", "recorder", "trace.json", "trace.json.gz"]
 
@@ -268,33 +268,33 @@ def check_file(told):
 
 def test_calls_beside_each_other_get_threads_of_their_own():
     bars = [(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]
-    assert trace_events.lanes(bars) == [0, 0, 1, 0, 0, 0, 2]
-    assert trace_events.lanes([(0, 0), (0, 0)]) == [0, 0]
+    assert chrome.lanes(bars) == [0, 0, 1, 0, 0, 0, 2]
+    assert chrome.lanes([(0, 0), (0, 0)]) == [0, 0]
 
 
 def test_ranks_and_steps_are_chosen(tmp_path, rng):
     planted(tmp_path, rng)
-    found = trace.collect(tmp_path, range(4, 6), [1, 3])
+    found = summary.collect(tmp_path, range(4, 6), [1, 3])
     assert sorted(found.timeline.lines) == [1, 3] and found.timeline.steps == (4, 5)
     assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
     assert {gap.rank for gap in found.gaps} <= {1, 3} and "unknown" not in {gap.doing for gap in found.gaps}
-    check_events = list(trace_events.events(found.timeline))
+    check_events = list(chrome.events(found.timeline))
     assert {event["tid"] // 1000 - 1 for event in check_events if event["ph"] == "X"} == {1, 3}
-    assert len(trace.collect(tmp_path, range(20, 90)).timeline.steps) == 5
+    assert len(summary.collect(tmp_path, range(20, 90)).timeline.steps) == 5
     with pytest.raises(UsageError, match="no step from 70 to 80"):
-        trace.collect(tmp_path, range(70, 81))
+        summary.collect(tmp_path, range(70, 81))
     with pytest.raises(UsageError, match="rank 9: no record; the run has ranks 0-3 of 4"):
-        trace.collect(tmp_path, None, [0, 9])
+        summary.collect(tmp_path, None, [0, 9])
 
 
 def test_a_trace_is_not_larger_than_viewers_take(tmp_path, rng):
     planted(tmp_path, rng)
-    found = trace.collect(tmp_path, most=200)
+    found = summary.collect(tmp_path, most=200)
     assert 0 < len(found.timeline.steps) < 20 and found.timeline.steps[-1] == 24
     assert any("too many for a viewer" in note for note in found.notes)
     assert sum(len(line.spans) + len(line.calls) for line in found.timeline.lines.values()) <= 220
-    few = trace.collect(tmp_path, most=10)
+    few = summary.collect(tmp_path, most=10)
     assert few.timeline.steps == (24,) and sorted(few.timeline.lines) == [0]
     assert any("only rank 0" in note for note in few.notes)
 
@@ -304,7 +304,7 @@ def test_a_ring_that_went_round(tmp_path, rng):
     made = invent(rng, (FIRST, SECOND), 2, 30)
     for rank in made.ranks:
         rank.write(tmp_path / "recorder", capacity=50)  # 16 steps of calls, 12 of spans
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert found.timeline.steps[-1] == 30 and 5 <= len(found.timeline.steps) <= 12
     assert len(found.timeline.matches.messages) == 4 * len(found.timeline.steps)
     for one in found.timeline.matches.messages:
@@ -319,7 +319,7 @@ def test_spans_of_an_earlier_start_are_left_out(tmp_path, rng):
         later = Host("alpha", offset_ns=16 * HOUR_NS, wall_ns=FIRST.wall_ns + HOUR_NS)
         Rank(rank.rank, later, 2, rank.spans, rank.calls).write(tmp_path / "later")
         (tmp_path / "later" / f"rank-{rank.rank:05d}.rec").rename(tmp_path / "recorder" / f"rank-{rank.rank:05d}.rec")
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert all(not line.spans and line.calls for line in found.timeline.lines.values())
     assert found.timeline.steps == () and len(found.timeline.matches.messages) == 8
 
@@ -334,7 +334,7 @@ def test_a_run_that_was_killed(tmp_path, rng):
         rank.write(tmp_path / "recorder", finished=False)
     path = tmp_path / "recorder" / "rank-00002.spans"
     path.write_bytes(path.read_bytes()[:5000])
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert found.timeline.steps == tuple(range(1, 7)) and found.world == 4
     unfinished = [call for call in found.timeline.lines[0].calls if call.is_open]
     assert len(unfinished) == 1 and unfinished[0].op == "recv" and unfinished[0].step == NO_STEP
@@ -342,7 +342,7 @@ def test_a_run_that_was_killed(tmp_path, rng):
     text = "\n".join(found.notes)
     assert "no record of rank 3" in text and "no spans of rank 2" in text and "rank-00002.spans" in text
     assert "the run did not end" in text
-    trace_events.write(found, tmp_path / "t.json", {})
+    chrome.write(found, tmp_path / "t.json", {})
     told = json.loads((tmp_path / "t.json").read_text())
     check_file(told)
     assert [event["args"]["unfinished"] for event in told["traceEvents"] if "unfinished" in event.get("args", {})] == [
@@ -355,19 +355,19 @@ def test_a_run_that_died_in_its_first_step(tmp_path):
     rank.span("compute", "FORWARD", 1, 0, 10)
     rank.call("world", "allreduce", 20, None)
     rank.write(tmp_path, finished=False)
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert found.timeline.steps == () and found.paths == ()
     assert len(found.timeline.lines[0].spans) == len(found.timeline.lines[0].calls) == 1
-    assert "no whole step" in trace_text.text(trace.figures(found))
+    assert "no whole step" in summary.format_text(summary.figures(found))
     with pytest.raises(UsageError, match="no steps are known"):
-        trace.collect(tmp_path, range(1, 3))
+        summary.collect(tmp_path, range(1, 3))
 
 
 def test_messages_alone(tmp_path, rng):
     made = planted(tmp_path, rng, hosts=(FIRST,), per_host=3, steps=5)
     for path in (tmp_path / "recorder").glob("*.spans"):
         path.unlink()
-    found = trace.collect(tmp_path)
+    found = summary.collect(tmp_path)
     assert any("telemetry.trace = false" in note for note in found.notes)
     assert len(found.timeline.matches.messages) == len(made.messages)
     assert found.timeline.order.wrong == 0
@@ -375,10 +375,10 @@ def test_messages_alone(tmp_path, rng):
 
 def test_files_of_nothing(tmp_path):
     with pytest.raises(UsageError, match="holds no records"):
-        trace.collect(tmp_path)
+        summary.collect(tmp_path)
     (tmp_path / "rank-00000.rec").write_bytes(b"nothing of ours")
     with pytest.raises(StorageError, match="none of its 1 records"):
-        trace.collect(tmp_path)
+        summary.collect(tmp_path)
 
 
 def test_cut_and_random_files_never_break_it(tmp_path, rng):
@@ -390,7 +390,7 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
         for path in sorted((folder / "recorder").iterdir()):
             data = bytearray(path.read_bytes())
             if rng.integers(0, 2):
-                layout = spanfile if path.suffix == ".spans" else recordfile
+                layout = spans if path.suffix == ".spans" else flight_file
                 for start in (12, layout.TEXTS, layout.RING):  # not the signature: that is refused as a whole
                     for place in rng.integers(start, min(start + 1000, len(data)), int(rng.integers(0, 12))).tolist():
                         data[place] = int(rng.integers(0, 256))
@@ -398,11 +398,11 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
             elif rng.integers(0, 3) == 0:
                 path.write_bytes(data[: int(rng.integers(0, len(data)))])
         try:
-            found = trace.collect(folder)
+            found = summary.collect(folder)
         except (UsageError, StorageError):
             continue
-        trace_text.text(trace.figures(found))
-        trace_events.write(found, folder / "t.json", {})
+        summary.format_text(summary.figures(found))
+        chrome.write(found, folder / "t.json", {})
         told = json.loads((folder / "t.json").read_text())
         if (
             max((event["ts"] + event.get("dur", 0) for event in told["traceEvents"] if "ts" in event), default=0)
@@ -417,8 +417,8 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
 def test_interpolation_and_extrapolation():
     day = 24 * HOUR_NS
     # 10 ppm in the first day, 20 in the second.
-    clock = HostClock([Reading(1, 0, 1000, 40), Reading(1, day, 1000 + day // 10**5, 20),
-                       Reading(1, 2 * day, 1000 + 3 * (day // 10**5), 60)])  # fmt: skip
+    clock = HostClock([ClockReading(1, 0, 1000, 40), ClockReading(1, day, 1000 + day // 10**5, 20),
+                       ClockReading(1, 2 * day, 1000 + 3 * (day // 10**5), 60)])  # fmt: skip
     for t, offset in (
         (0, 1000), (day // 2, 1000 + day // 10**5 // 2), (day, 1000 + day // 10**5),
         (3 * day // 2, 1000 + 2 * (day // 10**5)), (3 * day, 1000 + 5 * (day // 10**5)),
@@ -431,7 +431,7 @@ def test_interpolation_and_extrapolation():
 
 
 def test_one_reading_and_none():
-    one = HostClock([Reading(1, 500, -300, 8)])
+    one = HostClock([ClockReading(1, 500, -300, 8)])
     assert one.reference_ns(200) == 500 and one.reference_ns(10**9) == 10**9 + 300 and one.drift_ppm is None
     assert one.bound_ns(200) == 4 and one.bound_ns(200 + 10**9) == 4 + 50_000
     own = HostClock()
@@ -443,7 +443,7 @@ def test_order_is_kept_whatever_the_readings(rng):
     for _ in range(50):
         times = sorted(rng.integers(0, 10**9, 6).tolist())
         clock = HostClock(
-            [Reading(1, t, int(rng.integers(-(10**6), 10**6)), int(rng.integers(0, 10**5))) for t in times]
+            [ClockReading(1, t, int(rng.integers(-(10**6), 10**6)), int(rng.integers(0, 10**5))) for t in times]
         )
         own = sorted(rng.integers(-(10**9), 3 * 10**9, 300).tolist())
         seen = [clock.reference_ns(ns) for ns in own]
@@ -487,10 +487,10 @@ def test_what_cannot_be_written(tmp_path, rng):
     planted(tmp_path / "run", rng, steps=3)
     line = [str(tmp_path / "run"), "-o", str(tmp_path / "missing" / "t.json")]
     assert isinstance(CliRunner().invoke(command.command, line).exception, StorageError)
-    found = trace.collect(tmp_path / "run")
+    found = summary.collect(tmp_path / "run")
     (tmp_path / "t.json").mkdir()
     with pytest.raises(StorageError, match="cannot be written"):
-        trace_events.write(found, tmp_path / "t.json", {})
+        chrome.write(found, tmp_path / "t.json", {})
     assert not (tmp_path / ".t.json.part").exists()
 
 
@@ -509,8 +509,8 @@ def test_runs_of_numbers():
 
 def test_selecting_ranks_keeps_what_they_share(tmp_path, rng):
     planted(tmp_path, rng)
-    whole = trace.collect(tmp_path)
+    whole = summary.collect(tmp_path)
     part = timeline.select(whole.timeline, [0, 1])
     assert {call.rank for meeting in part.matches.meetings for call in meeting.calls} == {0, 1}
     assert all({one.send.rank, one.receive.rank} <= {0, 1} for one in part.matches.messages)
-    assert critical.waits({0: whole.pieces[0]})
+    assert critical_path.waited_for({0: whole.pieces[0]})

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdist import models
-from hpcdist.collectives.selection import parse
+from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.placement import locate
-from hpcdist.comm.session import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training import origin, selection
 from hpcdist.training import recipe as recipes
@@ -26,7 +26,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 200)
     monkeypatch.setenv("HPCDIST_TUNING", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(selection.tuning, "BUDGET_S", 0.05)
+    monkeypatch.setattr(selection.autotune, "BUDGET_S", 0.05)
 
 
 def run(
@@ -185,7 +185,7 @@ def test_the_bad_row_of_a_table_is_named(text, said):
         CommunicationConfig(algorithm=text)
     assert f"communication.algorithm: {said}" in str(caught.value) and "(" not in str(caught.value)
     with pytest.raises(UsageError) as used:
-        parse(text)
+        parse_algorithm(text)
     assert said in str(used.value) and ", nccl," in str(used.value)
 
 
@@ -204,4 +204,4 @@ def test_recipes_refuse_what_is_no_table(text):
 @pytest.mark.parametrize("text", ["ring<=0,native", "ring<=8,native<=70,ring", "native<=999999999999999999,ring"])
 def test_recipes_take_what_the_algorithms_take(text):
     algorithm = recipes.load(None, [f"communication.algorithm={text}"]).recipe.communication.algorithm
-    assert str(parse(algorithm)) == algorithm == text
+    assert str(parse_algorithm(algorithm)) == algorithm == text

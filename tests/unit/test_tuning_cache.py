@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.collectives import tuning_cache
-from hpcdist.collectives.costs import Link, Machine
-from hpcdist.collectives.tuning_cache import Row, Tuning, kept, load, path_of, read
-from hpcdist.comm import kept_files
-from hpcdist.comm.threads import run_threads
+from hpcdist.collectives.tuning import cache
+from hpcdist.collectives.tuning.cache import Tuning, TuningRow, load, path_of, read, save
+from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
+from hpcdist.reporting import user_cache
 
 KEY = {
     "ranks": 4,
@@ -29,8 +29,8 @@ KEY = {
 }
 TUNED = Tuning(
     "recursive_doubling<=4096,ring",
-    (Row(64, {"ring": 2e-6}, {"native": 1e-6, "ring": 2e-6}, "native"), Row(4096, {}, {}, "native")),
-    Machine({"node": Link(1e-6, 1e-10)}, 1e-11),
+    (TuningRow(64, {"ring": 2e-6}, {"native": 1e-6, "ring": 2e-6}, "native"), TuningRow(4096, {}, {}, "native")),
+    MachineCosts({"node": LinkParameters(1e-6, 1e-10)}, 1e-11),
     0.5,
 )
 
@@ -56,7 +56,7 @@ def refusal() -> str:
 
 
 def test_what_is_kept_comes_back(folder):
-    assert kept(TUNED, KEY) == TUNED
+    assert save(TUNED, KEY) == TUNED
     found, reason = read(KEY)
     assert reason == ""
     assert found is not None and found.source == "cache"
@@ -71,12 +71,12 @@ def test_nothing_kept_is_no_complaint():
 
 @pytest.mark.parametrize("name", [name for name in KEY if name not in ("software", "max_bytes")])
 def test_each_part_of_the_key_has_a_file_of_its_own(name):
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     assert read(KEY | {name: "other"}) == (None, "")
 
 
 def test_a_table_is_for_all_sizes_up_to_its_greatest():
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     assert read(KEY | {"max_bytes": 64})[0] is not None
     found, reason = read(KEY | {"max_bytes": 4097})
     assert found is None and "reaches 4096 bytes, and this job has buffers of 4097" in reason
@@ -85,23 +85,23 @@ def test_a_table_is_for_all_sizes_up_to_its_greatest():
 
 
 def test_shards_are_for_one_size():
-    kept(TUNED, KEY | {"kind": "sharded"})
+    save(TUNED, KEY | {"kind": "sharded"})
     assert read(KEY | {"kind": "sharded"})[0] is not None
     assert read(KEY | {"kind": "sharded", "max_bytes": 64}) == (None, "")
 
 
 def test_other_software_is_stale_and_replaced():
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     newer = KEY | {"software": {"hpcdist": "2"}}
     found, reason = read(newer)
     assert found is None and "measured with" in reason
-    kept(TUNED, newer)
+    save(TUNED, newer)
     assert read(newer)[0] is not None
     assert read(KEY)[0] is None
 
 
 def test_a_copied_file_is_foreign():
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     other = KEY | {"hosts": ["another processor"]}
     path_of(KEY).rename(path_of(other))
     found, reason = read(other)
@@ -113,7 +113,7 @@ def test_a_copied_file_is_foreign():
     ["", "{", "null", "[]", "1", '"text"', "{}", "\x00", '{"format": 1}', "[" * 100_000, "é", '{"format": 1e999}'],
 )
 def test_a_damaged_file_is_not_used(text):
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     path_of(KEY).write_bytes(text.encode("latin-1"))
     assert "is not used" in refusal()
 
@@ -138,27 +138,27 @@ def test_a_damaged_file_is_not_used(text):
     ],
 )
 def test_a_file_with_other_content_is_not_used(content):
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     changed(**content)
     assert "is not used" in refusal()
 
 
 @pytest.mark.parametrize("mode", [0o622, 0o606, 0o620])
 def test_a_file_that_others_can_write_is_not_used(mode):
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     path_of(KEY).chmod(mode)
     assert "somebody else" in refusal()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_somebody_else_is_not_used():
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     os.chown(path_of(KEY), 12345, 12345)
     assert "somebody else" in refusal()
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
-    kept(TUNED, KEY)
+    save(TUNED, KEY)
     path = path_of(KEY)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -172,31 +172,31 @@ def test_what_is_no_file_is_not_read(tmp_path):
 
 
 def test_an_oversized_file_is_not_read():
-    kept(TUNED, KEY)
-    path_of(KEY).write_text(" " * (kept_files.LARGEST_BYTES + 1))
+    save(TUNED, KEY)
+    path_of(KEY).write_text(" " * (user_cache.LARGEST_BYTES + 1))
     assert "more than" in refusal()
 
 
 def test_a_directory_that_cannot_be_made_is_said_and_no_more(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found = kept(TUNED, KEY)
+    found = save(TUNED, KEY)
     assert found.text == TUNED.text
     assert "not kept" in found.note
 
 
 def test_clear_removes_everything(folder):
-    kept(TUNED, KEY)
-    kept(TUNED, KEY | {"ranks": 5})
-    assert tuning_cache.clear() == 2
+    save(TUNED, KEY)
+    save(TUNED, KEY | {"ranks": 5})
+    assert cache.clear() == 2
     assert list(folder.iterdir()) == []
     assert read(KEY) == (None, "")
 
 
 def test_the_directory_follows_the_environment():
-    assert tuning_cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
+    assert cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
     for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
-        assert tuning_cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
+        assert cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
 
 
 def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch):
@@ -204,11 +204,11 @@ def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry either, as in a container of another user
     assert read(KEY) == (None, "")
-    found = kept(TUNED, KEY)
+    found = save(TUNED, KEY)
     assert found.text == TUNED.text
     assert "not kept" in found.note and "set HOME" in found.note
     with pytest.raises(StorageError, match="set HOME"):
-        tuning_cache.clear()
+        cache.clear()
 
 
 def test_the_key_has_what_changes_a_message_and_not_what_differs_from_job_to_job(monkeypatch):
@@ -216,12 +216,12 @@ def test_the_key_has_what_changes_a_message_and_not_what_differs_from_job_to_job
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("OMPI_MCA_num_procs", "2")
-    keys = run_threads(2, lambda comm: tuning_cache.key(comm, (2,), "an MPI", "allreduce", "float32", "host", 64), None)
+    keys = run_threads(2, lambda comm: cache.key(comm, (2,), "an MPI", "allreduce", "float32", "host", 64), None)
     assert keys[0] == keys[1]
     assert set(keys[0]) == set(KEY)
     assert {"OMPI_MCA_coll_tuned_priority", "UCX_TLS"} <= set(keys[0]["settings"])
     assert not {"OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"} & set(keys[0]["settings"])
     assert set(keys[0]["software"]) == {"hpcdist", "mpi4py", "numpy"}
     path = path_of(keys[0])
-    found = kept(TUNED, keys[0])
+    found = save(TUNED, keys[0])
     assert load(path)[1].text == found.text

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
-from hpcdist.arrays import peak
+from hpcdist.arrays import matmul_peak
 from hpcdist.arrays.backend import to_host
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.counts import counts
 from hpcdist.training import utilisation
 from hpcdist.training.utilisation import NO_ROOM, described, figures
@@ -72,12 +72,12 @@ def test_what_is_not_known_is_told_with_the_reason(text: dict[str, object], monk
 
 def test_a_peak_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 0.5, 0.25, 1.0])  # the first touches memory, and does not count
-    monkeypatch.setattr(peak.Product, "run", lambda self: next(seconds))
-    assert peak.matmul_flops_per_s(np.dtype(np.float32), seconds=0.0, side=16) == 2 * 16**3 / 0.25
+    monkeypatch.setattr(matmul_peak.MatrixProduct, "run", lambda self: next(seconds))
+    assert matmul_peak.matmul_flops_per_s(np.dtype(np.float32), seconds=0.0, side=16) == 2 * 16**3 / 0.25
 
 
 def test_a_product_is_that_of_its_matrices() -> None:
-    product = peak.Product(np.dtype(np.float64), side=20)
+    product = matmul_peak.MatrixProduct(np.dtype(np.float64), side=20)
     assert product.run() > 0 and product.flops == 2 * 20**3
     np.testing.assert_allclose(product._into, product._a @ product._b, rtol=1e-12)
 
@@ -85,15 +85,15 @@ def test_a_product_is_that_of_its_matrices() -> None:
 @pytest.mark.parametrize("side", [1, 64, 150])
 def test_few_numbers_of_a_product_are_drawn_on_the_host(side: int, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied to the GPU, and there repeated until the matrix is full."""
-    placed, place = [], peak.backend.place
+    placed, place = [], matmul_peak.backend.place
 
     def watched(array: Any, on: str) -> Any:
         placed.append(array.shape)
         return place(array, on)
 
-    monkeypatch.setattr(peak.backend, "place", watched)
-    product = peak.Product(np.dtype(np.float32), "gpu", side)
-    rows = min(side, peak.ROWS)
+    monkeypatch.setattr(matmul_peak.backend, "place", watched)
+    product = matmul_peak.MatrixProduct(np.dtype(np.float32), "gpu", side)
+    rows = min(side, matmul_peak.ROWS)
     assert placed == [(rows, side)] * 2
     a, b = (to_host(one) for one in (product._a, product._b))
     for matrix in (a, b):
@@ -104,12 +104,12 @@ def test_few_numbers_of_a_product_are_drawn_on_the_host(side: int, gpu: Any, mon
 
 
 def test_a_blas_tells_its_kernels_and_what_it_was_told() -> None:
-    told = peak.blas({"OPENBLAS_CORETYPE": "Haswell", "PATH": "/bin", "OMP_NUM_THREADS": "1"})
+    told = matmul_peak.blas({"OPENBLAS_CORETYPE": "Haswell", "PATH": "/bin", "OMP_NUM_THREADS": "1"})
     assert told.endswith("OMP_NUM_THREADS=1, OPENBLAS_CORETYPE=Haswell") and "PATH" not in told
-    if peak._bundled():
+    if matmul_peak._bundled():
         assert told.startswith("kernels ") and len(told.split(",")[0]) > len("kernels ")
 
 
 def test_a_blas_that_says_nothing_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak, "_bundled", list)
-    assert peak.blas({"PATH": "/bin"}) == "not known"
+    monkeypatch.setattr(matmul_peak, "_bundled", list)
+    assert matmul_peak.blas({"PATH": "/bin"}) == "not known"

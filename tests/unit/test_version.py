@@ -12,7 +12,7 @@ import pytest
 
 import hpcdist
 from hpcdist.batch import resources
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import step_metrics
 
 PACKAGE = Path(hpcdist.__file__).resolve().parent
 CLONE = PACKAGE.parent
@@ -78,14 +78,14 @@ def hpcdist_says(*arguments: object) -> str:
 
 
 def test_a_run_of_the_version_before_goes_on(old):
-    before = metrics.read(old / metrics.METRICS_FILE)
+    before = step_metrics.read(old / step_metrics.METRICS_FILE)
     assert before.attributes["hpcdist_version"] == old.name.removeprefix("run-")
     whole = shutil.copytree(old, old.parent / "whole")
     for run in (old, whole):
         keys = ("--set=run.steps=7", f"--set=data.staged={old.parent}/data.h5")
         said = hpcdist_says("train", run / "recipe.toml", "--out", run, "--resume", "auto", *keys)
         assert "resumed from" in said and "after 4 steps" in said
-    after = [metrics.read(run / metrics.METRICS_FILE) for run in (old, whole)]
+    after = [step_metrics.read(run / step_metrics.METRICS_FILE) for run in (old, whole)]
     assert np.array_equal(after[0].steps["loss"], after[1].steps["loss"]), "a resume decides nothing by chance"
     assert np.array_equal(after[0].steps["step"], range(1, 8))
     assert np.array_equal(after[0].steps["loss"][:4], before.steps["loss"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from hpcdist import models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -251,7 +251,7 @@ def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatc
     def body(comm: Communicator, config: ZeroConfig) -> tuple[int, list[int]]:
         run = Run(comm, zero(1, config), "float32", model, microbatches)
         run.losses(text()[:1])  # communicators are split and scratch memory taken
-        with recording(comm) as traffic:
+        with count_traffic(comm) as traffic:
             run.losses(text()[1:2])
         assert not traffic.unknown
         return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) * 4 for stage in run.model.stages]

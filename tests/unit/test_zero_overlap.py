@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives, models
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives import resumable
+from hpcdist.collectives.nonblocking import steps
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -140,7 +140,7 @@ def test_a_thread_trains_to_the_same_bits(algorithm: str, stage: int, prefetch: 
 def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(
     overlap: str, stage: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 512)  # several lanes
+    monkeypatch.setattr(steps, "SEGMENT_BYTES", 512)  # several lanes
     for size in (2, 8) if overlap == "thread" else (2, 5):
         assert trained(size, DATA, stage, overlap, "ring", prefetch) == plain(size, stage)
 
@@ -172,7 +172,7 @@ def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Gener
     data = text(rng)
 
     def body(comm: Communicator, overlap: str, prefetch: int) -> int:
-        with recording(comm) as traffic, Run(comm, 3, overlap, "ring", prefetch) as run:
+        with count_traffic(comm) as traffic, Run(comm, 3, overlap, "ring", prefetch) as run:
             before = traffic.sent_bytes
             run.step(data[0], 1)
             assert not traffic.unknown.keys() & {"iallreduce", "all_gather", "reduce_scatter"}

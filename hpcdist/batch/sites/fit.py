@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from hpcdist.arrays.sizes import counted
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.units import counted
 
 IMAGE = ("/usr", "/opt")  # of the operating system, whose image all nodes have
 LAUNCHERS_WITH_SPARES = ("mpirun", "srun")

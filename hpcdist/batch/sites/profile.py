@@ -12,7 +12,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any, Final
 
 from hpcdist.batch.job import RESOURCES, BatchJob, memory_mib, walltime_s
-from hpcdist.comm.launchers import KINDS
+from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, UsageError
 
 SCHEDULERS: Final = ("slurm", "pbs", "none")

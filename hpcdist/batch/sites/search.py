@@ -16,7 +16,7 @@ import msgspec
 from hpcdist.batch import resources
 from hpcdist.batch.sites import profile
 from hpcdist.batch.sites.profile import SiteProfile
-from hpcdist.comm import mpirun
+from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.reporting import regular
 

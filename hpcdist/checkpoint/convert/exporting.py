@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.format.manifest import Manifest
@@ -63,7 +63,7 @@ def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor
     pieces = []
     for tensor, offset in places:
         whole = Range(0, tensor.size)
-        region = Stretch(_FileRegion(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
+        region = FileSlice(_FileRegion(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
         pieces.append(
             Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, region)  # type: ignore[arg-type]
         )
@@ -79,7 +79,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
     for path in paths:
         if path.exists():
             raise StorageError(f"{path}: exists already; remove it, or choose another name")
-    written = {path: atomic.unfinished(path) for path in paths}
+    written = {path: atomic.temporary_path(path) for path in paths}
     named: list[Path] = []
     try:
         for folder in {path.parent for path in paths}:

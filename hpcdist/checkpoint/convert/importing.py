@@ -26,7 +26,7 @@ import numpy as np
 
 import hpcdist
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import directory as names
@@ -35,7 +35,7 @@ from hpcdist.checkpoint.convert.confined_reader import ERROR_FLAG, MISSING_LIBRA
 from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX
 from hpcdist.checkpoint.listing import StoredTensor
 from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 ANSWER_TIMEOUT_S: Final = 300.0  # for one answer
@@ -135,7 +135,7 @@ class ForeignFile:
         found = []
         for index, one in enumerate(self.tensors):
             whole = Range(0, one.size)
-            lies = Stretch(_RemoteTensor(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
+            lies = FileSlice(_RemoteTensor(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
             found.append(Piece(one.kind, one.name, one.shape, whole_box(one.shape), whole, lies))  # type: ignore[arg-type]
         return found
 

@@ -51,7 +51,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
     for tensor in tensors:
         places.append((tensor, position))
         position = align_up(position + tensor.nbytes, _ALIGNED)
-    raw = atomic.unfinished(out)
+    raw = atomic.temporary_path(out)
     with new_files([out]) as written:
         try:
             write_file(raw, lambda fd: write_tensors(checkpoint, fd, places))

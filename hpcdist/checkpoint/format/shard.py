@@ -24,7 +24,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, virtual
 from hpcdist.hdf5.files import storable
 from hpcdist.hdf5.overlay import Overlay
-from hpcdist.hdf5.virtual import Part, Whole
+from hpcdist.hdf5.virtual import VirtualDataset, VirtualSource
 
 SCHEMA: Final = "hpcdist.shard"
 PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
@@ -174,12 +174,12 @@ def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> I
     return IndexFile(manifest.INDEX_FILE, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, Whole]:
+def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, VirtualDataset]:
     found: dict[tuple[str, str], list[StoredPiece]] = {}
     for entry in entries:
         found.setdefault((entry.kind, entry.tensor), []).append(entry)
     return {
-        f"{kind}/{tensor}": Whole(
+        f"{kind}/{tensor}": VirtualDataset(
             parts[0].shape,
             dtype_of(parts[0].dtype),
             [_virtual_source(part) for part in parts],
@@ -189,6 +189,6 @@ def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, Whole]:
     }
 
 
-def _virtual_source(entry: StoredPiece) -> Part:
+def _virtual_source(entry: StoredPiece) -> VirtualSource:
     slot = Slot(entry.kind, entry.tensor, entry.dtype, entry.shape, entry.box, entry.flat)
-    return Part(entry.file, entry.dataset, slot.stored_shape(), entry.box, entry.flat)
+    return VirtualSource(entry.file, entry.dataset, slot.stored_shape(), entry.box, entry.flat)

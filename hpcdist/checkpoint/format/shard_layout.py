@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of, name_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
@@ -88,7 +89,7 @@ TAG = 0
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
     """Yield the bytes of what this rank holds: an array, which is not copied on the host, or a `Stretch` (local)."""
-    if isinstance(array, Stretch):
+    if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
 
@@ -102,7 +103,7 @@ def _of_host(array: np.ndarray) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(array[part.slice]).view(np.uint8)
 
 
-def _of_file(source: Stretch) -> Iterator[np.ndarray]:
+def _of_file(source: FileSlice) -> Iterator[np.ndarray]:
     memory = np.empty(min(BLOCK_BYTES // source.dtype.itemsize, source.where.size), source.dtype)
     for part in _cuts(source.where.size, source.dtype):
         source.read(part, memory[: part.size])

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hpcdist.arrays import transfer
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up, cut
 from hpcdist.checkpoint.format.shard_layout import Slot
@@ -246,7 +246,7 @@ def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iter
 
 def _copy_part(array: Any, part: slice, place: np.ndarray) -> None:
     """Copy what is not in memory of the host: a part of a file, or of an array of a GPU through pinned memory."""
-    if isinstance(array, Stretch):
+    if isinstance(array, FileSlice):
         array.read(Range(part.start, part.stop), place)
     else:
-        transfer.to_host(array[part], lambda where, block: np.copyto(place[where.slice], block))
+        staging.to_host_in_blocks(array[part], lambda where, block: np.copyto(place[where.slice], block))

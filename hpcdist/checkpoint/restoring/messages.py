@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays import backend, transfer
-from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays import backend
+from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.comm.communicator import Communicator, Request
 
@@ -49,7 +50,7 @@ class ElementRuns:
     @property
     def is_one(self) -> bool:
         """Whether it is one stretch of memory."""
-        return self.size.size == 1 and not isinstance(self.array, Stretch)
+        return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
         """Return the elements ``where`` of the line, which are some."""
@@ -134,17 +135,17 @@ def _index(start: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _read(array: Any, where: Range, out: np.ndarray) -> None:
-    if isinstance(array, Stretch):
+    if isinstance(array, FileSlice):
         array.read(where, out)
     else:
-        transfer.to_host(array[where.slice], lambda part, block: np.copyto(out[part.slice], block))
+        staging.to_host_in_blocks(array[where.slice], lambda part, block: np.copyto(out[part.slice], block))
 
 
 def _write(array: Any, where: Range, values: np.ndarray) -> None:
-    if isinstance(array, Stretch):
+    if isinstance(array, FileSlice):
         array.write(where, values)
     else:
-        transfer.to_device(array[where.slice], lambda part, block: np.copyto(block, values[part.slice]))
+        staging.to_device_in_blocks(array[where.slice], lambda part, block: np.copyto(block, values[part.slice]))
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
@@ -252,7 +253,7 @@ def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndar
     In blocks by way of the host where the arrays are not of one side, or the stretches short.
     """
     count = int(size.sum())
-    memory = not isinstance(source, Stretch) and not isinstance(target, Stretch)
+    memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)
     if memory and backend.is_device(source) == backend.is_device(target) and count >= SHORT * size.size:
         for one, other, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
             target[other : other + elements] = source[one : one + elements]

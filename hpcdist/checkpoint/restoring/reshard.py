@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.dtypes import name_of
-from hpcdist.arrays.piece import Box, Piece, Runs, common, grouped_alike, runs
+from hpcdist.arrays.piece import Box, Piece, Runs, grouped_alike, intersect_runs, runs
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.restoring import messages as moves
 from hpcdist.checkpoint.restoring.messages import ElementRuns
@@ -89,7 +89,7 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
     own = sum(offer.rank == rank for offer in offers)
     found: list[CopyRuns] = []
     for offer in offers:
-        found.append(CopyRuns(*common(mine, offer.runs())))
+        found.append(CopyRuns(*intersect_runs(mine, offer.runs())))
         if found[-1].size.sum() == piece.flat.size:
             if len(found) <= own:
                 return [(offer, found[-1])]  # as nearly always where the cut is that of before

@@ -17,8 +17,8 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of, name_of
-from hpcdist.arrays.filestore import Stretch
-from hpcdist.arrays.piece import Piece, common, first_gap, grouped_alike, runs
+from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.piece import Piece, first_gap, grouped_alike, intersect_runs, runs
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import listing
@@ -26,7 +26,7 @@ from hpcdist.checkpoint.format import block_reader, manifest
 from hpcdist.checkpoint.format.block_reader import BlockConsumer, BlockReader, DamagedError
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, StorageError
 
 
@@ -36,7 +36,7 @@ def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader
     Raises StorageError where they are of another shape or dtype, or do not cover it, and `DamagedError`.
     """
     _check_entries(directory, piece, entries)
-    if isinstance(piece.array, Stretch):
+    if isinstance(piece.array, FileSlice):
         _fill_in_blocks(directory, piece, piece.array, entries, reader)
     else:
         _fill_in_memory(directory, piece, entries, reader)
@@ -59,7 +59,7 @@ def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) ->
 
 
 def _fill_in_blocks(
-    directory: Path, piece: Piece, target: Stretch, entries: list[StoredPiece], reader: BlockReader
+    directory: Path, piece: Piece, target: FileSlice, entries: list[StoredPiece], reader: BlockReader
 ) -> None:
     """Fill what is not in memory. A stored block is read once where it was saved in these cuts, else twice at most."""
     longest = BLOCK_BYTES // target.dtype.itemsize
@@ -91,7 +91,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
     mine = runs(piece.global_shape, piece.box, piece.flat)
     filled = []
     for entry in entries:
-        to, at, size = common(mine, entry.runs())
+        to, at, size = intersect_runs(mine, entry.runs())
         _copy(reader, entry, out, (to, at, size))
         filled.append((to, size))
     gap = first_gap(filled, piece.flat.size)

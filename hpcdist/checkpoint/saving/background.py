@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcdist.arrays import backend, device, staging
-from hpcdist.arrays.filestore import Stretch, begin_write_back
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays import backend
+from hpcdist.arrays.filestore import FileSlice, begin_write_back
+from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
@@ -94,7 +95,7 @@ def _copy(array: Any, place: np.ndarray) -> Any:
     """Copy ``array`` into the bytes ``place``; from a GPU, return the event after which they are there."""
     if isinstance(array, np.ndarray):
         place.view(array.dtype)[...] = array
-    elif isinstance(array, Stretch):
+    elif isinstance(array, FileSlice):
         _copy_blocks(blocks_of(array), place)
     elif place.size:
         return staging.begin_to_host(array, place.view(array.dtype))

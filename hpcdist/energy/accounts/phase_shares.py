@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.spanfile import PHASES, STEP
-from hpcdist.comm.spans import CAPACITY
+from hpcdist.comm.record.spans import CAPACITY, PHASES, STEP
 from hpcdist.energy.report import EARLIER_START, amount
 
 IDLE: Final = "idle"  # what no span covers

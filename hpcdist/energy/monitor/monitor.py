@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.comm.agreement import meet
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
-from hpcdist.comm.machine import boot_id
+from hpcdist.comm.failure.rank_failures import barrier_with_deadline
+from hpcdist.comm.launch.host import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import live
@@ -86,7 +86,7 @@ class EnergyMonitor:
 
     def _meet(self, what: str) -> None:
         if math.isfinite(self._deadline_s):
-            meet(self._comm, what, self._deadline_s)
+            barrier_with_deadline(self._comm, what, self._deadline_s)
 
     def _look_of(self, claims: Sequence[GpuClaim]) -> Callable[[], np.ndarray]:
         processes = [one.process for one in claims if one.process is not None]

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.comm import kept_files
-from hpcdist.comm.machine import boot_id
+from hpcdist.comm.launch.host import boot_id
 from hpcdist.errors import StorageError
+from hpcdist.reporting import user_cache
 
 FORMAT: Final = 1
 LOCK: Final = "lock"
@@ -120,7 +120,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
         "changes": [asdict(change) for change in changes],
     }
     try:
-        kept_files.write(path, content)
+        user_cache.write(path, content)
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}), and without it no limit is changed; set XDG_STATE_HOME to "
@@ -134,7 +134,7 @@ def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
     found, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(_record(path, json.loads(kept_files.read(path))))
+            found.append(_record(path, json.loads(user_cache.read(path))))
         except FileNotFoundError:
             continue  # its process has just put everything back
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -127,7 +127,7 @@ __device__ __forceinline__ float over_row(float value, F join) {
   return join(value, __shfl_xor_sync(0xFFFFFFFFu, value, 2));
 }
 
-// What is dropped: see `Mask` of hpcdist.models.dropout. The factor of probability (query, key) of a pair.
+// What is dropped: see `Mask` of hpcdist.models.layers.dropout. The factor of probability (query, key) of a pair.
 struct Dropped {
   long long on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1, limit;
   float scale;

@@ -91,7 +91,7 @@ extern "C" __global__ void turn(REAL* x, const ACC* turns, long long n, long lon
 }
 
 // Multiply rows [first, last) and columns [0, width) of x (all, rows, columns) by 0 or `factor`; a thread has the four
-// columns of a counter. See `Mask.drop` of hpcdist.models.dropout for the places; n counts threads.
+// columns of a counter. See `Mask.drop` of hpcdist.models.layers.dropout for the places; n counts threads.
 extern "C" __global__ void drop(REAL* x, long long n, long long rows, long long columns, long long first,
     long long last, long long width, long long groups, long long pitch, long long rows_per_sample, long long first_row,
     long long blocks, long long skipped, long long first_sample, long long site, long long step, long long key0, long long key1,

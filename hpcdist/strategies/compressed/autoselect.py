@@ -22,10 +22,10 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.sizes import in_units
 from hpcdist.collectives.sharded import SHARDED
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
@@ -78,7 +78,7 @@ class CompressionDecision:
         unworthy = ", which is not worth its error" if ratio > 1 and self.name == NONE else ""
         why = f"{best.name} is {verdict}{unworthy}"
         shown = "; ".join(map(str, self.rows))
-        return f"communication.compression = auto: {self.name}: {why}; {in_units(self.bucket_bytes)}: {shown}"
+        return f"communication.compression = auto: {self.name}: {why}; {format_bytes(self.bucket_bytes)}: {shown}"
 
     def numbers(self) -> dict[str, Any]:
         """Return it as JSON values (local)."""

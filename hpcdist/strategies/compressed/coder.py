@@ -15,9 +15,8 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
-from hpcdist.compression.compressor import Compressor, Key, align
+from hpcdist.compression.compressor import Compressor, RandomKey, align, is_finite
 from hpcdist.compression.feedback import ErrorFeedback
-from hpcdist.compression.finite import is_finite
 
 _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # elements: tensors and shares begin at a multiple
 
@@ -75,8 +74,8 @@ class GradientCoder:
         else:
             self.feedback.encode(unit.where, values, self.compressor, payload, key)
 
-    def _key(self, unit: CodedUnit) -> Key:
-        return Key(self.seed, self.step, self.rank, unit.where.start // _LINE)
+    def _key(self, unit: CodedUnit) -> RandomKey:
+        return RandomKey(self.seed, self.step, self.rank, unit.where.start // _LINE)
 
     def decode(self, payloads: Array, part: Range, out: Array) -> None:
         """Write what ``payloads`` say of ``part`` to ``out``; padding between tensors is not touched."""

@@ -1,8 +1,8 @@
 """Deep gradient compression as an exchange: SGD's momentum before the wire, Lin et al. (arXiv:1712.01887).
 
-See `hpcdist.compression.dgc` for the maths. Each rank keeps for each element a velocity and what is unsent of it, 8
-bytes; it sends the largest of what is unsent to all others, who add up what came in order of ranks and step by the
-sum, without momentum of their own. For tensors of n elements, or pieces of them where buckets cut them, and the
+See `hpcdist.compression.sparsify.dgc` for the maths. Each rank keeps for each element a velocity and what is unsent
+of it, 8 bytes; it sends the largest of what is unsent to all others, who add up what came in order of ranks and step
+by the sum, without momentum of their own. For tensors of n elements, or pieces of them where buckets cut them, and the
 density d, each of p ranks sends (p-1) 8 ceil(d n) bytes a step, and up to 63 more to align the payload of a tensor:
 below the 2 (p-1)/p 4 n of a dense sum where d is below 1/p.
 
@@ -29,8 +29,8 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.compression.dgc import WARMUP_STAGES, Dgc, density_at
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
+from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.allreduce import buckets_of_layers
 from hpcdist.strategies.compressed.coder import CodedUnit, GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
@@ -62,7 +62,7 @@ def _kind(rank: int) -> str:
 class DgcCoder(GradientCoder):
     """Sends the largest of what is unsent; the values that it is given are not looked at."""
 
-    def __init__(self, layout: Layout, density: float, states: Mapping[Range, Dgc]) -> None:
+    def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
         self._states = states
 
@@ -87,7 +87,7 @@ class DgcExchange(LocalGradients):
         self.velocity = DgcVelocities(self.seat, seat.data, seat.parts, can_roll_back=False)
         u, v = (kept.feedback.residuals for kept in (self.velocity, self.unsent))
         self._states = {
-            where: Dgc(
+            where: DeepGradientCompression(
                 where.size,
                 momentum=given.momentum,
                 nesterov=given.nesterov,

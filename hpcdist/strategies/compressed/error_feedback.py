@@ -23,7 +23,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.workspace import scratch
 from hpcdist.compression.feedback import RESIDUAL, ErrorFeedback
 from hpcdist.errors import StorageError
-from hpcdist.optim import kernels
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.tensor.replicated import counted

@@ -27,7 +27,7 @@ import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.compression import dgc
+from hpcdist.compression.sparsify import dgc
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.compressed.coder import GradientCoder

@@ -18,8 +18,8 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression import powersgd
+from hpcdist.compression.compressor import is_finite
 from hpcdist.compression.feedback import ErrorFeedback
-from hpcdist.compression.finite import is_finite
 
 QUERY: Final = "powersgd.query"  # the kind of the factors that the next step begins with, in a checkpoint
 _FLOAT32 = np.dtype(np.float32)
@@ -44,14 +44,14 @@ class PowerSgdReduction:
     ) -> None:
         self.comm, self.layout, self.rank, self.algorithm = comm, layout, rank, algorithm
         self.feedback: ErrorFeedback | None = None
-        self.matrices: dict[str, powersgd.LowRank] = {}
+        self.matrices: dict[str, powersgd.PowerSgd] = {}
         for part in parts:
             for segment, where in layout.within(part):
                 assert where == segment.range, f"{segment.key} is cut"
                 shape, place = segment.spec.shape, segment.range.start // _LINE
                 clamped = powersgd.rank_of(shape, rank) if segment.spec.is_matrix else 0
                 if clamped:
-                    self.matrices[segment.key] = powersgd.LowRank(shape, clamped, seed=seed, tensor=place, on=on)
+                    self.matrices[segment.key] = powersgd.PowerSgd(shape, clamped, seed=seed, tensor=place, on=on)
         self.owes = False  # whether there may be residuals of tensors that travel as they are
         self._owing: dict[str, Array] = {}  # residuals of this step, by tensor
         self._before = {key: matrix.query.copy() for key, matrix in self.matrices.items()}

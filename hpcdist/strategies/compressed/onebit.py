@@ -1,10 +1,10 @@
 """1-bit Adam as an exchange: dense Adam first, then signs of the momentum, Tang et al. (arXiv:2102.02888).
 
-See `hpcdist.compression.onebit` for the maths. In the first ``compression.warmup_steps`` updates gradients are summed
-and clipped as without compression, and the steps are those of AdamW. Then the variance is frozen: each of p ranks
-advances the momentum that all have by its own gradient, and sends signs of it. All scale groups of a rank travel
-together: with M_q the bytes of the payloads of all chunks of rank q, 4 + n/8 for n elements and placed by words, rank
-r sends
+See `hpcdist.compression.quantise.onebit_adam` for the maths. In the first ``compression.warmup_steps`` updates
+gradients are summed and clipped as without compression, and the steps are those of AdamW. Then the variance is
+frozen: each of p ranks advances the momentum that all have by its own gradient, and sends signs of it. All scale
+groups of a rank travel together: with M_q the bytes of the payloads of all chunks of rank q, 4 + n/8 for n elements
+and placed by words, rank r sends
 
     the M_q of all q but r to their owners, and those of all q but r + 1 around a ring:  2 (p-1)/p n/8 and a little
 
@@ -44,8 +44,8 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.workspace import scratch
-from hpcdist.compression.compressor import Key, align
-from hpcdist.compression.onebit import Moments, OneBitAdam, places
+from hpcdist.compression.compressor import RandomKey, align
+from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam, places
 from hpcdist.errors import StorageError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.exchange import LocalGradients
@@ -137,7 +137,7 @@ class OneBitExchange(LocalGradients):
         # What is left of AdamW for the owner: the decay, and the rate.
         super().__init__(seat, replace(given, name="sgd", momentum=0.0))
         self.config, self._seed, self._scale = config, seed, 1.0
-        moments = Moments(beta1=given.beta1, beta2=given.beta2, epsilon=given.epsilon)
+        moments = AdamMoments(beta1=given.beta1, beta2=given.beta2, epsilon=given.epsilon)
         data = seat.data
         self.held = {
             part: [
@@ -237,9 +237,9 @@ class OneBitExchange(LocalGradients):
             for adam, place in zip(adams, lie[owner], strict=True):
                 adam.receive(owner, means[row.slice][place.slice])
 
-    def _key(self, stretch: int, phase: int) -> Key:
+    def _key(self, stretch: int, phase: int) -> RandomKey:
         data = self.seat.data
-        return Key(self._seed, self.owner.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
+        return RandomKey(self._seed, self.owner.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
 
     def pieces(self) -> Sequence[Piece]:
         """Return also this rank's share of the moments, which all have, and its errors."""

@@ -30,10 +30,10 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.pieces import wait_all
+from hpcdist.collectives.segments import wait_all
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.collectives.workspace import scratch
-from hpcdist.comm import checked
+from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compression.compressor import align
 from hpcdist.errors import ConfigurationError
@@ -237,7 +237,7 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
     """Where calls are checked, raise on all ranks unless they are about to do the same. Collective over ``comm``."""
     if comm.checked and comm.size > 1:
         count = f"{part.size} in {len(shares)} shares"
-        checked.compare(comm, checked.Call(f"compressed {call}", coder.compressor.name, "float32", count))
+        checks.compare_calls(comm, checks.CollectiveCall(f"compressed {call}", coder.compressor.name, "float32", count))
 
 
 def inter_node(data: Communicator) -> Communicator:

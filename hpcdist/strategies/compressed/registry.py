@@ -12,14 +12,13 @@ import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compression.adaptive import Adaptive
-from hpcdist.compression.blockwise import NEAREST, STOCHASTIC, Blockwise
 from hpcdist.compression.casts import BFloat16, Float16
 from hpcdist.compression.compressor import Compressor
-from hpcdist.compression.qsgd import Qsgd
-from hpcdist.compression.randomk import RandomK
-from hpcdist.compression.sign import SignSgd
-from hpcdist.compression.topk import TopK
+from hpcdist.compression.quantise.adaptive import Adaptive
+from hpcdist.compression.quantise.sign import SignSgd
+from hpcdist.compression.quantise.uniform import NEAREST, STOCHASTIC, Blockwise, Qsgd
+from hpcdist.compression.sparsify.randomk import RandomK
+from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.allreduce import buckets_of_layers
 from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig

@@ -48,7 +48,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim import kernels
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import (

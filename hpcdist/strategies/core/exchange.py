@@ -19,8 +19,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives import nonblocking
-from hpcdist.collectives.progress import Handle
+from hpcdist.collectives.nonblocking import engines
+from hpcdist.collectives.nonblocking.progress import Handle
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ShardingDegrees
@@ -45,7 +45,7 @@ class BackgroundCollectives:
     """
 
     def __init__(self, data: Communicator, kind: str) -> None:
-        self._progress = nonblocking.begin(data, kind)
+        self._progress = engines.begin(data, kind)
         self.over = self._progress.own  # the communicator that sums: not ``data``, on which others may go on
         self.polls = kind == "poll"
         self._under_way: dict[Hashable, Handle] = {}

@@ -3,9 +3,9 @@
 A step is cut into L logical shards of equal size, whatever the number of ranks; each is a micro-batch of its own, so
 that every matrix product has the same shape everywhere. What is summed over them, or over parts of the model, is
 
-    gradients   in the order of the tree of `hpcdist.collectives.fixed_tree`
+    gradients   in the order of the tree of `hpcdist.collectives.algorithms.fixed_tree`
     losses      in the same order
-    squares     exactly, see `hpcdist.optim.exact`: the norm that clips, and those of layer-wise rates
+    squares     exactly, see `hpcdist.optim.update.exact`: the norm that clips, and those of layer-wise rates
 
 All else in a step is elementwise. So exchanges that cut a model differently have the same bits as well.
 
@@ -29,9 +29,9 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.fixed_tree import FixedTree, shards_of, tree_sum
+from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of, tree_sum
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim import kernels
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.rank_context import RankContext
 
 # (rows, inner, columns): large enough for threads, and one with a ragged edge in every dim

@@ -13,17 +13,17 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import Allocate, FlatStore
-from hpcdist.collectives import node_shared
-from hpcdist.collectives.selection import parse
+from hpcdist.collectives.dispatch import parse_algorithm
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
+from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.model import Model
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.master import WithMaster
+from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.schedule.placement import StagePlacement
 
@@ -122,7 +122,7 @@ class RankContext:
         They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is. Of a choice by size it
         is that for small buffers, if it suits them on the world too.
         """
-        small = parse(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
+        small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
         return small if suits else "recursive_doubling"
 
@@ -151,7 +151,7 @@ class RankContext:
             return None
 
         def allocate(size: int, dtype: "np.dtype[np.generic]") -> Array:
-            array = node_shared.allocate(over or self.data, size, np.dtype(dtype))
+            array = shared_memory.allocate(over or self.data, size, np.dtype(dtype))
             return array if self.ledger is None else self.ledger.track(array, category)
 
         return allocate
@@ -169,4 +169,4 @@ class RankContext:
         )
         if self.working is None:
             return built
-        return WithMaster(built, self.layout, parts, ledger=self.ledger, on=self.on)
+        return MasterWeights(built, self.layout, parts, ledger=self.ledger, on=self.on)

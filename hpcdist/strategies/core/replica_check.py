@@ -23,7 +23,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, DivergenceError, NonFiniteError
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Operation
@@ -110,7 +110,7 @@ def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Se
 def _digest_batch(values: Array) -> int:
     """Return 63 bits of the values, types and shapes of an array, or of several (local)."""
     digest = xxhash.xxh3_64()
-    for array in map(backend.to_host, backend.each(values)):
+    for array in map(backend.to_host, backend.arrays_in(values)):
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.intdigest() >> 1
@@ -132,7 +132,7 @@ def explain_nonfinite(
     places = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
     where, which = "; ".join(places), "this step"
     exchange = executor.exchange
-    if not where and isinstance(exchange, DelayedExchange) and (tensor := clip.first_nonfinite(exchange.gradients)):
+    if not where and isinstance(exchange, DelayedExchange) and (tensor := norms.first_nonfinite(exchange.gradients)):
         where, which = f"the step before left it in the gradient of {tensor}, summed over all ranks", "that step"
     where = where or "every rank's own part is finite, so the sum over the ranks overflowed"
     return NonFiniteError(

@@ -15,10 +15,11 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.solo import solo
-from hpcdist.optim import clip, exact
-from hpcdist.optim.master import WithMaster, rounded
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.optim import norms
+from hpcdist.optim.master_weights import MasterWeights, rounded
 from hpcdist.optim.optimizer import Optimizer
+from hpcdist.optim.update import exact
 from hpcdist.strategies.core.exchange import BackgroundCollectives, pieces_of
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
@@ -82,8 +83,8 @@ class ShardedUpdate:
         axis counts: it has its own.
         """
         if not self._exactly:
-            return clip.sum_of_squares(self.gradients, self.counted, self._elsewhere)
-        digits = clip.exact_squares(self.gradients, self.parts)
+            return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
+        digits = norms.exact_squares(self.gradients, self.parts)
         if self._sharers is not None:
             collectives.allreduce(self._sharers, digits, self._algorithm)
         speaks = self._sharers is None or self._sharers.rank == 0
@@ -117,9 +118,9 @@ class ShardedUpdate:
         self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
 
     @property
-    def master(self) -> WithMaster | None:
+    def master(self) -> MasterWeights | None:
         """The optimizer where it keeps float32 weights of its own, and the parameters are their 16-bit copies."""
-        return self.optimizer if isinstance(self.optimizer, WithMaster) else None
+        return self.optimizer if isinstance(self.optimizer, MasterWeights) else None
 
     def slots(self) -> dict[str, FlatStore]:
         """Return the stores of the optimizer's state, by the kind that a checkpoint gives them (local)."""

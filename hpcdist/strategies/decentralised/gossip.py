@@ -27,7 +27,7 @@ from hpcdist.arrays.backend import is_device, namespace
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Request
-from hpcdist.optim.elementwise import ElementWise
+from hpcdist.optim.base import ElementWise
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.graphs import Graph, build

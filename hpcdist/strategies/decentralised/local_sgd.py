@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim import kernels
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.replicas import Replicas

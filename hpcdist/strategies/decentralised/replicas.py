@@ -28,7 +28,8 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
-from hpcdist.optim import clip, kernels
+from hpcdist.optim import norms
+from hpcdist.optim.update import kernels
 from hpcdist.strategies.allreduce import buckets_of_layers
 from hpcdist.strategies.core.exchange import Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
@@ -111,7 +112,7 @@ class Replicas(ShardedUpdateExchange):
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
         limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
-        own = clip.clip_scale(self._norm_squared, limit, normalize=normalizes) if limit or normalizes else 1.0
+        own = norms.clip_scale(self._norm_squared, limit, normalize=normalizes) if limit or normalizes else 1.0
         self.apart = True
         super().begin_update(own * self.factor)
 

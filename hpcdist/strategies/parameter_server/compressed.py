@@ -31,7 +31,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import workspace
-from hpcdist.collectives.leader import reduce_to_leader
+from hpcdist.collectives.algorithms.ring import reduce_to_leader
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import align
@@ -100,7 +100,7 @@ class PayloadTransport(MessageTransport):
         if not self._payloads:
             leaving = [each for each, server in self.site.messages if server != self.site.rank]
             sizes = [self.coder.message(each).nbytes for each in leaving]
-            whole = workspace.count(backend.empty(sum(map(align, sizes)), _BYTES, self.site.seat.on))
+            whole = workspace.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.seat.on))
             start = 0
             for each, size in zip(leaving, sizes, strict=True):
                 self._payloads[each] = whole[start : start + size]

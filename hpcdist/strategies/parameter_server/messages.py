@@ -22,8 +22,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import workspace
-from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
-from hpcdist.collectives.low_precision import round_into, widen
+from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
+from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
@@ -42,7 +42,8 @@ class ReceiveQueue:
         self._comm, self._order = comm, order
         longest = max((size for size, _ in order), default=0)
         self._buffers: list[Array] = [
-            workspace.count(backend.empty(longest, np.dtype(dtype), on)) for _ in range(min(AHEAD, len(order)))
+            workspace.count_in_ledger(backend.empty(longest, np.dtype(dtype), on))
+            for _ in range(min(AHEAD, len(order)))
         ]
         self._requests: list[Request] = []
         self._taken = 0
@@ -187,7 +188,7 @@ class MessageTransport:
                 self._expect(part, server)
             self._expected.pop(part).wait()
         if self._node is not None:
-            spread_from_leader(self._node, self.parameters.range(part))
+            broadcast_from_leader(self._node, self.parameters.range(part))
 
     def settle(self) -> None:
         """Wait for what was sent."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout
 from hpcdist.arrays.ranges import Range, align_up, split
-from hpcdist.arrays.sizes import counted
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 
 if TYPE_CHECKING:  # as in `grid`

@@ -23,7 +23,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.node_flags import NodeFlags
+from hpcdist.collectives.node.flags import NodeFlags
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError

@@ -3,11 +3,12 @@
 `ServerTopology` says who works, who serves what, and which of them this rank is. Sums are deterministic: the same
 bits whatever the order of arrival and, over logical shards, whoever computes and whoever serves.
 
-The tree of `ShardTree` is that of `hpcdist.collectives.fixed_tree`: an order of the addends, the L logical shards of
-a step, that no number of ranks changes. Each of w workers adds up the largest nodes among its own shards, k of them,
-and pushes those; the server of a range finishes the tree. k is 1 where L/w is a power of two: then as much is pushed
-as without shards. Else k <= 2 log2(L/w) + 1. A worker keeps at most log2(L/w) + 1 partial sums of all parameters
-beside its gradients (`PartialSums`), a server as many of one message as the workers' nodes have levels above them.
+The tree of `ShardTree` is that of `hpcdist.collectives.algorithms.fixed_tree`: an order of the addends, the L logical
+shards of a step, that no number of ranks changes. Each of w workers adds up the largest nodes among its own shards, k
+of them, and pushes those; the server of a range finishes the tree. k is 1 where L/w is a power of two: then as much
+is pushed as without shards. Else k <= 2 log2(L/w) + 1. A worker keeps at most log2(L/w) + 1 partial sums of all
+parameters beside its gradients (`PartialSums`), a server as many of one message as the workers' nodes have levels
+above them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.fixed_tree import halves, nodes_within, shards_of
+from hpcdist.collectives.algorithms.fixed_tree import halves, nodes_within, shards_of
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator

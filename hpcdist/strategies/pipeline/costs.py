@@ -9,14 +9,14 @@ Operations are the multiplications and additions of matrix products, 2 for each 
     gpt embedding      no product: h s additions forward, 2 h s back into the tables
 
 That is section 5.1 of Megatron-LM (arXiv:2104.04473), but for attention: it has A = s^2, as it computes scores of the
-future too, which `hpcdist.models.attention` does not. The backward of attention, 10 h A as it computes scores again,
-belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and neither
-is that a GPU, or a cache, likes large products better: only `hpcdist.strategies.pipeline.measured` sees what they
-take.
+future too, which `hpcdist.models.attention.flash` does not. The backward of attention, 10 h A as it computes scores
+again, belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and
+neither is that a GPU, or a cache, likes large products better: only `hpcdist.strategies.pipeline.measured` sees what
+they take.
 
-Memory is that of the arena (`hpcdist.models.arena`): what the forward of a micro-batch leaves for its backward, what
-a backward that is split leaves for its second pass, and scratch that all units of a rank share. In elements a sample,
-with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
+Memory is that of the arena (`hpcdist.models.runtime.arena`): what the forward of a micro-batch leaves for its
+backward, what a backward that is split leaves for its second pass, and scratch that all units of a rank share. In
+elements a sample, with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
 
     gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 4 s h + [12 s h]
     gpt head           kept s h + 2 s + [s v] + s, between two passes the same without the statistics
@@ -32,16 +32,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hpcdist.arrays.layout import TensorSpec
-from hpcdist.models import counts_units as counts
-from hpcdist.models.attention_tiles import QUERY_BLOCK
+from hpcdist.models import counts
+from hpcdist.models.attention.tiles import QUERY_BLOCK
+from hpcdist.models.classifiers import Convolution, Dense
+from hpcdist.models.classifiers import PoolingHead as PooledHead
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.convnet import Convolution
-from hpcdist.models.convnet import Head as PooledHead
-from hpcdist.models.counts_units import Kept, Scratch, Unit
-from hpcdist.models.gpt import Block, Embed, Head
-from hpcdist.models.mlp import Dense
+from hpcdist.models.counts import KeptArray, Scratch, UnitCounts
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Stage
+from hpcdist.models.transformer import LanguageModelHead, TokenEmbedding, TransformerBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class TensorSplit:
         """Return the most that one rank has of activations between the parallel parts."""
         return self.of(elements) if self.by_tokens else elements
 
-    def elements(self, of: Kept) -> int:
+    def elements(self, of: KeptArray) -> int:
         """Return the most that one rank has of an array, for a sample."""
         return of.size if of.whole else self.of(of.size) if of.cut else self.between(of.size)
 
@@ -67,7 +66,7 @@ class TensorSplit:
         """Return the most that one rank has of scratch, for so many samples."""
         if of.most:  # a tile, or a cache full
             return of.of(samples)
-        return samples * self.elements(Kept(of.each, of.cut, of.whole))
+        return samples * self.elements(KeptArray(of.each, of.cut, of.whole))
 
     def size(self, spec: TensorSpec) -> int:
         """Return the most elements that one rank has of a tensor of the whole model."""
@@ -109,8 +108,8 @@ class SampleCounts:
     of an embedding. ``joint``: all of its backward is in the first of two passes.
     """
 
-    unit: Unit
-    held: tuple[Kept, ...] = ()
+    unit: UnitCounts
+    held: tuple[KeptArray, ...] = ()
     products: int = 0
     additions: int = 0
     joint: bool = False
@@ -168,7 +167,7 @@ def _per_sample(stage: Stage) -> int:
 
 def _products(model: Model, stage: Stage) -> list[TensorSpec]:
     """Return the matrices that the unit multiplies with, tied ones included."""
-    if isinstance(stage, Embed):
+    if isinstance(stage, TokenEmbedding):
         return []
     tied = [model.layout.by_key[key].spec for key in stage.tied.values()]
     return [spec for spec in (*stage.tensors(), *tied) if spec.adapted and len(spec.shape) > 1]
@@ -183,24 +182,24 @@ def _matrices(model: Model, stage: Stage) -> SampleCounts:
     inputs = sum(spec.shape[-1] for spec in matrices) * tokens
     active = isinstance(stage, Dense) and stage.activation
     counted = getattr(stage, "forward_flops", None)  # of a user's own modules, whose backward is one pass
-    unit = Unit(
+    unit = UnitCounts(
         parameters=0,
         linear=sum(2 * spec.size * tokens for spec in matrices) if counted is None else round(counted),
-        kept=(Kept(outputs * (2 if active else 1)),),
+        kept=(KeptArray(outputs * (2 if active else 1)),),
         scratch={"linear.dx": Scratch(inputs)},
     )
     # The data itself is not counted.
-    held = Kept(outputs), Kept(inputs if stage is not model.stages[0] else 0)
+    held = KeptArray(outputs), KeptArray(inputs if stage is not model.stages[0] else 0)
     return SampleCounts(unit=unit, held=held, joint=counted is not None)
 
 
 def _embedding(model: Model, stage: Stage) -> SampleCounts:
-    own = Kept(_per_sample(stage))
-    return SampleCounts(unit=Unit(parameters=0, kept=(own,)), held=(own,), additions=own.size)
+    own = KeptArray(_per_sample(stage))
+    return SampleCounts(unit=UnitCounts(parameters=0, kept=(own,)), held=(own,), additions=own.size)
 
 
 def _block(model: Model, stage: Stage) -> SampleCounts:
-    assert isinstance(stage, Block)
+    assert isinstance(stage, TransformerBlock)
     _, context, hidden = stage.output_shape(1)
     shapes = {spec.name: spec.shape for spec in stage.tensors()}
     config = ModelConfig(
@@ -214,21 +213,21 @@ def _block(model: Model, stage: Stage) -> SampleCounts:
         bias="down.bias" in shapes,
         dropout=stage.dropout,
     )
-    unit = counts.block(config, context)
+    unit = counts.block_counts(config, context)
     # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones.
     rest = unit.linear // (2 * context * hidden)  # the matrices have so many columns that are not of the residual
-    held = Kept(4 * context * hidden), Kept(context * rest, cut=True)
+    held = KeptArray(4 * context * hidden), KeptArray(context * rest, cut=True)
     scores = attention_scores(context) if stage.causal else context * context
     return SampleCounts(unit=unit, held=held, products=4 * hidden * scores)
 
 
 def _head(model: Model, stage: Stage) -> SampleCounts:
-    assert isinstance(stage, Head)
+    assert isinstance(stage, LanguageModelHead)
     _, context, vocabulary = stage.output_shape(1)
     config = ModelConfig(hidden=stage.tensors()[0].shape[0], heads=1, vocabulary=vocabulary, norm=stage.norm)
     return SampleCounts(
-        unit=counts.head(config, context),
-        held=(Kept(context * config.hidden), Kept(context * vocabulary, cut=True)),
+        unit=counts.head_counts(config, context),
+        held=(KeptArray(context * config.hidden), KeptArray(context * vocabulary, cut=True)),
     )
 
 
@@ -236,19 +235,23 @@ def _convolution(model: Model, stage: Stage) -> SampleCounts:
     assert isinstance(stage, Convolution)
     statistics = len([spec for spec in stage.tensors() if spec.name.startswith("norm.")])
     first = stage is model.stages[0]
-    return SampleCounts(unit=counts.convolution(stage.picture, stage.shape, statistics, first=first), joint=not first)
+    return SampleCounts(
+        unit=counts.convolution_counts(stage.picture, stage.shape, statistics, first=first), joint=not first
+    )
 
 
 def _pooled(model: Model, stage: Stage) -> SampleCounts:
     classes, channels = stage.tensors()[0].shape
     height, width, _ = model.stages[-2].output_shape(1)[1:]
-    return SampleCounts(unit=counts.pooled((height, width, channels), classes), held=(Kept(channels), Kept(classes)))
+    return SampleCounts(
+        unit=counts.pooling_counts((height, width, channels), classes), held=(KeptArray(channels), KeptArray(classes))
+    )
 
 
 _FORMS: Final = {
-    Embed: _embedding,
-    Block: _block,
-    Head: _head,
+    TokenEmbedding: _embedding,
+    TransformerBlock: _block,
+    LanguageModelHead: _head,
     Convolution: _convolution,
     PooledHead: _pooled,
 }

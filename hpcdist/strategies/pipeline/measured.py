@@ -19,11 +19,11 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.models.arena import Arena
-from hpcdist.models.convnet import Convolution
-from hpcdist.models.dropout import Draw
+from hpcdist.models.classifiers import Convolution
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
-from hpcdist.models.split import narrow, splitting, weight_gradients
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 
 WARM: Final = 2
 TURNS: Final = 7
@@ -88,7 +88,7 @@ class _Probe:
         self._x = self._place(_input(model, unit, samples, draw))
         self._dy = self._place(draw.standard_normal(self._stage.output_shape(samples)).astype(model.dtype))
         self._targets = self._place(_targets(model, samples))
-        self._split = splitting(model.operations)
+        self._split = split_operations(model.operations)
 
     def _place(self, array: np.ndarray) -> Array:
         return backend.place(array, self._on)
@@ -104,7 +104,7 @@ class _Probe:
         self._saved.release()
         second = self._forward()
         halves = self._backward(split=True)
-        narrow(self._saved)
+        release_first_pass(self._saved)
         begun = self._clock()
         weight_gradients(self._parameters, self._gradients, self._model.operations, self._saved)
         weight = self._clock() - begun

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hpcdist.arrays.sizes import in_units
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.model import Model
+from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.costs import TensorSplit, UnitCost, unit_costs
 from hpcdist.strategies.pipeline.measured import PassSeconds
@@ -69,11 +69,11 @@ class PartitionPlan:
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
         for rank, row in enumerate(self.rows):
-            parts = ", ".join(f"{name} {in_units(each)}" for name, each in row.bytes.items() if each)
-            limit = f" of {in_units(row.limit)}" if row.limit else ""
+            parts = ", ".join(f"{name} {format_bytes(each)}" for name, each in row.bytes.items() if each)
+            limit = f" of {format_bytes(row.limit)}" if row.limit else ""
             figures = [f"{done / size:.3g}" if work else "" for done in (row.forward, row.backward)]
             units = ", ".join(map(_shown, row.units))
-            memory = f"{in_units(row.total_bytes)}{limit}: {parts}"
+            memory = f"{format_bytes(row.total_bytes)}{limit}: {parts}"
             lines.append([str(rank), units, f"{row.parameters:,}", *figures, f"{row.share:.0%}", memory])
         columns = [column for column in zip(*lines, strict=True) if any(column)]
         widths = [max(map(len, column)) for column in columns]

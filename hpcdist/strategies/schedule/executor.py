@@ -14,11 +14,11 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.spans import NULL_SPANS, SpanSink
+from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
-from hpcdist.optim import clip
+from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.mixed_precision import MixedPrecisionViews, NoLossScale
 from hpcdist.strategies.core.parameter_views import ParameterViews
@@ -276,7 +276,7 @@ class Executor:
             return
         norm_squared, normalizes = self._norm_squared / scale**2, self.seat.optimizer.normalize_gradient
         bounded = self.clip_norm or normalizes
-        clipped = clip.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) if bounded else 1.0
+        clipped = norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) if bounded else 1.0
         self.exchange.begin_update(clipped / scale)
 
     @property

@@ -11,7 +11,7 @@ from typing import Final
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Request
 from hpcdist.errors import CommunicationError, ScheduleError
-from hpcdist.models.arena import Arena
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.tied import TIES

@@ -15,8 +15,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.comm.spans import NULL_SPANS, SpanSink, now_ns
-from hpcdist.optim import clip
+from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
+from hpcdist.optim import norms
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 
 # All other kinds are communication.
@@ -137,7 +137,7 @@ class NanFinder:
 
     def begin(self, parameters: FlatStore) -> None:
         """Wake up, with a look at what this rank keeps."""
-        tensor = clip.first_nonfinite(parameters)
+        tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.models.arena import Arena
-from hpcdist.models.dropout import Draw
+from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.operations import Operations
-from hpcdist.models.split import narrow, splitting, weight_gradients
+from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
@@ -155,7 +155,7 @@ class Stages:
 
     @cached_property
     def _split(self) -> Operations:
-        return splitting(self._model.operations)
+        return split_operations(self._model.operations)
 
     def _has_samples(self, op: Operation) -> bool:
         return bool(len(self._batches[op.microbatch][0]))  # a replica may have none in the last, uneven micro-batch
@@ -216,7 +216,7 @@ class Stages:
                 dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks come before the one that takes it
             self._gradients[op.microbatch, op.unit] = dx
         if split:
-            narrow(saved)
+            release_first_pass(saved)
         else:
             self._end(op)
         if op.unit in self._firsts and (op.unit == 0 or not self._place.crosses(op.unit)):

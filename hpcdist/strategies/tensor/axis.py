@@ -13,8 +13,9 @@ from typing import Any, Final, Protocol
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding, node_shared
-from hpcdist.collectives.selection import parse
+from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding
+from hpcdist.collectives.dispatch import parse_algorithm
+from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.schedule.observers import NanFinder
@@ -28,7 +29,7 @@ def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> 
     Collective over ``comm``. Activations are large, and summed many times a step: what was chosen for gradients over
     another axis says little about them.
     """
-    if not settled and on == "cpu" and node_shared.is_available(comm):
+    if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
     return suited(comm, chosen)
 
@@ -86,7 +87,7 @@ class TensorAxis:
 
     def _sharding(self, buffer: Array, shares: Sequence[Range]) -> Sharding:
         """Return the two halves of the allreduce that is wanted, or of the ring where it has none for these shares."""
-        name = parse(self.algorithm).at(buffer.nbytes)
+        name = parse_algorithm(self.algorithm).at(buffer.nbytes)
         if name in ON_GPUS:
             return SHARDED_ON_GPUS[name] if len({part.size for part in shares}) == 1 else SHARDED["ring"]
         in_order = name in SHARDED and not (name == "hierarchical" and self.comm.nodes().count > 1)

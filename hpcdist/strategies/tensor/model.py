@@ -16,11 +16,9 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.arena import Arena
-from hpcdist.models.attention import LocalAttention
-from hpcdist.models.dropout import LocalDropout
-from hpcdist.models.gpt import Embed
-from hpcdist.models.linear import (
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.layers.dropout import LocalDropout
+from hpcdist.models.layers.linear import (
     add_to_rows,
     affine,
     as_matrix,
@@ -30,7 +28,9 @@ from hpcdist.models.linear import (
 )
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
+from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.transformer import TokenEmbedding
 from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
 
@@ -199,7 +199,7 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
     """
     if comm.size == 1:
         return model
-    if not isinstance(model.stages[0], Embed):
+    if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
             f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, as those of a gpt are; "
             "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"

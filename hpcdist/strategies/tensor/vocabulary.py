@@ -12,9 +12,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
-from hpcdist.models.exponential import exp
-from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
-from hpcdist.models.ordered import largest
+from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.models.tokens import as_indices, check_tokens
 from hpcdist.strategies.tensor.axis import Borders
@@ -168,7 +166,7 @@ def _add_own_rows(rows: Any, indices: Any, start: int, table: Any) -> None:
 @jit
 def _largest(logits: Any, top: Any) -> None:
     for token in range(logits.shape[0]):
-        top[token] = largest(logits[token])
+        top[token] = row_maximum(logits[token])
 
 
 @jit(fastmath=REORDER)

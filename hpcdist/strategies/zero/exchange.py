@@ -28,9 +28,9 @@ memory for whole layers on top: the largest one, or two.
 
 Over logical shards (see `hpcdist.strategies.core.logical_shards`) cuts decide no bit. Parameters travel as above,
 gradients once a step, to all owners: k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two (`LayerTrees`, in
-the order of `hpcdist.collectives.fixed_tree`). Each rank first sums what it can without the others, and these partial
-sums are of whole layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless every rank has
-one shard.
+the order of `hpcdist.collectives.algorithms.fixed_tree`). Each rank first sums what it can without the others, and
+these partial sums are of whole layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless
+every rank has one shard.
 
 A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends
 less. A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o)
@@ -110,9 +110,8 @@ class ZeroExchange(ShardedUpdateExchange):
         self.accumulates = self._keeps_gradients and shards is None
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
-        self._copied = {
-            tie.unit for tie in tied_tensors(seat.model, seat.placed)
-        }  # to other stages, which get the whole
+        # Units with a tensor that other stages have a copy of: these get the whole.
+        self._copied = {tie.unit for tie in tied_tensors(seat.model, seat.placed)}
         self._layer_at = {part: seat.model.stages[unit].layer for unit, part in seat.ranges.items()}
         cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
         self._cut_layers = {seat.model.stages[unit].layer for unit in cut}

@@ -22,7 +22,7 @@ from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives import node_shared
+from hpcdist.collectives.node import shared_memory
 from hpcdist.errors import DivergenceError, MissingCapabilityError
 from hpcdist.strategies.core.rank_context import RankContext
 
@@ -42,7 +42,7 @@ class NodeParameters:
         self._intra = nodes.intra
         self._data = seat.data
         self._comm = seat.data.dup("node parameters") if nodes.count > 1 else seat.data
-        shares = self._intra.size == 1 or node_shared.is_available(self._intra)
+        shares = self._intra.size == 1 or shared_memory.is_available(self._intra)
         if not all(seat.data.allgather_object(shares)):
             raise MissingCapabilityError(
                 "zero.shared_parameters = true, but the ranks of a node cannot share memory (see the free memory, "
@@ -68,7 +68,7 @@ class NodeParameters:
         if self._intra.size == 1:
             return seat.store("parameters")
         store = seat.store(
-            "parameters", allocate=lambda size, dtype: node_shared.allocate_common(self._intra, size, np.dtype(dtype))
+            "parameters", allocate=lambda size, dtype: shared_memory.allocate_common(self._intra, size, np.dtype(dtype))
         )
         if seat.ledger is not None:
             mine = split(store.size, self._intra.size, store.array.itemsize)[self._intra.rank]

@@ -27,15 +27,16 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays import backend
 from hpcdist.arrays.filestore import BLOCK_BYTES, FileStore
-from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.base import SegmentWise
 from hpcdist.optim.optimizer import Optimizer
-from hpcdist.optim.segmentwise import SegmentWise
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.zero.config import ZeroConfig
 

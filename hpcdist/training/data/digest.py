@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from hpcdist.comm import kept_files
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError
+from hpcdist.reporting import user_cache
 from hpcdist.training.data.arrays import Dataset
 from hpcdist.training.data.samples import FileArray, Sliceable
 
@@ -129,7 +129,7 @@ def _state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
         for path, status in files:
             state.append([str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
             newest_ns = max(newest_ns, status.st_mtime_ns, status.st_ctime_ns)
-    return kept_files.digest({"state": state}), newest_ns
+    return user_cache.digest({"state": state}), newest_ns
 
 
 def _kept(key: str) -> str:
@@ -137,7 +137,7 @@ def _kept(key: str) -> str:
     if key in _seen:
         return _seen[key]
     try:
-        content = json.loads(kept_files.read(_path(key)))
+        content = json.loads(user_cache.read(_path(key)))
         value = content["digest"] if content["key"] == key else ""
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
@@ -148,13 +148,13 @@ def _keep(key: str, value: str, *, write: bool) -> None:
     _seen[key] = value
     try:
         if write:
-            kept_files.write(_path(key), {"key": key, "digest": value})
+            user_cache.write(_path(key), {"key": key, "digest": value})
     except OSError:
         pass  # the next start reads the data again
 
 
 def _path(key: str) -> Path:
-    return kept_files.directory(KIND) / f"{key}.json"
+    return user_cache.directory(KIND) / f"{key}.json"
 
 
 def _tell(what: str, columns: Sequence[Sliceable]) -> None:

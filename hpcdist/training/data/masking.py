@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.rng import philox_arrays
-from hpcdist.models.encoder import predictions
 from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.data.samples import Batch, Samples
 
 MASKED: Final = 0.8  # the share of the chosen tokens that become the mask
@@ -42,7 +42,7 @@ class Masked:
         """Return inputs (n, context), in a type that has room for the mask, and targets (n, context) int64."""
         tokens, _ = self._windows.take(indices, shift)
         count, context = tokens.shape
-        chosen = predictions(context)
+        chosen = masked_predictions(context)
         words = self._words(indices, context + 2 * chosen)
         # Of random words the places of the least are a random choice; the place behind the word makes all different.
         order = words[:, :context] << np.uint64(32) | np.arange(context, dtype=np.uint64)

@@ -25,7 +25,8 @@ from typing import Any
 
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
-from hpcdist.optim import clip, rates
+from hpcdist.optim import norms as optim_norms
+from hpcdist.optim import rates
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.base import GRADIENT, AsynchronousServerExchange
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
@@ -192,7 +193,7 @@ class BackupExchange(AsynchronousServerExchange):
             if len(norms) < len(self.roles.servers):
                 return False
             total = sum(norms[server] for server in self.roles.servers)
-            scale *= clip.clip_scale(scale * scale * total, limit, normalize=normalizes)
+            scale *= optim_norms.clip_scale(scale * scale * total, limit, normalize=normalizes)
             del self._norms[turn.clock]
         shard.step(shard.inbox, scale)
         self._summed = False
@@ -204,7 +205,7 @@ class BackupExchange(AsynchronousServerExchange):
 
     def _tell_norm(self, turn: Turn) -> None:
         assert self.shard is not None
-        own = clip.sum_of_squares(self.shard.inbox, self.shard.parts)
+        own = optim_norms.sum_of_squares(self.shard.inbox, self.shard.parts)
         self._norms.setdefault(turn.clock, {})[self.rank] = own
         for server in self.roles.servers:
             if server != self.rank:

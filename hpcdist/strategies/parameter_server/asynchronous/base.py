@@ -27,7 +27,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Request
-from hpcdist.optim import clip
+from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
@@ -321,7 +321,7 @@ class AsynchronousServerExchange:
 
     def norm_squared(self) -> float:
         """Return the squared norm of the worker's own gradient: a step is agreed with nobody else."""
-        return clip.sum_of_squares(self.gradients, self.gradients.parts)
+        return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over those who are together: the world in a meeting, this rank alone in a step."""

@@ -1,0 +1,10 @@
+"""JAX functions as models of hpcdist: stages are pure functions ``(params, x) -> y`` of pytrees.
+
+Floor 3.5, inside adapters: imports models, arrays and errors; loads jax when it is needed. `parameters` looks at the
+pytrees, `stage` compiles and runs the passes.
+Begin with `model.wrap` and `stage.JaxStage`.
+"""
+
+from hpcdist.adapters.jax.model import wrap
+
+__all__ = ["wrap"]

@@ -1,0 +1,170 @@
+"""Pytrees of parameters of a JAX model: names, shapes and ties, checked before anything is computed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.adapters.jax.arrays import jax_dtype, library
+from hpcdist.errors import ConfigurationError, UsageError
+
+DTYPES: Final = ("float32", "float64")  # of params; what is 16 bits wide is so inside of a function
+PLATFORMS: Final = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+
+
+@dataclass(frozen=True)
+class ParameterLeaves:
+    """The leaves of one pytree of params, in its order; ``values`` makes their initial values."""
+
+    tree: Any
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    arrays: tuple[Any, ...]  # as they were given; shapes and types alone where a function makes them
+    values: Callable[[], Sequence[Any]]
+
+    @classmethod
+    def of(cls, given: Any, where: str) -> "ParameterLeaves":
+        """Look at a pytree, or at what a function without arguments will make. Raises UsageError for other leaves."""
+        jax = library()
+        makes = callable(given) and jax.tree_util.all_leaves([given])
+        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(given) if makes else given)
+        names = tuple(_name(path) for path, _ in found)
+        arrays = tuple(leaf for _, leaf in found)
+        for name, leaf in zip(names, arrays, strict=True):
+            if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+                raise UsageError(
+                    f"{name} in the {where} is a {type(leaf).__name__}; leaves have to be arrays: what is not trained "
+                    "belongs into the function"
+                )
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"two leaves of the {where} are called {twice}; give them other keys")
+        return cls(
+            tree,
+            names,
+            tuple(tuple(leaf.shape) for leaf in arrays),
+            tuple(np.dtype(leaf.dtype) for leaf in arrays),
+            arrays,
+            (lambda: _initial_value(given, tree, where)) if makes else (lambda: arrays),
+        )
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return the keys of ``path`` with dots between them; slashes, which some libraries have in keys, become dots."""
+    parts = [next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)) for key in path]
+    return ".".join(str(part).replace("/", ".") for part in parts) or "value"
+
+
+def _initial_value(given: Callable[[], Any], tree: Any, where: str) -> Sequence[Any]:
+    leaves, found = library().tree_util.tree_flatten(given())
+    if found != tree:
+        raise UsageError(f"the function that makes the {where} returned {found}, and {tree} when it was looked at")
+    return list(leaves)
+
+
+def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
+    """Return which functions make each stage: one without params goes with that before it, or behind it at the front.
+
+    Raises UsageError where there is nothing to train.
+    """
+    groups: list[list[int]] = []
+    leading: list[int] = []
+    for number, own in enumerate(leaves):
+        if own.names:
+            groups.append([*leading, number])
+            leading = []
+        elif groups:
+            groups[-1].append(number)
+        else:
+            leading.append(number)
+    if not groups:
+        raise UsageError("the params have no leaf: there is nothing to train")
+    return groups
+
+
+def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
+    """Return the type of all leaves. Raises ConfigurationError where they differ, or no run computes in it."""
+    pairs = [
+        (f"{name} in the params of stage {number}", dtype)
+        for number, own in enumerate(leaves)
+        for name, dtype in zip(own.names, own.dtypes, strict=True)
+    ]
+    first, alike = pairs[0]
+    for name, dtype in pairs:
+        if dtype.name not in DTYPES:
+            raise ConfigurationError(
+                f"{name} is {dtype}; params are {' or '.join(DTYPES)}: convert them, and let the function "
+                "convert to 16 bits where it wants; what is not trained belongs into the function"
+            )
+        if dtype != alike:
+            raise ConfigurationError(f"{name} is {dtype} and {first} {alike}; convert all params to one type")
+    if jax_dtype(alike) != alike:
+        raise ConfigurationError(
+            f"the params are {alike}, which JAX has disabled; set JAX_ENABLE_X64=1, "
+            f"or convert them to {jax_dtype(alike)}"
+        )
+    return alike
+
+
+def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
+    """Return where the leaves were put, "cpu" or "gpu"; None where they are no arrays of JAX."""
+    found = {
+        device.platform
+        for own in leaves
+        for leaf in own.arrays
+        if hasattr(leaf, "devices")
+        for device in leaf.devices()
+    }
+    if not found:
+        return None
+    if len(found) > 1 or not found <= PLATFORMS.keys():
+        raise ConfigurationError(
+            f"the params are on {', '.join(sorted(found))}; put them all on the CPU, or all on one GPU (jax.device_put)"
+        )
+    return PLATFORMS[found.pop()]
+
+
+def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
+    """Return, for each layer, the local names of tensors that an earlier one owns, with the key there.
+
+    Raises UsageError for ties that cannot be kept, and where two layers were given the same array without a tie.
+    """
+    shapes = {
+        f"{layer}.{name}": shape
+        for layer, own in enumerate(layers)
+        for name, shape in zip(own.names, own.shapes, strict=True)
+    }
+    found: list[dict[str, str]] = [{} for _ in layers]
+    for key, owner in tied.items():
+        for one in (key, owner):
+            if one not in shapes:
+                raise UsageError(f"tied names {one!r}, which is none of {', '.join(shapes)}")
+        number, _, name = key.partition(".")
+        layer, before = int(number), int(owner.partition(".")[0])
+        if owner in tied or before >= layer:
+            raise UsageError(
+                f"{key} is tied to {owner}; the owner has to be in an earlier stage and no tied tensor itself (inside "
+                "of a stage, let the function use one leaf twice)"
+            )
+        if shapes[key] != shapes[owner]:
+            raise UsageError(f"{key} has shape {shapes[key]} and {owner} {shapes[owner]}; tied tensors have one shape")
+        found[layer][name] = owner
+    for place, own in enumerate(layers):
+        if len(found[place]) == len(own.names):
+            raise UsageError(f"all tensors of stage {place} are tied; join its function to that of another stage")
+    _check_objects(layers, found)
+    return found
+
+
+def _check_objects(layers: Sequence[ParameterLeaves], found: Sequence[Mapping[str, str]]) -> None:
+    seen: dict[int, tuple[int, str]] = {}
+    for layer, own in enumerate(layers):
+        for name, array in zip(own.names, own.arrays, strict=True):
+            before, other = seen.setdefault(id(array), (layer, name))
+            if before != layer and name not in found[layer]:
+                raise UsageError(
+                    f"{layer}.{name} and {before}.{other} are the same array: to train them as one, pass tied="
+                    f"{{'{layer}.{name}': '{before}.{other}'}}; to train two that start alike, give one a copy"
+                )

@@ -1,0 +1,379 @@
+"""JAX function as a stage of a model: forward and backward as two compiled functions, and their residuals.
+
+``jax.vjp`` gives a function back whose arrays (residuals) are all that its backward needs. Of these a stage keeps what
+depends on its input only; parameters, the input itself and what follows from parameters alone are given to the backward
+again, from where they are then. So parameters may be freed, or move, between the two passes, and a gathered layer
+(ZeRO-3) is not kept alive by its own residuals. ``keep`` says which of the rest are kept:
+
+    products    results of matrix products and convolutions, but for products of a batch of matrices (as the scores of
+                attention: context x context); the backward computes those, and what is elementwise, again
+    everything  all that the backward would otherwise compute again
+    nothing     nothing: the backward computes the forward again
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from hpcdist.adapters.jax.arrays import JaxTraffic, jax_dtype, library, repeat_samples, submodule
+from hpcdist.adapters.jax.parameters import ParameterLeaves
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.errors import DataError, UsageError
+from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved, StreamOf
+
+KEEPS: Final = ("products", "everything", "nothing")
+# (parameter leaves, x, draw) -> y. The draw is None, or (seed, step, first sample) as unsigned integers of 32 bits.
+Compute = Callable[[Sequence[Any], Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class CompiledPasses:
+    """The compiled passes of a stage for one shape of input.
+
+    ``forward(leaves, x, draw)`` returns (y, kept), ``backward(leaves, x, draw, kept, dy)`` the gradients of the leaves,
+    and that of x, or None. ``unused`` are the indices of leaves that y does not depend on. ``kept_bytes`` is the size
+    of what lies between the two.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    output: Any  # shape and dtype of y
+    unused: tuple[int, ...]
+    kept_bytes: int
+
+
+def compile_passes(
+    compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
+) -> CompiledPasses:
+    """Return the passes of ``compute`` for arguments of these shapes and types (`jax.ShapeDtypeStruct`)."""
+    jax = library()
+    policies = jax.checkpoint_policies
+    policy = {
+        "products": _is_product,
+        "everything": policies.everything_saveable,
+        "nothing": policies.nothing_saveable,
+    }[keep]
+    found: dict[str, Any] = {}
+
+    def traced(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
+        def run(leaves: Sequence[Any], x: Any) -> Any:
+            return compute(leaves, x, draw)
+
+        # Both passes are compiled apart: what is computed again in the second has no twin there to be merged with.
+        again = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        if input_gradient:
+            y, back = jax.vjp(again, leaves, x)
+        else:
+            y, back = jax.vjp(lambda leaves: again(leaves, x), leaves)
+        residuals, found["tree"] = jax.tree_util.tree_flatten(back)
+        return y, residuals
+
+    closed, (output, residuals) = jax.make_jaxpr(traced, return_shape=True)(list(leaves), x, draw)
+    whole = submodule("extend.core").jaxpr_as_fun(closed)
+    kept = _input_residuals(closed, len(leaves))
+
+    def outputs(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
+        return whole(*leaves, x, *jax.tree_util.tree_leaves(draw))
+
+    def forward(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
+        y, *values = outputs(leaves, x, draw)
+        return y, [values[index] for index in kept]
+
+    def backward(leaves: Sequence[Any], x: Any, draw: Any, held: Sequence[Any], dy: Any) -> Any:
+        _, *values = outputs(leaves, x, draw)  # the compiler leaves out what is overwritten here
+        for index, value in zip(kept, held, strict=True):
+            values[index] = value
+        gradients = jax.tree_util.tree_unflatten(found["tree"], values)(dy)
+        return gradients if input_gradient else (*gradients, None)
+
+    sizes = [residuals[index] for index in kept]
+    after, (own, _) = jax.make_jaxpr(backward, return_shape=True)(list(leaves), x, draw, sizes, output)
+    return CompiledPasses(
+        forward=jax.jit(forward),
+        backward=jax.jit(backward),
+        output=output,
+        unused=tuple(index for index in range(len(own)) if not _uses(after, index)[-1]),
+        kept_bytes=sum(value.size * value.dtype.itemsize for value in sizes),
+    )
+
+
+def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    if primitive.name == "dot_general":
+        _, batch = parameters["dimension_numbers"]
+        return not any(batch)
+    return bool(primitive.name == "conv_general_dilated")
+
+
+def _input_residuals(closed: Any, leaves: int) -> list[int]:
+    """Return which residuals, outputs 1, 2, ... of a forward, depend on its input and are not the input itself."""
+    x = closed.jaxpr.invars[leaves]
+    found: list[int] = []
+    seen: list[Any] = [x]
+    for index, var in enumerate(closed.jaxpr.outvars[1:]):
+        # One that comes twice is kept once more; jit gives both the same memory.
+        if not any(var is other for other in seen[:1]) and _uses(closed, index + 1)[leaves]:
+            found.append(index)
+    return found
+
+
+def _uses(closed: Any, output: int) -> list[bool]:
+    """Return which inputs one output of a traced function depends on."""
+    count = len(closed.jaxpr.outvars)
+    wanted = [index == output for index in range(count)]
+    _, used = submodule("interpreters.partial_eval").dce_jaxpr(closed.jaxpr, wanted)
+    return list(used)
+
+
+KEY_WORDS: Final = 5  # of 32 bits, that the keys of a stage follow from: see `_words`
+
+
+@dataclass(frozen=True)
+class StageFunction:
+    """A function ``(params, x) -> y`` or ``(params, x, keys) -> y``, and the structure of its params."""
+
+    call: Callable[..., Any]
+    tree: Any
+    leaves: int
+    keyed: bool
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
+        """Look at what ``call`` takes. Raises UsageError for what is no such function."""
+        if not callable(call):
+            raise UsageError(f"{where} is a {type(call).__name__}; give a function (params, x) -> y")
+        taken = [
+            parameter
+            for parameter in inspect.signature(call).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and parameter.default is parameter.empty
+        ]
+        if len(taken) not in (2, 3):
+            names = ", ".join(parameter.name for parameter in taken)
+            raise UsageError(f"{where} takes ({names}); give a function (params, x) -> y or (params, x, keys) -> y")
+        return cls(call, tree, tree.num_leaves, len(taken) == 3)
+
+
+@dataclass(frozen=True)
+class FunctionChain:
+    """Functions that make one stage, each of the output of the one before."""
+
+    functions: tuple[StageFunction, ...]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether one of them draws random numbers."""
+        return any(function.keyed for function in self.functions)
+
+    def __call__(self, leaves: Sequence[Any], x: Any, draw: Any) -> Any:
+        """Return y; ``draw`` as in `JaxStage`, None where nothing is drawn."""
+        rest = list(leaves)
+        for place, function in enumerate(self.functions):
+            own, rest = rest[: function.leaves], rest[function.leaves :]
+            params = library().tree_util.tree_unflatten(function.tree, own)
+            keys = (_keys(draw, place, x.shape[0]),) if function.keyed else ()
+            x = function.call(params, x, *keys)
+        return x
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two chains have in common that compute the same."""
+        return tuple((id(function.call), function.tree) for function in self.functions)
+
+    def __str__(self) -> str:
+        return " + ".join(
+            getattr(function.call, "__name__", type(function.call).__name__) for function in self.functions
+        )
+
+
+def _keys(draw: Any, place: int, samples: int) -> Any:
+    """Return a key for each sample that no other sample, step, layer or function has; None where nothing is drawn."""
+    if draw is None:
+        return None
+    random = library().random
+    seed, *others, first = draw
+    key = random.key(seed)
+    for word in (*others, place):
+        key = random.fold_in(key, word)
+    return library().vmap(lambda sample: random.fold_in(key, sample))(first + np.arange(samples, dtype=np.uint32))
+
+
+Sample: TypeAlias = tuple[tuple[int, ...], np.dtype]  # shape and type of one sample
+Adapted: TypeAlias = Callable[[str, Any], bool]
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """What the stages of a model have in common; ``passes`` since equal functions need to be compiled once."""
+
+    computes: np.dtype
+    keep: str
+    traffic: JaxTraffic
+    passes: dict[Any, CompiledPasses]
+    adapted: Adapted
+    example: np.ndarray  # inputs of the first stage
+
+
+class JaxStage:
+    """A stage that computes with JAX: `hpcdist.models.stage.Stage`.
+
+    Of its ``leaves`` those whose names are in ``tied`` are owned by another layer. ``sample`` is what its input has.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        chain: FunctionChain,
+        leaves: ParameterLeaves,
+        tied: dict[str, str],
+        sample: Sample,
+        shared: SharedContext,
+    ) -> None:
+        self.layer, self.chain, self.tied, self._leaves, self._shared = layer, chain, tied, leaves, shared
+        self._sample, self._dtype = sample
+        self._traffic, self._computes = shared.traffic, shared.computes
+        self._specs = tuple(
+            TensorSpec(layer, name, tuple(leaf.shape), adapted=bool(shared.adapted(f"{layer}.{name}", leaf)))
+            for name, leaf in zip(leaves.names, leaves.arrays, strict=True)
+            if name not in tied
+        )
+        self._output: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"stage {self.layer} ({self.chain})"
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the leaves that are its own, in the order of the pytree."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, ...)."""
+        if self._output is None:
+            self._output = self._checked(1)[1:]
+        return samples, *self._output
+
+    def example_input(self, samples: int) -> np.ndarray:
+        """Return so many samples that the stage takes: those of the example, of the first stage, else zeros."""
+        rows = np.zeros((1, *self._sample), self._dtype) if self.layer else self._shared.example
+        return repeat_samples(rows, samples)
+
+    def kept_bytes(self, samples: int) -> int:
+        """Return what JAX keeps of a micro-batch from forward to backward, beside input and output, in bytes."""
+        return self.passes(samples).kept_bytes
+
+    def unused(self, samples: int) -> list[str]:
+        """Return the names of the leaves that the output does not depend on: they would never have a gradient."""
+        return [self._leaves.names[index] for index in self.passes(samples).unused]
+
+    def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
+        """Return the compiled passes for so many samples; without ``draws`` as in an evaluation.
+
+        Raises UsageError where the output is not what a stage of this model hands on.
+        """
+        drawn = draws and self.chain.keyed
+        key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
+        if key not in self._shared.passes:
+            shape = self._checked(samples)
+            if shape != self.output_shape(samples):
+                raise UsageError(
+                    f"{self} returns shape {shape} for {samples} samples, and {self.output_shape(1)} for one; each "
+                    "sample has to have a row of its own, the same for any number of them"
+                )
+            arguments = self._arguments(samples, drawn=drawn)
+            with self._noted(samples):
+                built = compile_passes(self.chain, *arguments, input_gradient=self.layer > 0, keep=self._shared.keep)
+            self._shared.passes[key] = built
+        return self._shared.passes[key]
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Write the values that the stage was wrapped with; ``rng_of`` is not asked."""
+        for name, value in zip(self._leaves.names, self._leaves.values(), strict=True):
+            if name not in self.tied:
+                parameters[name][...] = np.asarray(value)
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return y (samples, ...). Raises DataError where a sample has another shape than that of the example."""
+        if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
+            raise DataError(
+                f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, and was wrapped for {self._sample} and "
+                f"{self._dtype}; give data like the example, or wrap the model with an example like the data"
+            )
+        passes = self.passes(len(x), draws=saved.draw is not None)
+        inside = self._traffic.bring(x)
+        y, kept = passes.forward(self._bring(parameters), inside, self._draw(saved))
+        library().block_until_ready((y, kept))  # what was not copied may change from here on
+        saved.keep("jax.x", inside)
+        saved.keep("jax.kept", kept)
+        result = saved.empty("jax.y", y.shape, self._computes)
+        self._traffic.take(y, result)
+        return result
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients; return that of the input, over dy where it has that shape.
+
+        A backward that is split does all of its work in the first pass.
+        """
+        passes = self.passes(len(dy), draws=saved.draw is not None)
+        leaves, x, draw = self._bring(parameters), saved["jax.x"], self._draw(saved)
+        found, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))
+        library().block_until_ready((found, dx))
+        for name, gradient in zip(self._leaves.names, found, strict=True):
+            view, again = gradients.into(name)
+            self._traffic.take(gradient, view, add=again)
+        if dx is None:
+            return None
+        result = dy if dy.shape == dx.shape else saved.scratch("jax.dx", dx.shape, self._computes)
+        self._traffic.take(dx, result)
+        return result
+
+    def _bring(self, parameters: Parameters) -> list[Any]:
+        return [self._traffic.bring(parameters[name]) for name in self._leaves.names]
+
+    def _draw(self, saved: Saved) -> tuple[np.uint32, ...] | None:
+        if saved.draw is None or not self.chain.keyed:
+            return None
+        return tuple(map(np.uint32, _words(saved.draw, self.layer)))
+
+    def _arguments(self, samples: int, *, drawn: bool) -> tuple[list[Any], Any, Any]:
+        """Return leaves, input and draw as shapes and types."""
+        struct = library().ShapeDtypeStruct
+        leaves = [struct(shape, self._computes) for shape in self._leaves.shapes]
+        draw = tuple(struct((), np.uint32) for _ in range(KEY_WORDS)) if drawn else None
+        return leaves, struct((samples, *self._sample), self._dtype), draw
+
+    def _checked(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of the output. Raises UsageError where it is no array of the type of the parameters."""
+        with self._noted(samples):
+            found = library().eval_shape(self.chain, *self._arguments(samples, drawn=self.chain.keyed))
+        if not hasattr(found, "dtype"):
+            raise UsageError(f"{self} returns a {type(found).__name__}; a stage hands on one array, (samples, ...)")
+        if found.dtype != self._computes:
+            raise UsageError(
+                f"{self} returns {found.dtype}, and its parameters are {self._computes}; end it with "
+                f".astype({self._computes.name!r}), which is what goes from stage to stage"
+            )
+        shape = tuple(found.shape)
+        if not shape or shape[0] != samples:
+            raise UsageError(f"{self} returns shape {shape} for {samples} samples; the first dim has to be theirs")
+        return shape
+
+    @contextlib.contextmanager
+    def _noted(self, samples: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"while JAX traced {self} on {samples} samples of shape {self._sample}")
+            raise
+
+
+def _words(draw: Draw, layer: int) -> Iterator[int]:
+    """Return what the keys of a stage follow from, each in 32 bits, the first sample last."""
+    return (word & 0xFFFFFFFF for word in (draw.seed, draw.seed >> 32, draw.step, layer, draw.first_sample))

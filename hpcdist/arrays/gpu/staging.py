@@ -1,0 +1,195 @@
+"""Pinned memory of the host, and copies between it, a GPU, and pageable memory or files.
+
+Blocks are taken once, kept, and given out again by address. The driver copies pinned memory by DMA beside everything
+else; out of pageable memory it copies twice and makes the host wait. Message layers register memory by address, so
+the same blocks come back (sizes are rounded up to powers of two for that). Where pinned memory is refused the blocks
+are pageable: slower, otherwise the same.
+
+Order of a copy to the host: the producing stream records an event, the copy waits for that event and nothing else,
+the host waits for the event behind the copy. Copies to the device are made on the stream of the consumer, which is
+then in order by itself; their block is given out again when the event behind the copy has passed.
+
+Long copies to and from places that are not pinned (`to_device_in_blocks`, `to_host_in_blocks`) go through pinned
+blocks, two at a time: while one is on the bus, the host fills or empties the other.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.gpu import device
+from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.errors import MissingCapabilityError
+
+SMALLEST_BYTES: Final = 4096
+BUSY_BYTES: Final = 256 << 20  # of copies to the device under way, before the host waits for the oldest (empirical)
+
+
+class _Block:
+    """Memory that is given out again and again; pageable memory only once, so that pinned memory is tried again."""
+
+    def __init__(self, memory: Any, nbytes: int, pinned: bool) -> None:
+        self.memory, self.nbytes, self.pinned = memory, nbytes, pinned
+
+
+class _Pool:
+    """Blocks of pinned memory of this process, free ones by size. A finalizer may run in any thread, hence the lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._free: dict[int, list[_Block]] = {}
+        self.refusal = ""
+
+    def lease(self, nbytes: int) -> np.ndarray:
+        """Return ``nbytes`` bytes; the block is free again when the array, and every view of it, is collected."""
+        size = max(SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
+        with self._lock:
+            blocks = self._free.get(size)
+            block = blocks.pop() if blocks else None
+        if block is None:
+            block = self._take(size)
+        array = np.frombuffer(block.memory, np.uint8, nbytes)  # its base is no array: views keep this one alive
+        weakref.finalize(array, self._give_back, size, block).atexit = False
+        return array
+
+    def _take(self, size: int) -> _Block:
+        try:
+            block = _Block(device.pinned(size), size, pinned=True)
+        except MissingCapabilityError as error:
+            self.refusal = str(error)
+            block = _Block(bytearray(size), size, pinned=False)
+        if _per_thread.ledger is not None:
+            _per_thread.ledger.track(block, "communication")  # type: ignore[arg-type]
+        return block
+
+    def _give_back(self, size: int, block: _Block) -> None:
+        if block.pinned:
+            with self._lock:
+                self._free.setdefault(size, []).append(block)
+
+    def drop(self) -> None:
+        with self._lock:
+            self._free.clear()
+
+
+class _Local(threading.local):
+    """What each thread has of its own: a stream to copy on, and the blocks that are read by copies under way."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.busy: deque[tuple[Any, np.ndarray]] = deque()
+        self.busy_bytes = 0
+        self.ledger: Ledger | None = None
+
+
+_pool = _Pool()
+_per_thread = _Local()
+
+
+def lease(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return ``size`` uninitialised elements of pinned memory, free again when the last view is collected (local)."""
+    _drop_finished_copies()
+    return _pool.lease(size * dtype.itemsize).view(dtype)
+
+
+def refusal() -> str:
+    """Return why pinned memory was refused; "" where it was not (local)."""
+    return _pool.refusal
+
+
+def begin_to_host(source: Array, target: np.ndarray, produced: Any = None) -> Any:
+    """Begin to copy ``source`` into ``target``, and return the event after which ``target`` may be read (local).
+
+    ``produced`` is the event behind the kernels that write ``source``; by default it is recorded now.
+    """
+    if _per_thread.stream is None:
+        _per_thread.stream = device.new_stream()
+    _per_thread.stream.wait_event(device.record() if produced is None else produced)
+    device.to_host_on(_per_thread.stream, source, target)
+    return device.record(_per_thread.stream)
+
+
+def to_host(source: Array) -> np.ndarray:
+    """Return a copy of ``source`` in pinned memory, which may be read (local)."""
+    target = lease(source.size, source.dtype)
+    begin_to_host(source, target).synchronize()
+    return target
+
+
+def to_device(source: np.ndarray, target: Any) -> Any:
+    """Begin to copy ``source`` into ``target`` on the current stream; kernels launched later see it (local).
+
+    Returns the event after which ``source`` may be written; until then its block is kept from being given out.
+    """
+    target.set(source)
+    event = device.record()
+    _per_thread.busy.append((event, source))
+    _per_thread.busy_bytes += source.nbytes
+    return event
+
+
+def _drop_finished_copies() -> None:
+    """Let go of the blocks whose copies are done; wait for the oldest while too much is under way."""
+    busy = _per_thread.busy
+    while busy:
+        event, block = busy[0]
+        if not event.done:
+            if _per_thread.busy_bytes <= BUSY_BYTES:
+                return
+            event.synchronize()
+        busy.popleft()
+        _per_thread.busy_bytes -= block.nbytes
+
+
+def account(ledger: Ledger | None) -> None:
+    """Count the blocks that this thread takes from now on as "communication" of ``ledger``; None stops (local)."""
+    _per_thread.ledger = ledger
+
+
+def release() -> None:
+    """Wait for this thread's copies, and give the free blocks back (local)."""
+    while _per_thread.busy:
+        _per_thread.busy.popleft()[0].synchronize()
+    _per_thread.busy_bytes = 0
+    _pool.drop()
+
+
+BLOCK_BYTES: Final = 4 << 20
+
+BlockCopy = Callable[[Range, np.ndarray], None]  # (place in the array, a block of host memory): fills it, or takes it
+
+
+def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
+    """Fill ``target``, 1-D on a GPU, with what ``fill`` writes into blocks; kernels launched later see it (local)."""
+    under_way: list[Any] = []
+    for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
+        if len(under_way) == 2:
+            under_way.pop(0).synchronize()
+        block = lease(where.size, target.dtype)
+        fill(where, block)
+        under_way.append(to_device(block, target[where.slice]))
+
+
+def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
+    """Give ``source``, 1-D on a GPU, to ``take`` block by block; all are taken when this returns (local)."""
+    produced = device.record()
+    arriving: tuple[Range, np.ndarray, Any] | None = None
+    for where in cut(Range(0, source.size), BLOCK_BYTES // source.dtype.itemsize):
+        block = lease(where.size, source.dtype)
+        following = (where, block, begin_to_host(source[where.slice], block, produced))
+        _finish_block(arriving, take)
+        arriving = following
+    _finish_block(arriving, take)
+
+
+def _finish_block(arriving: tuple[Range, np.ndarray, Any] | None, take: BlockCopy) -> None:
+    if arriving is not None:
+        where, block, event = arriving
+        event.synchronize()
+        take(where, block)

@@ -1,0 +1,164 @@
+"""Intrinsics for compiled loops: ordered memory access between processes, and the bits of a float32.
+
+A loop of numba knows no other writer: it may keep a flag in a register for ever, and may store the data after the
+flag that announces it. `store_release` and `load_acquire` go through LLVM's atomics: a value written before the
+release is seen by whoever has read the flag with the acquire. On x86-64 both are plain moves, so a missing one shows
+on ARM first. `bits_of` and `float_of` are moves between registers; nothing is computed.
+
+The names can be called inside functions under `arrays.jit`, not from Python. An address is an integer.
+"""
+
+from typing import Any
+
+from hpcdist.arrays.jit import Primitive
+
+
+def _load_acquire(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            return builder.load_atomic(pointer, "acquire", 8)
+
+        return numba.types.int64(numba.types.intp), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _store_release(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            builder.store_atomic(args[1], pointer, "release", 8)
+            return context.get_dummy_value()
+
+        return numba.types.void(numba.types.intp, numba.types.int64), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _yield_core(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(ir.IntType(32), [])
+            function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "sched_yield")
+            builder.call(function, [])
+            return context.get_dummy_value()
+
+        return numba.types.void(), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _pause(numba: Any) -> Any:
+    import platform
+
+    from llvmlite import ir
+
+    # What tells the core that this is a wait: without it, the loop's speculative loads flush the pipeline at its end.
+    name = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}.get(platform.machine())
+
+    def intrinsic(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if name is not None:
+                hint = [ir.Constant(ir.IntType(32), 1)] if name.endswith("hint") else []  # 1: YIELD
+                kind = ir.FunctionType(ir.VoidType(), [value.type for value in hint])
+                builder.call(numba.core.cgutils.get_or_insert_function(builder.module, kind, name), hint)
+            return context.get_dummy_value()
+
+        return numba.types.void(), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _array_at(numba: Any) -> Any:
+    def intrinsic(context: Any, address: Any, size: Any, like: Any) -> Any:
+        kind = numba.types.Array(like.dtype, 1, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
+            return _view(numba, context, builder, kind, pointer, args[1])
+
+        return kind(numba.types.intp, numba.types.intp, like), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _array_behind(numba: Any) -> Any:
+    def intrinsic(context: Any, pointer: Any, size: Any) -> Any:
+        kind = numba.types.Array(pointer.dtype, 1, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _view(numba, context, builder, kind, *args)
+
+        return kind(pointer, numba.types.intp), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _call(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = numba.core.cgutils.unpack_tuple(builder, args[1])
+            kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+            builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
+            return context.get_dummy_value()
+
+        return numba.types.void(numba.types.intp, arguments), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _copy_bytes(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, source: Any, target: Any, nbytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointers = [builder.inttoptr(place, ir.IntType(8).as_pointer()) for place in args[:2]]
+            numba.core.cgutils.raw_memcpy(builder, pointers[1], pointers[0], args[2], 1)
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.intp] * 3), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _view(numba: Any, context: Any, builder: Any, kind: Any, pointer: Any, size: Any) -> Any:
+    """Generate the array of ``kind`` that begins at ``pointer``."""
+    array = numba.np.arrayobj.make_array(kind)(context, builder)
+    step = context.get_constant(numba.types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    numba.np.arrayobj.populate_array(array, data=pointer, shape=[size], strides=[step], itemsize=step, meminfo=None)
+    return array._getvalue()
+
+
+load_acquire = Primitive(_load_acquire, "(address) -> int64: what is at the aligned address, and all written before it")
+store_release = Primitive(_store_release, "(address, value): store an int64 after everything written before")
+pause = Primitive(_pause, "(): a moment of waiting, for the body of a spinning loop")
+yield_core = Primitive(_yield_core, "(): let another process run on this core")
+array_at = Primitive(_array_at, "(address, size, like): a 1-D view of memory, of the dtype of the array `like`")
+array_behind = Primitive(_array_behind, "(pointer, size): a 1-D view of memory, of what the pointer points to")
+call = Primitive(_call, "(address, arguments): call what `Kernel.address` returned, with a tuple of its types")
+copy_bytes = Primitive(_copy_bytes, "(source, target, nbytes): memcpy between addresses; they must not overlap")
+
+
+def _reinterpreted(numba: Any, source: str, target: str) -> Any:
+    source_type, target_type = getattr(numba.types, source), getattr(numba.types, target)
+
+    def intrinsic(context: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target_type))
+
+        return target_type(source_type), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+bits_of = Primitive(lambda numba: _reinterpreted(numba, "float32", "uint32"), "(float32) -> uint32: its bits")
+float_of = Primitive(lambda numba: _reinterpreted(numba, "uint32", "float32"), "(uint32) -> float32: of these bits")

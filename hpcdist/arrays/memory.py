@@ -1,0 +1,63 @@
+"""Memory of a training step by category (parameters, gradients, communication, ...), now and at its peak.
+
+Whoever allocates a buffer that counts registers it with `Ledger.track`; its bytes leave the sum when it is collected.
+"""
+
+import threading
+import weakref
+from collections import defaultdict
+
+from hpcdist.arrays.backend import Array
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "checkpoint",
+    "buddy_copies",  # of the own state
+    "partner_copies",  # of that of another rank
+)
+
+
+class Ledger:
+    """Counts the arrays that are alive, by category, from their creation to their collection.
+
+    Only owners of memory are tracked, never views. The prefetching thread may drop arrays, hence the lock.
+    """
+
+    def __init__(self) -> None:
+        self._current: defaultdict[str, int] = defaultdict(int)
+        self._peak: defaultdict[str, int] = defaultdict(int)
+        self._total = self._total_peak = 0
+        self._lock = threading.RLock()  # a finalizer may run inside `_add` of the same thread
+
+    def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
+        """Count ``array`` under ``category`` until it, or the ``owner`` of its memory, is collected; return it."""
+        assert category in CATEGORIES, f"category {category!r} is none of {CATEGORIES}"
+        self._add(category, array.nbytes)
+        weakref.finalize(array if owner is None else owner, self._add, category, -array.nbytes).atexit = False
+        return array
+
+    def _add(self, category: str, nbytes: int) -> None:
+        with self._lock:
+            self._current[category] += nbytes
+            self._peak[category] = max(self._peak[category], self._current[category])
+            self._total += nbytes
+            self._total_peak = max(self._total_peak, self._total)
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Bytes alive by category."""
+        return {category: self._current[category] for category in CATEGORIES}
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The most bytes that were alive at once, each category for itself."""
+        return {category: self._peak[category] for category in CATEGORIES}
+
+    @property
+    def peak_total(self) -> int:
+        """The most bytes that were alive at once, of all categories together."""
+        return self._total_peak

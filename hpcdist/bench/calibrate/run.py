@@ -1,0 +1,256 @@
+"""Run a calibration: measure device and links, check that the machine was quiet, and write the points to HDF5.
+
+A machine that did something else while it was measured shows by its load and by the spread of repetitions. The load
+is the kernel's one-minute average of what runs or wants to, to which each rank of ours adds as many as it has
+threads: ranks that wait for a message poll without end. Any more belongs to other processes. The average decays by a
+factor e a minute, so that what ran before is subtracted: after T seconds the load a meanwhile and b before show as a
+(1 - exp(-T/60)) + b exp(-T/60). Repetitions of the same call, in which others take the core now and then, have a mean
+far above their first quartile.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from hpcdist.arrays.matmul_peak import blas
+from hpcdist.bench.calibrate import device
+from hpcdist.bench.calibrate import links as calibrate_links
+from hpcdist.bench.calibrate.points import (
+    BusySeconds,
+    CalibratedMachine,
+    CalibrationPoints,
+    CalibrationRequest,
+    ModelPoint,
+)
+from hpcdist.comm.communicator import Communicator
+from hpcdist.hdf5 import files
+
+MINUTE_S: Final = 60.0
+LEAST_S: Final = 30.0  # of measuring, below which an average over a minute does not tell it from what was before
+SPARE, SPARE_SHARE = 0.5, 0.05  # of load, and of cores: what a machine does for itself
+APART: Final = 0.2  # mean over first quartile, less 1: 0.02 on an idle machine, 0.6 with one more process for each core
+BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
+
+
+class LoadSample(NamedTuple):
+    """A machine at a moment: its load over the last minute, NaN where it tells none, and what is ours to come."""
+
+    load: float
+    own: int
+    cores: int
+
+    @property
+    def most(self) -> float:
+        """The load that is explained by our ranks."""
+        return self.own + max(SPARE, SPARE_SHARE * self.cores)
+
+
+def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
+    """Return all machines of the ranks, each of which computes with ``threads``. Collective over ``comm``."""
+    told = comm.allgather_object((_machine(comm), load_average(), threads, os.cpu_count() or 1))
+    found = []
+    for machine in dict.fromkeys(one[0] for one in told):
+        own = [one for one in told if one[0] == machine]
+        found.append(LoadSample(load=own[0][1], own=sum(one[2] for one in own), cores=own[0][3]))
+    return tuple(found)
+
+
+def load_average() -> float:
+    """Return the average of the last minute, or NaN where the system has none (local)."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return math.nan
+
+
+def _machine(comm: Communicator) -> str:
+    """Return what ranks of one kernel share: hosts in namespaces of one machine have its load together."""
+    try:
+        return BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return f"node {comm.nodes().index}"
+
+
+def busy_before(looks: Sequence[LoadSample]) -> str:
+    """Return what to say of a machine that is busy already; empty: it is not (local)."""
+    return _worst([(one.load - one.most, f"a load of {one.load:.1f}", one) for one in looks])
+
+
+def busy_meanwhile(then: Sequence[LoadSample], now: Sequence[LoadSample], seconds: float, spread: float | None) -> str:
+    """Return how one sees that a machine was busy between two looks, ``seconds`` apart; empty: it was not (local).
+
+    ``spread`` is that of repetitions: their mean over their first quartile, less 1.
+    """
+    loads = []
+    for old, new in zip(then, now, strict=True):
+        during = new.load
+        if seconds >= LEAST_S:
+            kept = math.exp(-seconds / MINUTE_S)
+            during = (new.load - old.load * kept) / (1 - kept)
+        loads.append((during - new.most, f"a load of {during:.1f}", new))
+    said = []
+    if loaded := _worst(loads) or busy_before(then):
+        said.append(loaded)
+    if spread is not None and spread > APART:
+        said.append(f"repetitions took {spread:.0%} more on average than their first quartile")
+    return ", ".join(said)
+
+
+def _worst(loads: Sequence[tuple[float, str, LoadSample]]) -> str:
+    """Return the text of the greatest excess above 0; a load that is not known has none."""
+    found = max((one for one in loads if one[0] > 0), default=None, key=lambda one: one[0])
+    return "" if found is None else f"{found[1]} where {found[2].own} are ranks of this calibration"
+
+
+SCHEMA: Final = "hpcdist.calibration"
+VERSION: Final = 1
+
+
+def write_points(path: Path, found: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
+    """Write a new file, as a whole or not at all. Raises StorageError."""
+    with files.edit(path, SCHEMA, VERSION) as file:
+        file.attrs.update({**provenance, **asdict(found.machine), "measured_in_s": found.seconds, "NX_class": "NXroot"})
+        file.attrs["busy"] = found.busy
+        for dtype, points in found.products.items():
+            _table(
+                file.create_group(f"products/{dtype}"),
+                {"m": [one.m for one in points], "k": [one.k for one in points], "n": [one.n for one in points]},
+                [one.seconds for one in points],
+            )
+        _table(
+            file.create_group("moves"),
+            {"operation": [one.operation for one in found.moves], "bytes": [one.nbytes for one in found.moves]},
+            [one.seconds for one in found.moves],
+        )
+        for number, model in enumerate(found.models):
+            group = file.create_group(f"models/{number}")
+            shape = {name: value for name, value in asdict(model.config).items() if value is not None}
+            group.attrs.update({**shape, "context": model.context, "samples": model.samples})
+            group.attrs.update({"parameters": model.parameters, "operations": model.operations})
+            rows = [(one.kind, way, getattr(one, way)) for one in model.kinds for way in ("forward", "backward")]
+            rows += [("norm", "step", model.norm), ("update", "step", model.update), ("all", "step", model.step)]
+            _table(group, {"kind": [row[0] for row in rows], "way": [row[1] for row in rows]}, [row[2] for row in rows])
+        _table(
+            file.create_group("messages"),
+            {name: [getattr(one, name) for one in found.links] for name in ("level", "nbytes", "border")},
+            [one.seconds for one in found.links],
+        )
+        names = ("operation", "algorithm", "level", "ranks", "nbytes", "border")
+        _table(
+            file.create_group("collectives"),
+            {name: [getattr(one, name) for one in found.collectives] for name in names},
+            [BusySeconds(one.seconds, one.seconds) for one in found.collectives],
+        )
+
+
+def _table(group: Any, columns: Mapping[str, Sequence[Any]], seconds: Sequence[BusySeconds]) -> None:
+    """Write columns of one length, the seconds (rows, one rank at work or all), and their spread, NaN if not kept."""
+    for name, values in columns.items():
+        group.create_dataset(
+            name, data=np.array(values, dtype=object if values and isinstance(values[0], str) else None)
+        )
+    times = np.array([one[:2] for one in seconds], np.float64).reshape(len(seconds), 2)
+    spread = [np.nan if one.spread is None else one.spread for one in seconds]
+    group.create_dataset("spread", data=np.array(spread, np.float64)).attrs["units"] = "1"
+    group.create_dataset("seconds", data=times).attrs.update(
+        {"units": "s", "columns": "one rank of a node, all of them"}
+    )
+
+
+Say = Callable[[str], None]
+_MOVES_SHARE: Final = 0.2  # of the seconds for the device
+_LINKS_SHARE: Final = 0.3  # of the seconds for links: the rest is for collectives
+_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def run(
+    comm: Communicator, wanted: CalibrationRequest, mpi_library: str, processor: str, say: Say
+) -> CalibrationPoints:
+    """Measure all that is ``wanted`` and return it on all ranks; ``say`` is called on rank 0. Collective.
+
+    ``processor`` is what the file calls a core; a GPU tells its own name.
+    """
+    begin_s = time.perf_counter()
+    threads = threads_of_rank()
+    before = sample_load(comm, threads)
+
+    def said(text: str) -> None:
+        if comm.rank == 0:
+            say(text)
+
+    if busy := busy_before(before):
+        said(f"warning: the machine is busy: {busy}; what is measured now is of what the others leave")
+    products = {}
+    for dtype in wanted.dtypes:
+        said(f"products of {dtype} matrices")
+        products[dtype] = device.products(comm, dtype, wanted.on, wanted.seconds)
+    said("copies and sums")
+    moves = device.moves(comm, wanted.on, _MOVES_SHARE * wanted.seconds)
+    models: list[ModelPoint] = []
+    for config, context, samples in wanted.models:
+        for each in samples:
+            said(f"a gpt of width {config.hidden}, {context} tokens, {each} samples")
+            models.append(device.model(comm, config, context, each, wanted.on))
+    bounds = wanted.least_bytes, wanted.most_bytes
+    links = calibrate_links.links(comm, *bounds, _LINKS_SHARE * wanted.seconds, wanted.on, said)
+    collectives = calibrate_links.of_collectives(
+        comm, wanted.algorithms, bounds, (1 - _LINKS_SHARE) * wanted.seconds, mpi_library, said
+    )
+    seconds = time.perf_counter() - begin_s
+    times = [one.seconds for one in moves] + [one.seconds for found in products.values() for one in found]
+    spread = median(one.spread for one in times if one.spread is not None)
+    busy = comm.broadcast_object(busy_meanwhile(before, sample_load(comm, threads), seconds, spread))
+    if busy:
+        said(f"warning: the machine was busy: {busy}; measure again while nothing else runs")
+    return CalibrationPoints(
+        machine=machine(comm, wanted.on, mpi_library, processor),
+        products=products,
+        moves=moves,
+        models=tuple(models),
+        links=links,
+        collectives=collectives,
+        seconds=seconds,
+        busy=busy,
+    )
+
+
+def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
+    """Return what rank 0 computes on, and how many there are. Collective over ``comm``."""
+    nodes = comm.nodes()
+    each = max(len(members) for members in nodes.members)
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device, memory_bytes, devices = processor, host_bytes, len(os.sched_getaffinity(0))
+    if on == "gpu":
+        from hpcdist.arrays.gpu import device as gpus  # late: only where there is one
+
+        properties = gpus.cupy().cuda.runtime.getDeviceProperties(gpus.index())
+        device, memory_bytes, devices = properties["name"].decode(), int(properties["totalGlobalMem"]), gpus.count()
+    threads = threads_of_rank()
+    if on == "cpu":
+        devices = max(each, devices // threads)
+        memory_bytes = host_bytes // devices
+    return CalibratedMachine(
+        device=device,
+        on=on,
+        hosts=nodes.count,
+        ranks_per_host=each,
+        devices_per_host=max(each, devices),
+        threads=threads,
+        memory_bytes=memory_bytes,
+        host_memory_bytes=host_bytes,
+        blas=blas(),
+        mpi_library=mpi_library,
+    )
+
+
+def threads_of_rank() -> int:
+    """Return how many threads a product of this rank uses: what the environment says, else all of its cores."""
+    said = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "")
+    return max(1, int(said)) if said else len(os.sched_getaffinity(0))

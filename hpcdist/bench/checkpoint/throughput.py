@@ -1,0 +1,325 @@
+"""Throughput of checkpoints: contenders write and read the same bytes in turns; HDF5 results file.
+
+A time is that of the slowest rank, from a barrier to its end. What makes the comparison fair:
+
+- "raw" is the yardstick: every rank writes its bytes in calls of 16 MiB, one behind the other, into a file of its own
+  and waits for the disk (fsync), and reads them back with calls of 16 MiB. It takes no digest; ours takes digests, and
+  compares them when it reads.
+- All read into the memory that they wrote from, whose pages exist. PyTorch's reader allocates memory of its own first,
+  as it does for every user.
+- What is read lies in the page cache (as after the death of one rank), or on the disk alone (as in a new job), where
+the
+  kernel was told to drop it; the same files are read both ways, in this order.
+- What is written is removed between two turns, with a sync, outside of the timed part. The order of turns is drawn anew
+  in each round, so that a slow minute of the machine affects all contenders.
+- Every reader must return the same bits: compared after every read, outside of the timed part.
+- A ratio is taken in each round, between neighbours in time; the report has its median and quartiles over the rounds.
+
+The results file has the time of every round on every rank:
+
+    /                               provenance; ranks, tensors, seed, writers, file system
+    /<bytes>/contenders/<name>      write_s, read_cache_s, read_disk_s (round, rank)
+    /<bytes>/beside                 plain_s, saving_s, beside_s, saves_s, where a background save was measured
+"""
+
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from hpcdist.arrays.ranges import split
+from hpcdist.bench.checkpoint.background import SavingSteps
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
+
+OURS: Final = "hpcdist"
+CACHE: Final = "cache"  # of pages
+DISK: Final = "disk"
+READS: Final = (CACHE, DISK)
+
+State = dict[str, np.ndarray]  # of one rank: float32, 1-D
+
+
+@dataclass(frozen=True)
+class CheckpointContender:
+    """One way to keep a state. Both calls are collective, get a folder, and return when the bytes are there."""
+
+    name: str
+    write: Callable[[Path], object]  # into an empty folder
+    read: Callable[[Path], object]  # into the arrays of the state
+
+
+@dataclass(frozen=True)
+class CheckpointSamples:
+    """Times of one contender, on every rank: (round, rank)."""
+
+    name: str
+    write_s: np.ndarray
+    reads_s: dict[str, np.ndarray]  # by where the bytes came from
+
+
+def make_state(comm: Communicator, nbytes: int, tensors: int, seed: int = 0) -> State:
+    """Return this rank's share of ``nbytes`` of random numbers, in ``tensors`` arrays (local)."""
+    share = split(nbytes // 4, comm.size, 4)[comm.rank]
+    memory = np.random.default_rng([seed, comm.rank]).standard_normal(share.size, np.float32)
+    parts = split(share.size, tensors, 4)
+    return {f"{number}.weight": memory[part.slice] for number, part in enumerate(parts) if part}
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """What is measured: ``rounds`` after ``warmup`` that do not count; ``reads`` are some of `READS`, in that order."""
+
+    directory: Path
+    rounds: int
+    warmup: int
+    reads: tuple[str, ...]
+    seed: int
+
+
+def run(
+    comm: Communicator,
+    state: State,
+    contenders: Sequence[CheckpointContender],
+    wanted: CheckpointRequest,
+    say: Callable[[str], None],
+) -> list[CheckpointSamples]:
+    """Measure and return the samples of each contender. Collective over ``comm``; ``say`` is called on rank 0.
+
+    Raises StorageError, on all ranks, when one of them does not read what it wrote.
+    """
+    order = np.random.default_rng(wanted.seed)  # the same on every rank
+    expected = _digest(state)
+    times = np.zeros((1 + len(wanted.reads), wanted.warmup + wanted.rounds, len(contenders)))
+    for number in range(wanted.warmup + wanted.rounds):
+        for turn in order.permutation(len(contenders)):
+            one, folder = contenders[turn], wanted.directory / f"{contenders[turn].name}-{number}"
+            _make(comm, folder)
+            times[0, number, turn] = _timed(comm, one.write, folder)
+            for k, source in enumerate(wanted.reads, start=1):
+                _settle(comm, folder, source)
+                for array in state.values():
+                    array.fill(0)
+                times[k, number, turn] = _timed(comm, one.read, folder)
+                right = comm.allgather_object(_digest(state) == expected)
+                if not all(right):
+                    raise StorageError(f"{one.name}: rank {right.index(False)} read other bits than it wrote")
+            _remove(comm, folder)
+        if comm.rank == 0:
+            say(f"round {number + 1} of {wanted.warmup + wanted.rounds}")
+    gathered = np.stack(comm.allgather_object(times[:, wanted.warmup :]), axis=-1)  # (what, round, contender, rank)
+    return [
+        CheckpointSamples(
+            one.name, gathered[0, :, k], {s: gathered[n, :, k] for n, s in enumerate(wanted.reads, start=1)}
+        )
+        for k, one in enumerate(contenders)
+    ]
+
+
+def _timed(comm: Communicator, call: Callable[[Path], object], folder: Path) -> float:
+    comm.barrier()
+    begin = time.perf_counter()
+    call(folder)
+    return time.perf_counter() - begin
+
+
+def _digest(state: State) -> str:
+    digest = xxhash.xxh3_128()
+    for array in state.values():
+        digest.update(array.view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _make(comm: Communicator, folder: Path) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        folder.mkdir(parents=True)
+    comm.barrier()
+
+
+def _settle(comm: Communicator, folder: Path, source: str) -> None:
+    """Drop the files from the page cache where the disk is to be read; all of them are there already."""
+    comm.barrier()
+    if comm.rank == 0 and source == DISK:
+        for file in _files(folder):
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _remove(comm: Communicator, folder: Path) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+        os.sync()  # what the removal left to do is not the next one's
+
+
+def check_space(comm: Communicator, directory: Path, nbytes: int) -> None:
+    """Raise StorageError, on all ranks, where ``directory`` has no room for ``nbytes`` twice. Collective."""
+    error = ""
+    if comm.rank == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            space = os.statvfs(directory)
+            if space.f_bavail * space.f_frsize < 2 * nbytes:
+                error = f"{directory} has {space.f_bavail * space.f_frsize} bytes, {2 * nbytes} are needed"
+        except OSError as failure:
+            error = f"{directory} cannot be written: {failure.strerror}"
+    error = comm.broadcast_object(error)
+    if error:
+        raise StorageError(f"{error}; choose another --directory, or fewer --bytes")
+
+
+def figures(found: Sequence[CheckpointSamples], nbytes: int) -> dict[str, Any]:
+    """Return medians, rates, and how many times as fast we are as each contender: quartiles over the rounds.
+
+    By what was done ("write", "read from the cache", ...) and name.
+    """
+    told: dict[str, Any] = {}
+    whats = {"write": {one.name: one.write_s for one in found}}
+    whats |= {f"read from the {s}": {one.name: one.reads_s[s] for one in found} for s in found[0].reads_s}
+    for what, times in whats.items():
+        slowest = {name: values.max(axis=1) for name, values in times.items()}
+        told[what] = {}
+        for name, values in slowest.items():
+            low, ratio, high = np.percentile(values / slowest[OURS], (25, 50, 75)).tolist()
+            seconds = float(np.median(values))
+            rate = nbytes / seconds
+            told[what][name] = {
+                "median_s": seconds,
+                "bytes_per_s": rate,
+                "ratio": ratio,
+                "ratio_quartiles": [low, high],
+            }
+    return told
+
+
+def text(told: dict[str, Any]) -> str:
+    """Return the table of the `figures`."""
+    lines = [f"{'':<21}{'who':<10}{'median ms':>10}{'GB/s':>8}   hpcdist's speed over it (quartiles)"]
+    for what, rows in told.items():
+        for name, one in rows.items():
+            low, high = one["ratio_quartiles"]
+            over = "" if name == OURS else f"{one['ratio']:.2f}x ({low:.2f} - {high:.2f})"
+            lines.append(f"{what:<21}{name:<10}{1e3 * one['median_s']:>10.1f}{one['bytes_per_s'] / 1e9:>8.2f}   {over}")
+    return "\n".join(lines)
+
+
+RAW: Final = "raw"
+TORCH: Final = "torch"
+BLOCK_BYTES: Final = 16 << 20
+
+
+def raw_files(comm: Communicator, state: State) -> CheckpointContender:
+    """Return the yardstick (local)."""
+
+    def file(folder: Path) -> Path:
+        return folder / f"raw-{comm.rank:05d}.bin"
+
+    def write(folder: Path) -> None:
+        fd = os.open(file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for block in _blocks(state):
+                _whole(lambda view: os.write(fd, view), block)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def read(folder: Path) -> None:
+        fd = os.open(file(folder), os.O_RDONLY)
+        try:
+            for block in _blocks(state):
+                _whole(lambda view: os.readv(fd, [view]), block)
+        finally:
+            os.close(fd)
+
+    return CheckpointContender(RAW, write, read)
+
+
+def _blocks(state: State) -> Iterator[memoryview]:
+    for array in state.values():
+        view = array.view(np.uint8).data
+        yield from (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
+
+
+def _whole(move: Callable[[memoryview], int], view: memoryview) -> None:
+    while view:
+        moved = move(view)
+        if not moved:
+            raise StorageError("the file of the raw yardstick ends too early")
+        view = view[moved:]
+
+
+def torch_missing() -> str:
+    """Return why PyTorch does not take part, "" where it can."""
+    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
+
+
+def torch_begin(comm: Communicator, folder: Path) -> None:
+    """Let the ranks find each other in ``folder``, as PyTorch has it. Collective, once in a process."""
+    import torch.distributed as group
+
+    place = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
+    group.init_process_group("gloo", init_method=f"file://{place}", rank=comm.rank, world_size=comm.size)
+
+
+def torch_checkpoint(comm: Communicator, state: State) -> CheckpointContender:
+    """Return PyTorch's distributed checkpoint of it (local)."""
+    import torch as module
+    import torch.distributed.checkpoint as saved
+
+    # Every rank's tensors have names of their own, as parts of a sharded state have.
+    tensors = {f"rank{comm.rank}.{name}": module.from_numpy(array) for name, array in state.items()}
+
+    def write(into: Path) -> None:
+        saved.save(tensors, checkpoint_id=str(into / "dcp"))
+
+    def read(back: Path) -> None:
+        saved.load(tensors, checkpoint_id=str(back / "dcp"))
+
+    return CheckpointContender(TORCH, write, read)
+
+
+SCHEMA: Final = "hpcdist.checkpoint_benchmark"
+VERSION: Final = 2
+
+
+def write_results(
+    path: Path, found: Mapping[int, tuple[Sequence[CheckpointSamples], SavingSteps | None]], about: Mapping[str, Any]
+) -> None:
+    """Write a new file of what was ``found`` for each number of bytes. Raises StorageError."""
+    with files.edit(path, SCHEMA, VERSION) as file:
+        file.attrs.update({**about, "NX_class": "NXroot"})
+        for nbytes, (contenders, beside) in found.items():
+            for one in contenders:
+                _contender(file.create_group(f"{nbytes}/contenders/{one.name}"), one)
+            if beside is not None:
+                group = file.create_group(f"{nbytes}/beside")
+                for name, values in asdict(beside).items():
+                    group.create_dataset(name, data=np.array(values)).attrs["units"] = "s"
+
+
+def _contender(group: Any, one: CheckpointSamples) -> None:
+    group.attrs.update({"NX_class": "NXdata", "signal": "write_s", "axes": ["round", "rank"]})
+    rounds, ranks = one.write_s.shape
+    group.create_dataset("round", data=np.arange(rounds)).make_scale("round")
+    group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
+    times = {"write_s": (one.write_s, "until all is on the disk")}
+    times |= {f"read_{name}_s": (values, "until all is in memory") for name, values in one.reads_s.items()}
+    for name, (values, meaning) in times.items():
+        dataset = group.create_dataset(name, data=values)
+        dataset.attrs.update({"units": "s", "long_name": f"from a barrier {meaning}"})
+        dataset.dims[0].attach_scale(group["round"])
+        dataset.dims[1].attach_scale(group["rank"])

@@ -1,0 +1,5 @@
+"""Benchmark of collectives: our algorithms, the MPI library's own, and two yardsticks, in turns.
+
+Uses no other benchmark; `bench.calibrate` builds on it. Begin with `plan.Cell` (one operation, size and type) and
+`run.run`.
+"""

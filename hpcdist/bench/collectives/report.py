@@ -1,0 +1,265 @@
+"""Report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size.
+
+`check_plot` and `check_folder` are used by all pictures of `hpcdist.bench`: they refuse a file that cannot be written
+before anything is measured for it.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.collectives.contenders import MEMCPY, NATIVE, REFERENCES
+from hpcdist.bench.collectives.plan import COLD, SHARED, bus_factor
+from hpcdist.bench.collectives.results import OURS, CollectivesConfiguration, CollectivesResults
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+MISSING: Final = "-"
+WRONG: Final = "WRONG RESULT"
+
+
+@dataclass(frozen=True)
+class CollectivesRow:
+    """The figures of one configuration, over the slowest rank of each iteration; None where there is none.
+
+    ``x_native`` above 1 is faster than the MPI library's own collective on ordinary memory in the same run.
+    """
+
+    op: str
+    dtype: str
+    ranks: int
+    nodes: int
+    bytes: int
+    algorithm: str
+    buffers: str
+    label: str
+    implementation: str
+    mpi_library: str
+    reference: bool
+    cache: str
+    iterations: int
+    median_s: float
+    quartiles_s: tuple[float, float]
+    p95_s: float
+    x_native: float | None
+    algorithm_bandwidth: float | None  # bytes/s
+    bus_bandwidth: float | None  # bytes/s
+    skew_s: float | None  # median over the iterations of the last rank's begin after the first's
+    verified: int
+    wrong: str
+
+
+def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
+    """Return one row for each configuration, by operation, dtype, ranks and size, native first, references last."""
+    known = list(configurations)
+    native = {
+        _cell(one): float(np.median(one.slowest_s))
+        for one in known
+        if one.key.algorithm == NATIVE
+        and one.key.implementation == OURS
+        and one.key.buffers == "ordinary"
+        and not one.wrong
+    }
+    found = [_row(one, native.get(_cell(one))) for one in known]
+    libraries = {one.key.mpi_library: one.key.vendor for one in known if one.key.implementation == OURS}
+    if len(libraries) > 1:  # the same algorithm on several: say which, with the version where a vendor is there twice
+        if len(set(libraries.values())) < len(libraries):
+            libraries = {library: " ".join(library.split(",")[0].split()) for library in libraries}
+        found = [
+            replace(row, label=f"{row.label}, {libraries[row.mpi_library]}") if row.implementation == OURS else row
+            for row in found
+        ]
+    return sorted(found, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
+
+
+def _cell(one: CollectivesConfiguration) -> tuple[Any, ...]:
+    key = one.key
+    return (key.op, key.dtype, key.bytes, key.ranks, key.nodes, key.cache, key.mpi_library)
+
+
+def _place(row: CollectivesRow) -> int:
+    return 2 if row.reference else 0 if row.algorithm == NATIVE else 1
+
+
+def _row(one: CollectivesConfiguration, native_s: float | None) -> CollectivesRow:
+    key, times = one.key, one.slowest_s
+    low, median, high, late = (float(value) for value in np.percentile(times, [25, 50, 75, 95]))
+    skew = one.start_s.max(axis=1)
+    moved = key.bytes / median if key.ranks > 1 and not one.reference else None
+    return CollectivesRow(
+        op=key.op,
+        dtype=key.dtype,
+        ranks=key.ranks,
+        nodes=key.nodes,
+        bytes=key.bytes,
+        algorithm=key.algorithm,
+        buffers=key.buffers,
+        label=key.label,
+        implementation=key.implementation,
+        mpi_library=key.mpi_library,
+        reference=one.reference,
+        cache=key.cache,
+        iterations=len(times),
+        median_s=median,
+        quartiles_s=(low, high),
+        p95_s=late,
+        x_native=None if native_s is None or one.reference or key.ranks == 1 else native_s / median,
+        algorithm_bandwidth=moved,
+        bus_bandwidth=None if moved is None else moved * bus_factor(key.op, key.ranks),
+        skew_s=None if np.isnan(skew).any() else float(np.median(skew)),
+        verified=one.verified,
+        wrong=one.wrong,
+    )
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[CollectivesRow], str]], ...]] = (
+    ("op", lambda row: row.op),
+    ("dtype", lambda row: row.dtype),
+    ("ranks", lambda row: str(row.ranks)),
+    ("bytes", lambda row: str(row.bytes)),
+    ("algorithm", lambda row: row.label),
+    ("median us", lambda row: _form(row.median_s, 1e-6, ",.1f")),
+    (
+        "(quartiles)",
+        lambda row: f"({_form(row.quartiles_s[0], 1e-6, ',.1f')} - {_form(row.quartiles_s[1], 1e-6, ',.1f')})",
+    ),
+    ("p95", lambda row: _form(row.p95_s, 1e-6, ",.1f")),
+    ("n", lambda row: str(row.iterations)),
+    ("x native", lambda row: _form(row.x_native, 1.0, ".2f")),
+    ("alg GB/s", lambda row: _form(row.algorithm_bandwidth, 1e9, ".3f")),
+    ("bus GB/s", lambda row: _form(row.bus_bandwidth, 1e9, ".3f")),
+)
+_TEXTS: Final = ("op", "dtype", "algorithm")
+
+
+def _form(value: float | None, scale: float, form: str) -> str:
+    return MISSING if value is None else format(value / scale, form)
+
+
+def _cells(table: Sequence[CollectivesRow]) -> list[list[str]]:
+    body = []
+    for row in table:
+        shown = [show(row) for _, show in _COLUMNS]
+        body.append([*shown[:5], WRONG, *[MISSING] * (len(shown) - 6)] if row.wrong else shown)
+    return body
+
+
+def text(table: Sequence[CollectivesRow]) -> str:
+    """Return the table as lines for people, an empty line between sizes."""
+    cells = [[name for name, _ in _COLUMNS], *_cells(table)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
+    left = [name in _TEXTS for name, _ in _COLUMNS]
+    lines = [
+        "  ".join(f"{cell:{'<' if left[n] else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
+        for row in cells
+    ]
+    shown = [lines[0]]
+    for number, (row, line) in enumerate(zip(table, lines[1:], strict=True)):
+        before = table[number - 1] if number else row
+        if (row.op, row.dtype, row.ranks, row.bytes) != (before.op, before.dtype, before.ranks, before.bytes):
+            shown.append("")
+        shown.append(line)
+    return "\n".join(shown)
+
+
+def notes(table: Sequence[CollectivesRow]) -> list[str]:
+    """Return what a reader of the table has to know of how it came about."""
+    lines = []
+    if any(row.cache == COLD for row in table):
+        lines.append("cold: every iteration worked on another buffer, so that its data came from memory (not --hot)")
+    if any(row.cache != COLD for row in table):
+        lines.append("hot: every iteration worked on the same buffer, written just before (--hot)")
+    skews = [row.skew_s for row in table if row.skew_s is not None and row.ranks > 1]
+    if skews:
+        lines.append(
+            "times are those of the slowest rank from a barrier on, and hold its skew: "
+            f"{1e6 * np.median(skews):.2f} us between the first and the last rank that left it (median)"
+        )
+    verified = sum(row.verified for row in table)
+    lines.append(f"{verified} results were compared element by element" if verified else "no result was verified")
+    lines += [f"{row.label}, {row.op} of {row.bytes} bytes of {row.dtype}: {row.wrong}" for row in table if row.wrong]
+    return lines
+
+
+def jsonable(found: CollectivesResults) -> dict[str, Any]:
+    """Return the report as JSON values; what there is not is null."""
+    return {"provenance": dict(found.provenance), "configurations": [asdict(row) for row in rows(found.configurations)]}
+
+
+def check_plot(file: Path) -> Any:
+    """Return matplotlib's module of figures, if it is there and can write a file of this name and place (local).
+
+    Raises MissingCapabilityError, UsageError, StorageError.
+    """
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    known = figure.Figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise UsageError(f"{file}: matplotlib writes no such files; choose an ending from {', '.join(sorted(known))}")
+    check_folder(file)
+    return figure
+
+
+def check_folder(file: Path) -> None:
+    """Raise StorageError where ``file`` cannot be written, or replaced, in its folder (local)."""
+    folder = file.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise StorageError(f"{file}: cannot be written: {folder} is missing or may not be written")
+
+
+def plot(table: Sequence[CollectivesRow], file: Path) -> None:
+    """Draw time and bus bandwidth against the size, one line an algorithm, a row of panels for each operation.
+
+    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+    """
+    figures = check_plot(file)
+    good = [row for row in table if not row.wrong]
+    panels = list(dict.fromkeys((row.op, row.dtype, row.ranks) for row in good))
+    if not panels:
+        raise UsageError("nothing was measured well, so there is nothing to plot")
+    lines = max(len({row.label for row in good if (row.op, row.dtype, row.ranks) == panel}) for panel in panels)
+    figure = figures.Figure(figsize=(15, max(4.5, 0.18 * lines + 1) * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 2, squeeze=False)
+    for (left, right), panel in zip(axes, panels, strict=True):
+        _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
+        left.set_title(f"{panel[0]}, {panel[1]}, {panel[2]} ranks", fontsize=10)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _lines(left: Any, right: Any, table: Sequence[CollectivesRow]) -> None:
+    """Draw the rows of one panel: the MPI library's own thick, references dashed."""
+    from matplotlib import colormaps
+
+    for axis in (left, right):
+        axis.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
+    for label in dict.fromkeys(row.label for row in table):
+        line = sorted((row for row in table if row.label == label), key=lambda row: row.bytes)
+        sizes = [row.bytes for row in line]
+        style: dict[str, Any] = {"marker": ".", "label": label}
+        if line[0].buffers == SHARED:
+            style |= {"linestyle": "-."}
+        if line[0].reference:
+            style |= {"linestyle": "--", "color": "0.4" if line[0].algorithm == MEMCPY else "0.7"}
+        elif line[0].algorithm == NATIVE:
+            style |= {"linewidth": 2.5, "color": "black"}
+        left.plot(sizes, [1e6 * row.median_s for row in line], **style)
+        if all(row.bus_bandwidth is not None for row in line):
+            right.plot(sizes, [(row.bus_bandwidth or 0.0) / 1e9 for row in line], **style)
+        elif line[0].algorithm in REFERENCES:
+            right.plot(sizes, [row.bytes / row.median_s / 1e9 for row in line], **style)
+    left.set_ylabel("median time, slowest rank (us)")
+    right.set_ylabel("bus bandwidth (GB/s); references: bytes / time")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("bytes")
+        axis.grid(True, which="major", alpha=0.3)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -1,0 +1,244 @@
+"""Report of a benchmark of pipelines: a table, JSON, bubbles against micro-batches, and measured timelines."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.collectives.report import check_plot
+from hpcdist.bench.pipeline.plan import CONTENDERS
+from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline.run import RECEIVES
+from hpcdist.bench.pipeline.timeline import PassBar, TimelinePanel
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.strategies.schedule.operations import COMPUTE
+from hpcdist.strategies.schedule.simulate.lists import PASSES
+from hpcdist.strategies.schedule.simulate.program import AGAIN
+
+MISSING: Final = "-"
+FIRST: Final = "1f1b"  # what the others' speed is compared with
+
+
+@dataclass(frozen=True)
+class PipelineRow:
+    """The figures of one case, medians over its steps.
+
+    Bubbles are shares of the longest span of a rank; see `hpcdist.bench.pipeline.run`. ``by_rank`` are those that were
+    measured and simulated of each rank's own span: where two spans are about as long, either may be the longest.
+    ``overhead`` is the share of it in which the rank neither computes nor waits, ``operation_us`` the same for each
+    operation of its list; ``receive_us`` is the shortest receive, whose message was there. ``x_ideal`` is the speed
+    over that of as many ranks that do the same work alone, ``of_bound`` that over what the simulated bubble leaves;
+    ``x_1f1b`` the speed over that of 1F1B with as many micro-batches in the same file.
+    """
+
+    schedule: str
+    microbatches: int
+    ranks: int
+    chunks: int
+    steps: int
+    units: tuple[tuple[int, ...], ...]  # of each rank
+    step_s: float
+    quartiles_s: tuple[float, float]
+    tokens_per_s: float
+    measured: float
+    simulated: float
+    replayed: float
+    by_rank: tuple[tuple[float, float], ...]
+    closed: float | None
+    overhead: float
+    operation_us: float
+    receive_us: float
+    message_us: float
+    pass_s: tuple[tuple[float, float, float, float], ...]  # of each rank for a micro-batch: F, B, I, W
+    x_ideal: float
+    of_bound: float
+    x_1f1b: float | None
+
+
+def rows(found: PipelineResults) -> list[PipelineRow]:
+    """Return a row for each case, by micro-batches and in the order of the schedules."""
+    first = {_group(one): _step_s(one) for one in found.cases if one.case.schedule == FIRST}
+    table = [_row(one, first.get(_group(one))) for one in found.cases]
+    return sorted(table, key=lambda row: (row.ranks, row.microbatches, CONTENDERS.index(row.schedule)))
+
+
+def _group(one: MeasuredCase) -> tuple[Any, ...]:
+    return one.case.ranks, one.case.microbatches, one.case.shape
+
+
+def _step_s(one: MeasuredCase) -> float:
+    return float(np.median(one.step_s.max(axis=1)))
+
+
+def longest(one: MeasuredCase) -> np.ndarray:
+    """Return the rank with the longest span, for each step."""
+    found: np.ndarray = one.span_s.argmax(axis=1)
+    return found
+
+
+def bubbles(one: MeasuredCase) -> np.ndarray:
+    """Return the measured bubble of each step: what the rank with the longest span waits of it."""
+    at = np.arange(len(one.span_s)), longest(one)
+    found: np.ndarray = one.idle_s[at] / one.span_s[at]
+    return found
+
+
+def _row(one: MeasuredCase, first_s: float | None) -> PipelineRow:
+    case, at = one.case, (np.arange(len(one.span_s)), longest(one))
+    slowest_s = one.step_s.max(axis=1)
+    rest_s = one.span_s[at] - one.busy_s[at] - one.idle_s[at]
+    counts = np.array([len(steps) for steps in one.operations])[at[1]]
+    x_ideal = float(np.median(one.ideal_s.max(axis=1) / case.ranks / slowest_s))
+    low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
+    units = [tuple(unit for chunk in one.placement.of(rank) for unit in chunk) for rank in range(case.ranks)]
+    return PipelineRow(
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        ranks=case.ranks,
+        chunks=case.chunks,
+        steps=len(slowest_s),
+        units=tuple(units),
+        step_s=median,
+        quartiles_s=(low, high),
+        tokens_per_s=case.microbatches * case.shape.samples * case.shape.context / median,
+        measured=float(np.median(bubbles(one))),
+        simulated=one.simulated,
+        replayed=float(np.median(one.replayed)),
+        by_rank=tuple(
+            zip(np.median(one.idle_s / one.span_s, axis=0).tolist(), one.simulated_by_rank.tolist(), strict=True)
+        ),
+        closed=one.closed,
+        overhead=float(np.median(rest_s / one.span_s[at])),
+        operation_us=1e6 * float(np.median(rest_s / counts)),
+        receive_us=1e6 * _shortest_receive_s(one),
+        message_us=1e6 * one.message_s,
+        pass_s=tuple(tuple(one.unit_s[list(own)].sum(axis=0).tolist()) for own in units),
+        x_ideal=x_ideal,
+        of_bound=x_ideal / (1.0 - one.simulated),
+        x_1f1b=None if first_s is None else first_s / median,
+    )
+
+
+def _shortest_receive_s(one: MeasuredCase) -> float:
+    taken = []
+    for steps, spans in zip(one.operations, one.spans_s, strict=True):
+        at = [index for index, op in enumerate(steps) if op.kind in RECEIVES]
+        taken += (spans[:, at, 1] - spans[:, at, 0]).ravel().tolist()
+    return min(taken, default=0.0)
+
+
+def _percent(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1%}"
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[PipelineRow], str]], ...]] = (
+    ("schedule", lambda row: row.schedule),
+    ("m", lambda row: str(row.microbatches)),
+    ("ms a step", lambda row: f"{1e3 * row.step_s:,.1f}"),
+    ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
+    ("x 1f1b", lambda row: MISSING if row.x_1f1b is None else f"{row.x_1f1b:.3f}"),
+    ("bubble", lambda row: _percent(row.measured)),
+    ("simulated", lambda row: _percent(row.simulated)),
+    ("replayed", lambda row: _percent(row.replayed)),
+    ("closed form", lambda row: _percent(row.closed)),
+    ("overhead", lambda row: _percent(row.overhead)),
+    ("us an operation", lambda row: f"{row.operation_us:.0f}"),
+    ("x ideal", lambda row: f"{row.x_ideal:.3f}"),
+    ("of bound", lambda row: f"{row.of_bound:.3f}"),
+)
+
+
+def text(table: Sequence[PipelineRow], left_out: Mapping[str, str]) -> str:
+    """Return the table as lines for people, an empty line between numbers of micro-batches."""
+    cells = [[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
+    ]
+    shown = lines[:1]
+    for number, (row, line) in enumerate(zip(table, lines[1:], strict=True)):
+        if row.microbatches != table[max(0, number - 1)].microbatches:
+            shown.append("")
+        shown.append(line)
+    shown += [
+        "",
+        "bubble: what the rank with the longest span waits in receives; simulated: with the mean times of its passes;",
+        "replayed: with each pass of the same step. x ideal: speed over that of as many ranks that work alone, in",
+        "turns with it; of bound: that over (1 - simulated bubble)",
+    ]
+    shown += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
+    return "\n".join(shown)
+
+
+def jsonable(found: PipelineResults, left_out: Mapping[str, str]) -> dict[str, Any]:
+    """Return the report as JSON values; what there is not is null."""
+    table = [asdict(row) for row in rows(found)]
+    return {"provenance": dict(found.provenance), "rows": table, "left_out": dict(left_out)}
+
+
+def plot(found: PipelineResults, file: Path) -> None:
+    """Draw the bubble against the micro-batches: measured with quartiles, simulated, in closed form.
+
+    Raises MissingCapabilityError without matplotlib, UsageError for no case, StorageError.
+    """
+    figures = check_plot(file)
+    names = [name for name in CONTENDERS if any(one.case.schedule == name for one in found.cases)]
+    if not names:
+        raise UsageError("nothing was measured, so there is nothing to plot")
+    figure = figures.Figure(figsize=(2.6 * len(names) + 1, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for number, (axis, name) in enumerate(zip(axes, names, strict=True)):
+        line = sorted((one for one in found.cases if one.case.schedule == name), key=lambda one: one.case.microbatches)
+        at = [one.case.microbatches for one in line]
+        low, middle, high = (np.array([np.percentile(100 * bubbles(one), q) for one in line]) for q in (25, 50, 75))
+        axis.errorbar(
+            at, middle, yerr=[middle - low, high - middle], fmt="o", color="black", capsize=3, label="measured"
+        )
+        axis.plot(at, [100 * one.simulated for one in line], "-", color="C0", label="simulated")
+        known = [(one.case.microbatches, 100 * one.closed) for one in line if one.closed is not None]
+        if known:
+            axis.plot(*zip(*known, strict=True), "--", color="C1", label="closed form")
+        axis.set_title(name, fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(at, [str(count) for count in at])
+        axis.set_xlabel("micro-batches")
+        axis.grid(True, alpha=0.3)
+        if not number:
+            axis.set_ylabel("bubble (% of the longest span)")
+            axis.legend(fontsize=8)
+    axes[0].set_ylim(bottom=0)  # of all, which share it: the last word on the scale
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def panels(found: PipelineResults) -> list[TimelinePanel]:
+    """Return the step of median length of each schedule, at its fewest micro-batches, as it was measured (local)."""
+    shown = []
+    for name in CONTENDERS:
+        of = [one for one in found.cases if one.case.schedule == name]
+        if of:
+            shown.append(_panel(min(of, key=lambda one: one.case.microbatches)))
+    return shown
+
+
+def _panel(one: MeasuredCase) -> TimelinePanel:
+    step = int(np.argsort(one.step_s.max(axis=1))[len(one.step_s) // 2])
+    chunk_of = {unit: number for number, chunk in enumerate(one.placement.chunks) for unit in chunk}
+    found: list[PassBar] = []
+    first_s = min(float(spans[step, :, 0].min()) for spans in one.spans_s)
+    for rank, (steps, spans) in enumerate(zip(one.operations, one.spans_s, strict=True)):
+        own = [number for number, owner in enumerate(one.placement.ranks) if owner == rank]
+        for op, (begin_s, end_s) in zip(steps, (spans[step] - first_s).tolist(), strict=True):
+            if op.kind in COMPUTE:
+                chunk = chunk_of[op.unit]
+                what = rank, AGAIN if op.recompute else PASSES[op.kind], op.microbatch, chunk, own.index(chunk)
+                if found and found[-1].what == what:  # the next unit of the chunk
+                    found[-1] = replace(found[-1], end_s=end_s)
+                else:
+                    found.append(PassBar(*what, begin_s, end_s))
+    title = f"{one.case.schedule}, {one.case.microbatches} micro-batches, measured bubble {bubbles(one)[step]:.1%}"
+    return TimelinePanel(title, one.case.ranks, one.case.chunks, found)

@@ -1,0 +1,212 @@
+"""Pareto front of time and energy: configurations with intervals, and the choice of an objective. Pure.
+
+A configuration was measured in some repeats; each repeat gives the seconds and the joules of a token. Its estimate is
+the geometric mean over its repeats. Two configurations are compared in the repeats that both have, so that what
+drifts from repeat to repeat affects both alike: the mean of the logarithms of their ratios, with Student's 95 %
+interval (which takes them to be normal). One repeat has no interval, and then no difference is certain.
+
+A configuration is on the Pareto front when no other is as good in time and in energy, and better in one of the two.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.errors import UsageError
+
+FRONT: Final = "front"
+NEAR: Final = "within noise"  # beaten by another, but not surely: it may be on the front
+BEHIND: Final = "dominated"
+SAME: Final = "the same"
+# Exponent of the time in energy x time^n; the last one is time alone.
+OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
+OBJECTIVE_NAMES: Final = {
+    "energy": "energy",
+    "edp": "energy-delay product",
+    "ed2p": "energy x delay squared",
+    "time": "time",
+}
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+_STUDENT: Final = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_NORMAL: Final = 1.960
+
+
+@dataclass(frozen=True)
+class EstimateInterval:
+    """An estimate with its 95 % interval; ``low`` and ``high`` are NaN where one repeat says nothing of the next."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Of a ratio: whether it is not 1 by noise."""
+        return self.high < 1.0 or self.low > 1.0
+
+
+@dataclass(frozen=True)
+class ParetoCandidate:
+    """One configuration: (seconds, joules) of a token by repeat, all of them finite and above zero.
+
+    ``capped``: its limits were changed; the others show what there is to gain.
+    """
+
+    name: str
+    repeats: Mapping[int, tuple[float, float]]
+    capped: bool = False
+
+    def objective(self, name: str) -> dict[int, float]:
+        """Return the logarithm of what is to be small, by repeat."""
+        return {repeat: _log(name, *both) for repeat, both in self.repeats.items()}
+
+    def mean(self, name: str) -> float:
+        """Return the mean logarithm of an objective over the repeats."""
+        return statistics.fmean(self.objective(name).values())
+
+
+def _log(objective: str, seconds: float, joules: float) -> float:
+    if objective == "time":
+        return math.log(seconds)
+    return math.log(joules) + OBJECTIVES.index(objective) * math.log(seconds)
+
+
+def estimate(logarithms: Sequence[float]) -> EstimateInterval:
+    """Return the geometric mean of what has these logarithms, and its interval."""
+    count, mean = len(logarithms), statistics.fmean(logarithms)
+    if count < 2:
+        return EstimateInterval(math.exp(mean), math.nan, math.nan)
+    quantile = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else _NORMAL
+    half = quantile * statistics.stdev(logarithms) / math.sqrt(count)
+    return EstimateInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def ratio(one: ParetoCandidate, other: ParetoCandidate, objective: str) -> EstimateInterval:
+    """Return an objective of ``one`` over that of ``other``: in the repeats that both have, else that of the means."""
+    first, second = one.objective(objective), other.objective(objective)
+    both = sorted(first.keys() & second.keys())
+    if not both:
+        return EstimateInterval(math.exp(one.mean(objective) - other.mean(objective)), math.nan, math.nan)
+    return estimate([first[repeat] - second[repeat] for repeat in both])
+
+
+def dominates(one: ParetoCandidate, other: ParetoCandidate) -> bool:
+    """Whether ``one`` is, by the estimates, no worse than ``other`` in time and energy, and better in one of them."""
+    pairs = [(one.mean(name), other.mean(name)) for name in ("time", "energy")]
+    return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
+
+
+def _surely(one: ParetoCandidate, other: ParetoCandidate) -> bool:
+    """Whether noise alone does not let ``other`` be faster, or thriftier, than ``one`` that dominates it."""
+    intervals = [ratio(one, other, name) for name in ("time", "energy")]
+    return all(found.high <= 1.0 for found in intervals)
+
+
+def verdicts(candidates: Sequence[ParetoCandidate]) -> list[str]:
+    """Return `FRONT`, `NEAR` or `BEHIND` of each candidate.
+
+    Of candidates with one repeat nobody knows the noise: those that are beaten by the estimates are `BEHIND`.
+    """
+    found = []
+    for candidate in candidates:
+        better = [other for other in candidates if dominates(other, candidate)]
+        told = [other for other in better if not math.isnan(ratio(other, candidate, "time").high)]
+        if not better:
+            found.append(FRONT)
+        elif any(_surely(other, candidate) for other in told) or not told:
+            found.append(BEHIND)
+        else:
+            found.append(NEAR)
+    return found
+
+
+@dataclass(frozen=True)
+class PowerRecommendation:
+    """The configuration that an objective chooses, None for none, and why in words.
+
+    ``energy`` and ``time`` are its ratios to the ``reference``.
+    """
+
+    name: str | None
+    reason: str
+    reference: str | None = None
+    energy: EstimateInterval | None = None
+    time: EstimateInterval | None = None
+
+
+def reference(candidates: Sequence[ParetoCandidate]) -> ParetoCandidate:
+    """Return what others are compared with: the fastest of those whose limits were not changed, or of all."""
+    free = [candidate for candidate in candidates if not candidate.capped] or list(candidates)
+    return min(free, key=lambda candidate: candidate.mean("time"))
+
+
+def recommend(
+    candidates: Sequence[ParetoCandidate], objective: str, max_slowdown: float | None = None
+) -> PowerRecommendation:
+    """Return the candidate with the least of ``objective`` that takes at most ``max_slowdown`` times the reference.
+
+    That is the reference itself where the gain is not sure beyond the noise of the repeats. Raises UsageError for an
+    objective that is none, and for a slowdown below 1.
+    """
+    if objective not in OBJECTIVES:
+        raise UsageError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    if max_slowdown is not None and not (math.isfinite(max_slowdown) and max_slowdown >= 1.0):
+        raise UsageError(f"--max-slowdown {max_slowdown}: give a factor of at least 1, such as 1.1")
+    if not candidates:
+        return PowerRecommendation(None, "no recommendation: no configuration has both time and energy")
+    base = reference(candidates)
+    if len(candidates) == 1:
+        return PowerRecommendation(None, f"no recommendation: {base.name} has nothing to be compared with", base.name)
+    bound = math.inf if max_slowdown is None else math.log(max_slowdown)
+    allowed = [one for one in candidates if one is base or one.mean("time") - base.mean("time") <= bound]
+    best = min(allowed, key=lambda one: (one.mean(objective), one.mean("time")))
+    within = "" if max_slowdown is None else f" within {max_slowdown:g} x its time"
+    what = OBJECTIVE_NAMES[objective]
+    if best is base:
+        told = f"{base.name}: none has less {what}{within}{_rivals(base, allowed, objective)}{_once(base)}"
+        return PowerRecommendation(base.name, told, base.name)
+    gain = ratio(best, base, objective)
+    energy, time = ratio(best, base, "energy"), ratio(best, base, "time")
+    less, longer = change_text(energy, "energy"), change_text(time, "time")
+    against = f"{less} at {longer} than {base.name}"
+    if SAME in (less[: len(SAME)], longer[: len(SAME)]):
+        against = f"{less}, {longer}, against {base.name}"
+    if not math.isnan(gain.high) and not gain.is_sure:
+        repeats = len(best.repeats.keys() & base.repeats.keys())
+        return PowerRecommendation(
+            base.name,
+            f"{base.name}: the best{within}, {best.name}, has {change_text(gain, what)}, which is within "
+            f"the noise of {repeats} repeats",
+            base.name,
+        )
+    why = "" if objective == "energy" else f" ({change_text(gain, what)})"
+    told = f"{best.name}: {against}{why}{_rivals(best, allowed, objective)}{_once(best)}"
+    return PowerRecommendation(best.name, told, base.name, energy, time)
+
+
+def _rivals(best: ParetoCandidate, allowed: Sequence[ParetoCandidate], objective: str) -> str:
+    """Return the others that may be as good, for all that the repeats tell."""
+    pairs = [(one.name, ratio(best, one, objective)) for one in allowed if one is not best]
+    names = [name for name, found in pairs if not (math.isnan(found.high) or found.is_sure)]
+    return f"; the noise does not tell it from {', '.join(names)}" if names else ""
+
+
+def _once(candidate: ParetoCandidate) -> str:
+    return "; of one repeat, whose noise nobody knows: --repeats 3" if len(candidate.repeats) == 1 else ""
+
+
+def change_text(ratio: EstimateInterval, what: str) -> str:
+    """Return a ratio in words: "18 % less energy [16, 20]"."""
+    percent = abs(ratio.value - 1.0) * 100.0
+    if percent < 0.05:
+        return f"{SAME} {what}"
+    sign = -1.0 if ratio.value < 1.0 else 1.0
+    ends = sorted(sign * (end - 1.0) * 100.0 for end in (ratio.low, ratio.high))
+    interval = "" if math.isnan(ratio.high) else f" [{ends[0]:.3g}, {ends[1]:.3g}]"
+    return f"{percent:.3g} % {'less' if sign < 0 else 'more'} {what}{interval}"

@@ -1,0 +1,273 @@
+"""Report of a benchmark of training steps: speeds, phases, operations, losses and memory; text, JSON, picture."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.collectives.report import check_plot
+from hpcdist.bench.step.plan import COMPARED, EAGER, PHASES, SAME
+from hpcdist.bench.step.results import StepCase, StepResults
+from hpcdist.errors import StorageError
+from hpcdist.reporting.units import counted
+
+MISSING: Final = "-"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The figures of one contender: medians over the steps of the slowest rank.
+
+    ``x_eager`` is the median, over the turns, of the time of PyTorch eager over that of this contender: above 1 is
+    faster than that; ``x_eager_cpu`` the same of the processor's time, summed over ranks, which counts no waiting and
+    no neighbours. ``flops_per_s`` are the operations of the model (`hpcdist.models.counts`) a second, of all ranks
+    together, and ``mfu`` their share of the peak. ``phases_s`` are medians of the slowest rank, None where a phase is
+    not told apart. ``loss_difference`` is the largest relative one to the first contender, over 100 steps at most.
+    """
+
+    name: str
+    step_s: float
+    quartiles_s: tuple[float, float]
+    cpu_s: float
+    tokens_per_s: float
+    x_eager: float | None
+    x_eager_cpu: float | None
+    flops_per_s: float
+    mfu: float
+    phases_s: Mapping[str, float | None]
+    loss_first: float
+    loss_last: float
+    loss_difference: float
+    activation_bytes: float | None
+    activation_closed_bytes: float | None
+
+
+def peak_flops_per_s(found: StepResults) -> dict[str, float]:
+    """Return the fastest product of each library, of all ranks together: a turn is as fast as its slowest rank."""
+    rates = found.matmul_flops_per_s
+    return {name: found.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
+
+
+def rows(found: StepResults) -> list[StepRow]:
+    """Return a row for each contender, in the order of the file."""
+    eager = next((one for one in found.cases if one.name == EAGER), None)
+    return [_row(found, one, eager) for one in found.cases]
+
+
+def _row(found: StepResults, one: StepCase, eager: StepCase | None) -> StepRow:
+    about, shape = found.provenance, found.shape
+    slowest_s = one.step_s.max(axis=1)
+    low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
+    samples = about["ranks"] * shape.samples
+    rate = samples * (about["forward_flops"] + about["backward_flops"]) / median
+    phases = np.median(one.phase_s.max(axis=1), axis=0)
+    first = found.cases[0].loss[:COMPARED]
+    losses = one.loss[:COMPARED]
+    return StepRow(
+        name=one.name,
+        step_s=median,
+        quartiles_s=(low, high),
+        cpu_s=float(np.median(one.cpu_s.sum(axis=1))),
+        tokens_per_s=samples * shape.context / median,
+        x_eager=None if eager is None else float(np.median(eager.step_s.max(axis=1) / slowest_s)),
+        x_eager_cpu=None if eager is None else float(np.median(eager.cpu_s.sum(axis=1) / one.cpu_s.sum(axis=1))),
+        flops_per_s=rate,
+        mfu=rate / max(peak_flops_per_s(found).values()),
+        phases_s={name: None if np.isnan(value) else float(value) for name, value in zip(PHASES, phases, strict=True)},
+        loss_first=float(one.loss[0]),
+        loss_last=float(one.loss[-1]),
+        loss_difference=float(np.max(np.abs(losses - first) / np.abs(first))),
+        activation_bytes=one.activation_bytes,
+        activation_closed_bytes=one.activation_closed_bytes,
+    )
+
+
+def _form(value: float | None, form: str, scale: float = 1.0) -> str:
+    return MISSING if value is None else format(scale * value, form)
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[StepRow], str]], ...]] = (
+    ("", lambda row: row.name),
+    ("ms a step", lambda row: _form(row.step_s, ",.1f", 1e3)),
+    ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
+    ("tokens/s", lambda row: _form(row.tokens_per_s, ",.0f")),
+    ("x eager", lambda row: _form(row.x_eager, ".3f")),
+    ("(CPU time)", lambda row: "" if row.x_eager_cpu is None else f"({row.x_eager_cpu:.3f})"),
+    ("GFLOP/s", lambda row: _form(row.flops_per_s, ".1f", 1e-9)),
+    ("MFU", lambda row: _form(row.mfu, ".1%")),
+    *((f"{name} ms", lambda row, name=name: _form(row.phases_s[name], ".1f", 1e3)) for name in PHASES),
+)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return [
+        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
+    ]
+
+
+def text(found: StepResults) -> str:
+    """Return the report as lines for people."""
+    table, shape, about = rows(found), found.shape, found.provenance
+    flops = about["forward_flops"] + about["backward_flops"]
+    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(found).items())
+    model = (
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, context {shape.context}, "
+        f"vocabulary {shape.vocabulary}"
+    )
+    machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
+    lines = [
+        f"gpt of {about['parameters']:,} parameters: {model}; {shape.samples} samples a rank",
+        f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
+        f"numpy's BLAS: {about['blas']}",
+        "",
+        *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
+        "x eager: the median, over turns next to each other, of PyTorch eager's time over that of the line",
+        "",
+        *_operations(found),
+        *_losses(table, found),
+        *_memory(table),
+    ]
+    return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in found.left_out.items())])
+
+
+def operations(one: StepCase) -> dict[tuple[str, str], float]:
+    """Return the median seconds of each kind of operation and way in a step, and what none of them explains."""
+    taken = dict(one.operation_s)
+    whole = taken.pop(("all", "step"), None)
+    if whole is not None:
+        taken["other", "step"] = whole - sum(taken.values())
+    return {key: float(np.median(seconds)) for key, seconds in taken.items()}
+
+
+def _operations(found: StepResults) -> list[str]:
+    known = [(one, operations(one)) for one in found.cases if one.operation_s]
+    if not known:
+        return []
+    kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
+    ways = ("forward", "backward", "step")
+    cells = [["ms of an operation, forward + backward", *kinds]]
+    for one, taken in known:
+        row = [one.name]
+        for kind in kinds:
+            parts = [1e3 * taken[kind, way] for way in ways if (kind, way) in taken]
+            row.append(" + ".join(f"{part:.1f}" for part in parts) if parts else MISSING)
+        cells.append(row)
+    return [*_aligned(cells), ""]
+
+
+def _losses(table: Sequence[StepRow], found: StepResults) -> list[str]:
+    steps = min(COMPARED, len(found.cases[0].loss))
+    lines = [
+        f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}, at most {row.loss_difference:.1e} of it from "
+        f"{table[0].name} in {steps} steps" + ("" if row.loss_difference <= SAME else f": more than {SAME:g}")
+        for row in table[1:]
+    ]
+    return [*lines, ""] if lines else []
+
+
+def _memory(table: Sequence[StepRow]) -> list[str]:
+    return [
+        f"{row.name}: activations {row.activation_bytes / 2**20:.1f} MiB at their peak"
+        + (
+            ""
+            if row.activation_closed_bytes is None
+            else f", {row.activation_bytes / row.activation_closed_bytes:.3f} of the closed form"
+        )
+        for row in table
+        if row.activation_bytes is not None
+    ]
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+
+def jsonable(found: StepResults) -> dict[str, Any]:
+    """Return the report as JSON values; what there is not is null."""
+    taken = {one.name: {" ".join(key): value for key, value in operations(one).items()} for one in found.cases}
+    return {
+        "provenance": dict(found.provenance),
+        "shape": asdict(found.shape),
+        "peak_flops_per_s": peak_flops_per_s(found),
+        "rows": [_without_nan(asdict(row)) for row in rows(found)],
+        "operations_s": taken,
+        "left_out": dict(found.left_out),
+    }
+
+
+def plot(found: StepResults, file: Path) -> None:
+    """Draw it. Raises MissingCapabilityError without matplotlib, UsageError, StorageError."""
+    figures = check_plot(file)
+    profiled = any(one.operation_s for one in found.cases)
+    apart = len(found.cases) > 1
+    figure = figures.Figure(figsize=(5.5 * (1 + profiled + apart), 5.0), layout="constrained")
+    axes = list(figure.subplots(1, 1 + profiled + apart, squeeze=False)[0])
+    _draw_phases(axes.pop(0), found)
+    if profiled:
+        _draw_operations(axes.pop(0), found)
+    if apart:
+        _draw_losses(axes.pop(0), found)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _draw_phases(axis: Any, found: StepResults) -> None:
+    """Draw a bar for each contender, of its phases and what is left of the step."""
+    table = rows(found)
+    names = [row.name for row in table]
+    left = np.zeros(len(table))
+    for name in PHASES:
+        taken = 1e3 * np.array([row.phases_s[name] or 0.0 for row in table])
+        if taken.any():
+            axis.barh(names, taken, left=left, label=name)
+            left += taken
+    rest = np.maximum(0.0, 1e3 * np.array([row.step_s for row in table]) - left)
+    axis.barh(names, rest, left=left, label="other", color="0.8")
+    for number, row in enumerate(table):
+        speed = "" if row.x_eager is None else f", {row.x_eager:.2f} x eager"
+        axis.text(1e3 * row.step_s, number, f" MFU {row.mfu:.0%}{speed}", va="center", fontsize=8)
+    axis.set_xlim(right=1.45 * 1e3 * max(row.step_s for row in table))
+    axis.invert_yaxis()
+    axis.set_xlabel("ms a step (median of the slowest rank)")
+    peak = max(peak_flops_per_s(found).values()) / 1e9
+    axis.set_title(f"{counted(found.provenance['ranks'], 'rank')}, peak {peak:.0f} GFLOP/s", fontsize=10)
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def _draw_operations(axis: Any, found: StepResults) -> None:
+    """Draw what each kind of operation takes, forward below backward, for every contender that was profiled."""
+    known = [(one.name, operations(one)) for one in found.cases if one.operation_s]
+    kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
+    places, height = np.arange(len(kinds)), 0.8 / len(known)
+    for number, (name, taken) in enumerate(known):
+        left = np.zeros(len(kinds))
+        for way, shade in (("forward", 1.0), ("backward", 0.6), ("step", 0.35)):
+            values = 1e3 * np.array([taken.get((kind, way), 0.0) for kind in kinds])
+            label = f"{name}: {way}" if way != "step" else None
+            at = places + number * height
+            axis.barh(at, values, height, left=left, label=label, color=f"C{number}", alpha=shade)
+            left += values
+    axis.set_yticks(places + 0.4 - height / 2, kinds)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms a step, by kind of operation")
+    axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def _draw_losses(axis: Any, found: StepResults) -> None:
+    """Draw the relative difference of every loss to that of the first contender."""
+    first = found.cases[0].loss
+    for number, one in enumerate(found.cases[1:], 1):
+        apart = np.abs(one.loss - first) / np.abs(first)
+        axis.plot(np.arange(1, len(apart) + 1), np.maximum(apart, 1e-9), ".-", label=one.name, color=f"C{number}")
+    axis.axhline(SAME, color="black", linestyle="--", linewidth=1)
+    axis.set_yscale("log")
+    axis.set_xlabel("step")
+    axis.set_ylabel(f"loss, relative to {found.cases[0].name}")
+    axis.grid(True, alpha=0.3)
+    axis.legend(fontsize=8)

@@ -1,0 +1,123 @@
+"""Results file of a benchmark of training steps: HDF5, with every phase of every step.
+
+/                            provenance, shape of the model, parameters and operations of a sample
+/phases                      names of the phases
+/matmul_flops_per_s/<library> (turn, rank), operations a second of the fastest product of square matrices
+/left_out                    attributes: why a contender did not take part
+/cases/<n>                   name; activation_bytes, activation_closed_bytes: NaN where not known
+    step_s, cpu_s            (step, rank)
+    phase_s                  (step, rank, phase): NaN where it is not measured apart
+    loss                     (step), those before the timed ones included
+    operations               names of kinds and ways, operation_s (operation, step)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.step.plan import PHASES, StepShape
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
+
+SCHEMA: Final = "hpcdist.step"
+VERSION: Final = 1
+_SEPARATOR: Final = " | "
+_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+_BYTES: Final = ("activation_bytes", "activation_closed_bytes")
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One contender. Times are (step, rank), phases (step, rank, phase); what was not measured is NaN or None.
+
+    ``operation_s`` are the seconds, in a step, of each kind of operation and way (forward, backward, step) on rank 0.
+    """
+
+    name: str
+    step_s: np.ndarray
+    cpu_s: np.ndarray
+    phase_s: np.ndarray
+    loss: np.ndarray
+    operation_s: Mapping[tuple[str, str], np.ndarray]
+    activation_bytes: float | None
+    activation_closed_bytes: float | None
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """A results file in memory."""
+
+    provenance: Mapping[str, Any]
+    shape: StepShape
+    matmul_flops_per_s: Mapping[str, np.ndarray]
+    cases: tuple[StepCase, ...]
+    left_out: Mapping[str, str]
+
+
+def write(path: Path, found: StepResults) -> None:
+    """Write a new file, as a whole or not at all. Raises StorageError."""
+    with files.edit(path, SCHEMA, VERSION) as file:
+        file.attrs.update({**found.provenance, **asdict(found.shape), "NX_class": "NXroot"})
+        file.create_dataset("phases", data=list(PHASES))
+        file.create_group("left_out").attrs.update(found.left_out)
+        for library, rate in found.matmul_flops_per_s.items():
+            file.create_dataset(f"matmul_flops_per_s/{library}", data=rate).attrs.update(
+                {"units": "1/s", "long_name": "fastest product of square float32 matrices, by turn and rank"}
+            )
+        for number, case in enumerate(found.cases):
+            _write(file.create_group(f"cases/{number}"), case)
+
+
+def _write(group: Any, case: StepCase) -> None:
+    sizes = {name: math.nan if (value := getattr(case, name)) is None else value for name in _BYTES}
+    group.attrs.update({"name": case.name, **sizes, "NX_class": "NXdata", "signal": "step_s"})
+    for name, meaning in (
+        ("step_s", "from a barrier to the end of the step"),
+        ("cpu_s", "time of the processor in it, all threads of the rank"),
+        ("phase_s", "its phases, by /phases"),
+    ):
+        group.create_dataset(name, data=getattr(case, name)).attrs.update({"units": "s", "long_name": meaning})
+    group.create_dataset("loss", data=case.loss).attrs.update({"units": "nats", "long_name": "mean over the batch"})
+    names = [_SEPARATOR.join(key) for key in case.operation_s]
+    if names:
+        group.create_dataset("operations", data=names)
+        taken = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
+        taken.attrs.update({"units": "s", "long_name": "in a step that is timed operation by operation, on rank 0"})
+
+
+def read(path: Path) -> StepResults:
+    """Read a results file. Raises StorageError."""
+    with files.open_read(path, SCHEMA, VERSION) as file:
+        try:
+            about = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
+            shape = StepShape(**{field.name: about.pop(field.name) for field in fields(StepShape)})
+            cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
+            rates = {name: one[...] for name, one in file["matmul_flops_per_s"].items()}
+            left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
+        except files.FAILURES as error:
+            raise StorageError(f"{path}: is damaged: {error}") from error
+    return StepResults(about, shape, rates, cases, left_out)
+
+
+def _read(group: Any) -> StepCase:
+    names = group["operations"].asstr()[...].tolist() if "operations" in group else []
+    keys = [tuple(name.split(_SEPARATOR)) for name in names]
+    sizes = {name: None if math.isnan(value := float(group.attrs[name])) else value for name in _BYTES}
+    return StepCase(
+        name=str(group.attrs["name"]),
+        step_s=group["step_s"][...],
+        cpu_s=group["cpu_s"][...],
+        phase_s=group["phase_s"][...],
+        loss=group["loss"][...],
+        operation_s={(kind, way): group["operation_s"][number] for number, (kind, way) in enumerate(keys)},
+        activation_bytes=sizes["activation_bytes"],
+        activation_closed_bytes=sizes["activation_closed_bytes"],
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

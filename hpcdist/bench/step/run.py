@@ -1,0 +1,235 @@
+"""Run a benchmark of training steps: contenders train the same gpt in turns, and each phase is timed.
+
+All begin with the same parameters. In every turn each contender makes a step, in a new order, and then the array
+libraries multiply large matrices, all ranks at once: the fastest product is the peak for the utilisations. Afterwards
+the built-in models make steps whose operations are timed one by one.
+"""
+
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist import models
+from hpcdist.arrays.matmul_peak import MatrixProduct, blas
+from hpcdist.arrays.store import FlatStore
+from hpcdist.bench.step import contenders
+from hpcdist.bench.step.contenders import TorchRun
+from hpcdist.bench.step.plan import (
+    COMPILED,
+    EAGER,
+    OURS,
+    PHASES,
+    RECOMPUTING,
+    WRAPPED_JAX,
+    WRAPPED_TORCH,
+    StepRequest,
+    StepSample,
+    StepShape,
+    batches,
+)
+from hpcdist.bench.step.results import StepCase, StepResults
+from hpcdist.bench.step.timed_model import Seconds, TimedRun
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import counts
+from hpcdist.models.model import Model
+from hpcdist.models.runtime.recompute import with_recomputation
+from hpcdist.optim.config import OptimizerConfig
+
+Say = Callable[[str], None]
+Multiply = Callable[[], float]  # once; returns the seconds
+FLOAT32: Final[np.dtype[Any]] = np.dtype(np.float32)
+SIDES: Final = (512, 1024)  # of the matrices: the larger are quicker where nobody interrupts
+PRODUCT_REPEATS: Final = 3
+OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)  # AdamW, clipping at 1
+BUILT_IN: Final = (OURS, RECOMPUTING)
+_NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
+
+
+def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say: Say) -> StepResults | None:
+    """Measure all that is ``wanted`` and return it on rank 0; ``say`` is called there. Collective over ``comm``."""
+    config = model_config(wanted.shape)
+    with tempfile.TemporaryDirectory() as folder:  # where PyTorch's ranks find each other
+        runs, left_out = _contenders(comm, wanted, config, Path(folder), say)
+        if not runs:
+            raise UsageError("nobody can take part: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+        if comm.rank == 0:
+            say(f"{wanted.every} turns of {', '.join(runs)}")
+        collecting = gc.isenabled()
+        gc.disable()  # it would hit one of those that take turns
+        try:
+            samples, rates = _turns(comm, wanted, runs)
+            profiles = _profiles(comm, wanted, runs)
+        finally:
+            if collecting:
+                gc.enable()
+    cases = [_case(comm, wanted, one, samples[name], profiles.get(name, [])) for name, one in runs.items()]
+    products = {library: np.array(comm.allgather_object(own)).T for library, own in rates.items()}
+    if comm.rank:
+        return None
+    numbers = counts(config, context=wanted.shape.context)
+    return StepResults(
+        provenance={
+            **provenance,
+            **{name: value for name, value in asdict(wanted).items() if name not in ("shape", "names")},
+            "parameters": numbers.parameters,
+            "forward_flops": numbers.forward_flops,
+            "backward_flops": numbers.backward_flops,
+            "optimizer": "AdamW, clipped at 1",
+            "blas": blas(),
+        },
+        shape=wanted.shape,
+        matmul_flops_per_s=products,
+        cases=tuple(cases),
+        left_out=left_out,
+    )
+
+
+def model_config(shape: StepShape) -> ModelConfig:
+    """Return what is trained."""
+    return ModelConfig(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, vocabulary=shape.vocabulary)
+
+
+def _contenders(
+    comm: Communicator, wanted: StepRequest, config: ModelConfig, folder: Path, say: Say
+) -> tuple[dict[str, TimedRun | TorchRun], dict[str, str]]:
+    """Return who takes part, and why others do not. Collective: what a rank cannot do, none does."""
+    model = models.build(config, "float32", context=wanted.shape.context)
+    initial = FlatStore(model.layout, model.dtype)
+    model.initialise(initial, wanted.seed)
+    left_out = {}
+    if any(name in wanted.names for name in _NEED_TORCH):
+        # To begin is collective: no rank does before all can.
+        missing = _on_all(comm, contenders.load_torch)
+        missing = missing or _on_all(comm, lambda: contenders.begin_torch(comm, folder, wanted.threads))
+        left_out = {name: missing for name in wanted.names if name in _NEED_TORCH and missing}
+    if WRAPPED_JAX in wanted.names:
+        missing = _on_all(comm, lambda: contenders.begin_jax(wanted.threads))
+        left_out |= {WRAPPED_JAX: missing} if missing else {}
+    if COMPILED in wanted.names and COMPILED not in left_out:
+        if comm.rank == 0:
+            say("torch.compile is tried: that takes a while")
+        why = _on_all(comm, contenders.try_compile)
+        left_out |= {COMPILED: why} if why else {}
+    found: dict[str, TimedRun | TorchRun] = {}
+    for name in wanted.names:
+        if name in left_out:
+            continue
+        if name in (EAGER, COMPILED):
+            found[name] = TorchRun(comm, name, wanted.shape, model, initial, OPTIMIZER, wanted.every)
+            continue
+        made, start = _model(name, model, initial, wanted.shape)
+        found[name] = TimedRun(comm, name, made, OPTIMIZER, wanted.every, start)
+    return found, left_out
+
+
+def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> tuple[Model, FlatStore | None]:
+    """Return the model of a contender that we train, and its first parameters, where it has none itself."""
+    if name == WRAPPED_TORCH:
+        from hpcdist.adapters.torch.model import wrap
+
+        module = contenders.torch_twin(shape, model, initial)
+        example = np.zeros((1, shape.context), np.int64)
+        return wrap(module, contenders.cross_entropy, example=example, tokens_per_sample=shape.context), None
+    if name == WRAPPED_JAX:
+        return contenders.wrapped_jax(shape, model, initial), None
+    built = models.build(model_config(shape), "float32", context=shape.context)
+    return with_recomputation(built) if name == RECOMPUTING else built, initial
+
+
+def _on_all(comm: Communicator, attempt: Callable[[], object]) -> str:
+    """Return why ``attempt`` fails on any of the ranks, "" where it does on none. Collective."""
+    why = ""
+    try:
+        attempt()
+    except (HpcdistError, RuntimeError, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+    return next((one for one in comm.allgather_object(why) if one), "")
+
+
+def _turns(
+    comm: Communicator, wanted: StepRequest, runs: dict[str, TimedRun | TorchRun]
+) -> tuple[dict[str, list[StepSample]], dict[str, list[float]]]:
+    """Return the samples of this rank, of every turn, and the rates of matrix products, by library. Collective."""
+    order = np.random.default_rng([wanted.seed, 2])
+    names = list(runs)
+    libraries: dict[str, list[Multiply]] = {"numpy": [MatrixProduct(FLOAT32, side=side).run for side in SIDES]}
+    if any(isinstance(one, TorchRun) for one in runs.values()):
+        libraries["torch"] = [contenders.torch_product(side) for side in SIDES]
+    samples: dict[str, list[StepSample]] = {name: [] for name in names}
+    rates: dict[str, list[float]] = {name: [] for name in libraries}
+    for number, tokens in enumerate(batches(wanted, wanted.every)):
+        x, targets = _own(comm, wanted, tokens)
+        for turn in order.permutation(len(names)).tolist():
+            samples[names[turn]].append(runs[names[turn]].step(x, targets, comm))
+        for library, products in libraries.items():
+            comm.barrier()
+            best = max(
+                2 * side**3 / multiply()
+                for side, multiply in zip(SIDES, products, strict=True)
+                for _ in range(PRODUCT_REPEATS)
+            )
+            if number >= wanted.warmup:
+                rates[library].append(best)
+    return samples, rates
+
+
+def _own(comm: Communicator, wanted: StepRequest, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's inputs and targets."""
+    own = tokens[comm.rank * wanted.shape.samples : (comm.rank + 1) * wanted.shape.samples]
+    return own[:, :-1], own[:, 1:]
+
+
+def _profiles(
+    comm: Communicator, wanted: StepRequest, runs: dict[str, TimedRun | TorchRun]
+) -> dict[str, list[Seconds]]:
+    """Return the seconds of each kind of operation, of so many more steps of the built-in models. Collective."""
+    built_in = {name: one for name, one in runs.items() if isinstance(one, TimedRun) and name in BUILT_IN}
+    found: dict[str, list[Seconds]] = {name: [] for name in built_in}
+    for tokens in batches(wanted, wanted.profiled):
+        for name, one in built_in.items():
+            found[name].append(one.profile(*_own(comm, wanted, tokens), comm))
+    return found
+
+
+def _case(
+    comm: Communicator,
+    wanted: StepRequest,
+    one: TimedRun | TorchRun,
+    samples: Sequence[StepSample],
+    profiles: Sequence[Seconds],
+) -> StepCase:
+    """Return all that is told of a contender. Collective."""
+    timed = samples[wanted.warmup :]
+    rows = [[each.step_s, each.cpu_s, *(each.phases.get(name, np.nan) for name in PHASES)] for each in timed]
+    times = np.array(comm.allgather_object(rows)).transpose(1, 0, 2)  # (steps, ranks, times)
+    losses = np.array(comm.allgather_object([each.loss for each in samples]))
+    loss = losses.mean(axis=0) if samples[0].own_loss else losses[0]
+    peak, closed = None, None
+    if isinstance(one, TimedRun) and one.name in BUILT_IN:  # what PyTorch takes, the ledger does not see
+        peak = max(comm.allgather_object(one.activation_bytes()))
+        numbers = counts(model_config(wanted.shape), context=wanted.shape.context)
+        closed = numbers.activation_bytes(wanted.shape.samples, recompute=one.name == RECOMPUTING)
+    names = list(dict.fromkeys(key for row in profiles for key in row))
+    return StepCase(
+        name=one.name,
+        step_s=times[:, :, 0],
+        cpu_s=times[:, :, 1],
+        phase_s=times[:, :, 2:],
+        loss=loss,
+        operation_s={key: np.array([row.get(key, 0.0) for row in profiles]) for key in names},
+        activation_bytes=peak,
+        activation_closed_bytes=closed,
+    )
+
+
+def differences(found: StepResults, steps: int) -> dict[str, float]:
+    """Return the largest relative difference of losses to those of the first contender, over so many steps (local)."""
+    first = found.cases[0].loss[:steps]
+    return {one.name: float(np.max(np.abs(one.loss[:steps] - first) / np.abs(first))) for one in found.cases}

@@ -1,0 +1,220 @@
+"""Merge results files of one sweep that was measured in parts, such as the tasks of a job array.
+
+The result is the file that one process would have written. It does not depend on the order of the parts, and to put
+the same parts into it again changes nothing.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.trial import FAILED, OK
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.hdf5 import files
+
+_LINKS: Final = ("CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST")  # how HDF5 ties samples to their scales
+_OF_A_TRIAL: Final = ("name", "ranks", "recipe")  # what one id cannot have two of
+_OF_A_REPEAT: Final = ("status", "started_utc", "git_commit", "mpi_library")
+_OF_A_START: Final = ("created_utc", "hosts", "git_commit")  # differ between parts, or are looked at more closely
+_AND: Final = " | "  # between the values of parts that differ
+
+_Key = tuple[str, str]  # id of a trial, name of the group of its repeat
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """A repeat in the file at ``path``; ``digest`` is that of all that the file says of it."""
+
+    path: Path
+    status: str
+    started_utc: str
+    git_commit: str
+    mpi_library: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A results file: what its root and its trials say of themselves, and its repeats."""
+
+    path: Path
+    provenance: Mapping[str, str]
+    trials: Mapping[str, Mapping[str, Any]]
+    repeats: Mapping[_Key, _Repeat]
+
+
+@dataclass(frozen=True)
+class MergeSummary:
+    """How many repeats the file has now, and in what the machines and versions of its parts differ."""
+
+    ok: int
+    failed: int
+    differences: tuple[str, ...]
+
+
+def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
+    """Put the results at ``paths`` into those at ``output``, which need not exist (local).
+
+    Of two tries of one repeat a good one counts, and of two failed ones the later. Raises StorageError for files that
+    are missing or cannot be read or written, and UsageError for two good tries of one repeat that are not the same, for
+    a trial that is another one under the same id, and, unless they may be ``mixed``, for trials of different commits of
+    hpcdist. ``output`` is then as it was before.
+    """
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise StorageError(
+            f"{', '.join(missing)}: no such file; its trial was not recorded: run it, or leave the file out"
+        )
+    apart = [path for path in paths if not (output.exists() and path.samefile(output))]
+    parts = [_read(path) for path in (*([output] if output.exists() else []), *apart)]
+    chosen = _chosen(parts)
+    trials = _trials(parts)
+    commits = {found.git_commit for found in chosen.values()}
+    if len(commits) > 1 and not mixed:
+        raise UsageError(
+            f"the trials are of different commits of hpcdist, and cannot be compared: {_AND.join(sorted(commits))}; "
+            "measure them again with one, or take them as they are with --mixed"
+        )
+    provenance = _provenance(parts)
+    before = parts[0] if output.exists() else _Part(output, {}, {}, {})
+    if (before.provenance, before.trials) != (provenance, trials) or _digests(before.repeats) != _digests(chosen):
+        _write(output, provenance, trials, {key: one for key, one in chosen.items() if one.path != output})
+    statuses = [found.status for found in chosen.values()]
+    return MergeSummary(statuses.count(OK), statuses.count(FAILED), tuple(_differences(parts, chosen.values())))
+
+
+def _read(path: Path) -> _Part:
+    results.read(path)  # it is whole
+    with files.open_read(path, results.SCHEMA, results.VERSION) as file:
+        provenance = {name: str(value) for name, value in file.attrs.items() if name not in results.NOT_PROVENANCE}
+        trials, repeats = {}, {}
+        for trial, group in file[results.TRIALS].items():
+            trials[trial] = {name: _plain(group.attrs[name]) for name in (*_OF_A_TRIAL, "position")}
+            for name, member in group.items():
+                said = {key: str(member.attrs[key]) for key in _OF_A_REPEAT}
+                repeats[trial, name] = _Repeat(path=path, digest=_digest(member), **said)
+    return _Part(path, provenance, trials, repeats)
+
+
+def _chosen(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
+    """Return the try of every repeat that counts. Raises UsageError."""
+    chosen: dict[_Key, _Repeat] = {}
+    for key, found in itertools.chain.from_iterable(part.repeats.items() for part in parts):
+        other = chosen.setdefault(key, found)
+        if found.digest == other.digest:
+            continue
+        if found.status == other.status == OK:
+            trial, repeat = key
+            raise UsageError(
+                f"{other.path} and {found.path} hold different results of {repeat} of trial {trial}; which one counts "
+                "cannot be told: leave one of the files out"
+            )
+        chosen[key] = max(other, found, key=lambda one: (one.status == OK, one.started_utc, one.digest))
+    return chosen
+
+
+def _trials(parts: Sequence[_Part]) -> dict[str, Mapping[str, Any]]:
+    """Return what every trial says of itself, at the first of its positions in the sweep file. Raises UsageError."""
+    trials: dict[str, Mapping[str, Any]] = {}
+    of: dict[str, Path] = {}
+    for part in parts:
+        for trial, said in part.trials.items():
+            other = trials.setdefault(trial, said)
+            place = of.setdefault(trial, part.path)
+            for name in _OF_A_TRIAL:
+                if other[name] != said[name]:
+                    raise UsageError(
+                        f"trial {trial} has the {name} {other[name]!r} in {place} and {said[name]!r} in {part.path}; "
+                        "these are not parts of one sweep"
+                    )
+            trials[trial] = {**other, "position": min(other["position"], said["position"])}
+    return trials
+
+
+def _provenance(parts: Sequence[_Part]) -> dict[str, str]:
+    """Return where the parts come from: what they agree on, all hosts, and all values of what differs."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.provenance):
+        separator = "," if name == "hosts" else _AND
+        values = {value for part in parts for value in part.provenance.get(name, "").split(separator) if value}
+        found[name] = min(values) if name == "created_utc" else separator.join(sorted(values))
+    return found
+
+
+def _differences(parts: Sequence[_Part], chosen: Iterable[_Repeat]) -> Iterator[str]:
+    for name, value in _provenance(parts).items():
+        if _AND in value and name not in _OF_A_START and not name.startswith("slurm_"):
+            yield f"{name}: {value}"
+    libraries = {found.mpi_library for found in chosen if found.mpi_library}
+    if len(libraries) > 1:
+        yield f"mpi_library: {_AND.join(sorted(libraries))}"
+
+
+def _digests(repeats: Mapping[_Key, _Repeat]) -> dict[_Key, str]:
+    return {key: found.digest for key, found in repeats.items()}
+
+
+def _write(
+    output: Path,
+    provenance: Mapping[str, str],
+    trials: Mapping[str, Mapping[str, Any]],
+    repeats: Mapping[_Key, _Repeat],
+) -> None:
+    results.prepare(output, provenance)
+    with files.edit(output, results.SCHEMA, results.VERSION) as file:
+        file.attrs.update(provenance)
+        for trial, said in trials.items():
+            file.require_group(f"{results.TRIALS}/{trial}").attrs.update(said)
+        for path in dict.fromkeys(found.path for found in repeats.values()):
+            with files.open_read(path, results.SCHEMA, results.VERSION) as source:
+                for (trial, name), found in repeats.items():
+                    if found.path == path:
+                        group = file[results.TRIALS][trial]
+                        if name in group:
+                            del group[name]
+                        _copy(source[results.TRIALS][trial][name], group.create_group(name))
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Copy a repeat; its scales are tied anew, since HDF5 copies no reference into another file."""
+    target.attrs.update(_attributes(source))
+    for name, member in source.items():
+        if name == results.SUMMARY:
+            target.create_group(name).attrs.update(_attributes(member))
+        else:
+            target.create_dataset(name, data=member[...]).attrs.update(_attributes(member))
+    if results.RANK in target:
+        results.attach_scales(target)
+
+
+def _attributes(member: Any) -> dict[str, Any]:
+    """Return the attributes that are no links, as h5py takes them again: it reads texts as objects."""
+    kept = {name: value for name, value in member.attrs.items() if name not in _LINKS}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
+        for name, value in kept.items()
+    }
+
+
+def _digest(repeat: Any) -> str:
+    """Return one text for all that a repeat holds, which another file would have only for the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    members = {"": repeat, **dict(repeat.items())}
+    for name in sorted(members):
+        member = members[name]
+        said = sorted((key, _plain(value)) for key, value in _attributes(member).items())
+        digest.update(repr((name, said)).encode())
+        if hasattr(member, "shape"):
+            values = member[...]
+            digest.update(repr((values.dtype.str, values.shape)).encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -1,0 +1,252 @@
+"""Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a picture."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
+from hpcdist.bench.sweep.trial import OK
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+MISSING: Final = "-"
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """The figures of one configuration; None is what was not measured, and ``reasons`` says why, by figure.
+
+    ``tokens_per_s`` is the median, minimum and maximum over the repeats. ``step_s`` is the median, 95th and 99th
+    percentile over all steps of all repeats but the first step of each, which compiles and connects; a step takes as
+    long as its slowest rank, from one row of its metrics to the next, everything included. ``bytes_sent_per_step`` is
+    the median step's maximum over the ranks, ``peak_bytes`` the most bytes that one rank held. The rest are medians.
+    """
+
+    name: str
+    ranks: int
+    id: str
+    ok: int
+    failed: int
+    tokens_per_s: dict[str, float] | None
+    step_s: dict[str, float] | None
+    bytes_sent_per_step: float | None
+    peak_bytes: float | None
+    train_loss: float | None
+    val_loss: float | None
+    energy_j: float | None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """How many repeats ended in which way."""
+        counts = [f"{self.ok} ok"] if self.ok else []
+        return ", ".join([*counts, f"{self.failed} failed"] if self.failed else counts)
+
+
+def rows(found: SweepResults) -> list[SweepRow]:
+    """Return a row for each configuration, in the order of the results."""
+    return [_row(configuration) for configuration in found.configurations]
+
+
+def _row(configuration: SweepConfiguration) -> SweepRow:
+    good = [repeat for repeat in configuration.repeats if repeat.status == OK]
+    bad = [repeat for repeat in configuration.repeats if repeat.status != OK]
+    rates = _summaries(good, "tokens_per_s")
+    steps = _pooled(good, "step_s", first=1)
+    figures: dict[str, Any] = {
+        "tokens_per_s": {"median": _median(rates), "min": min(rates), "max": max(rates)} if rates else None,
+        "step_s": {"median": _median(steps), "p95": _percentile(steps, 95), "p99": _percentile(steps, 99)}
+        if len(steps)
+        else None,
+        # A rank that serves without steps of its own has no such column; the run's summary knows.
+        "bytes_sent_per_step": _sent(good) or _median(_summaries(good, "bytes_sent_per_step")),
+        "peak_bytes": max(filter(None, map(_peak, good)), default=None),
+        **{name: _median(_summaries(good, name)) for name in ("train_loss", "val_loss", "energy_j")},
+    }
+    reasons = {name: _reason(name, good) for name, value in figures.items() if value is None and good}
+    if bad:
+        reasons["failed"] = bad[-1].reason
+    return SweepRow(
+        configuration.name, configuration.ranks, configuration.id, len(good), len(bad), **figures, reasons=reasons
+    )
+
+
+def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
+    """Return why a figure is missing: in the words of the run, which has a key like bytes_sent_reason."""
+    summary = good[-1].summary
+    told = [key for key in summary if key.endswith("_reason") and name.startswith(key.removesuffix("reason"))]
+    if told:
+        return str(summary[told[0]])
+    return "the run did not measure it" if name in summary else "the summary of the run has no such figure"
+
+
+def _summaries(good: Iterable[TrialRepeat], name: str) -> list[float]:
+    return [value for repeat in good if (value := repeat.summary.get(name)) is not None]
+
+
+def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
+    """Return the known samples of all repeats, each the maximum over the ranks, from iteration ``first`` on."""
+    slowest = [_over_ranks(repeat.samples[name][first:]) for repeat in good]
+    values = np.concatenate(slowest) if slowest else np.zeros(0)
+    return values[np.isfinite(values)]
+
+
+def _over_ranks(samples: np.ndarray) -> np.ndarray:
+    """Return the maximum over the ranks that know (iterations, ranks) -> (iterations,); NaN where none does."""
+    filled = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
+    return np.where(np.isneginf(filled), np.nan, filled)
+
+
+def _sent(good: Sequence[TrialRepeat]) -> float | None:
+    """Return the bytes of the median step; None when any rank of any step does not know: a maximum would lie.
+
+    The first step is left out, as for times: it splits communicators.
+    """
+    if any(np.isnan(repeat.samples["sent_bytes"][1:]).any() for repeat in good):
+        return None
+    return _median(_pooled(good, "sent_bytes"))
+
+
+def _peak(repeat: TrialRepeat) -> float | None:
+    value: float | None = repeat.summary.get("peak_bytes_total")
+    return value
+
+
+def _median(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _percentile(values: np.ndarray, percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+def _form(scale: float, form: str) -> Callable[[float | None], str]:
+    return lambda value: MISSING if value is None else format(value / scale, form)
+
+
+def _range(rates: Mapping[str, float] | None) -> str:
+    return MISSING if rates is None else f"{rates['median']:,.0f} [{rates['min']:,.0f}-{rates['max']:,.0f}]"
+
+
+def _times(step_s: Mapping[str, float] | None) -> str:
+    return MISSING if step_s is None else " / ".join(f"{1e3 * value:.1f}" for value in step_s.values())
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[SweepRow], str]], ...]] = (
+    ("configuration", lambda row: row.name),
+    ("ranks", lambda row: str(row.ranks)),
+    ("tokens/s median [range]", lambda row: _range(row.tokens_per_s)),
+    ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
+    ("MB sent a step (max over ranks)", lambda row: _form(1e6, ",.3f")(row.bytes_sent_per_step)),
+    ("peak MiB a rank", lambda row: _form(2**20, ",.1f")(row.peak_bytes)),
+    ("train loss", lambda row: _form(1, ".4f")(row.train_loss)),
+    ("energy J", lambda row: _form(1, ",.1f")(row.energy_j)),
+    ("status", lambda row: row.status),
+)
+
+
+def text(path: Path, found: SweepResults) -> str:
+    """Return the table as lines for people, and below it why figures are missing and trials failed."""
+    table = rows(found)
+    if not table:
+        return f"{path}: no trial has ended yet"
+    head = [
+        f"results    {path}",
+        *(f"{name:10} {found.provenance[key]}" for name, key in _HEAD if key in found.provenance),
+    ]
+    cells = _cells(table)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+    return "\n".join([*head, "", *lines, "", *notes(found, table)]).rstrip()
+
+
+_HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
+
+
+def _cells(table: Iterable[SweepRow]) -> list[list[str]]:
+    return [[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    last = len(row) - 1
+    return [f"{cell:{'<' if n in (0, last) else '>'}{widths[n]}}" for n, cell in enumerate(row)]
+
+
+def markdown(found: SweepResults) -> str:
+    """Return the table as Markdown, with the notes below it."""
+    table = rows(found)
+    head, *body = _cells(table)
+    marks = ["---", *["---:"] * (len(head) - 2), "---"]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
+    lines = ["| " + " | ".join(row) + " |" for row in (head, marks, *escaped)]
+    return "\n".join([*lines, *(f"\n{note}" for note in notes(found, table))])
+
+
+def notes(found: SweepResults, table: Sequence[SweepRow]) -> list[str]:
+    """Return a line for each reason that a figure is missing or a trial failed, and for what forbids comparing."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for row in table:
+        for name, reason in row.reasons.items():
+            by_reason.setdefault((name, reason), []).append(f"{row.name} ({row.ranks})")
+    lines, measured = [], sum(1 for row in table if row.ok)
+    for (name, reason), names in by_reason.items():
+        whose = "all" if len(names) == measured > 1 else ", ".join(names)
+        lines.append(f"{', '.join(names)}: {reason}" if name == "failed" else f"no {name} of {whose}: {reason}")
+    repeats = [repeat for configuration in found.configurations for repeat in configuration.repeats]
+    commits, versions = ({getattr(repeat, name) for repeat in repeats} for name in ("git_commit", "hpcdist_version"))
+    for made, what in ((commits, "at {} commits"), (versions - {""}, "with {} versions of hpcdist")):
+        if len(made) > 1:
+            lines.append(f"measured {what.format(len(made))}, which may differ in speed: {', '.join(sorted(made))}")
+    return lines
+
+
+def jsonable(path: Path, found: SweepResults) -> dict[str, Any]:
+    """Return the report as JSON values; what was not measured is null."""
+    configurations = [asdict(row) | {"status": row.status} for row in rows(found)]
+    return {"results": str(path), "provenance": dict(found.provenance), "configurations": configurations}
+
+
+def plot(found: SweepResults, file: Path) -> None:
+    """Draw tokens/s of each configuration, a panel for each number of ranks, with the range of the repeats.
+
+    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    known = [row for row in rows(found) if row.tokens_per_s is not None]
+    if not known:
+        raise UsageError("no trial has ended well, so there is nothing to plot")
+    panels = {ranks: [row for row in known if row.ranks == ranks] for ranks in sorted({row.ranks for row in known})}
+    counts = [len(panel) for panel in panels.values()]
+    figure = Figure(figsize=(8, 1.2 * len(panels) + 0.3 * sum(counts)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+    for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
+        _bars(axis, ranks, panel)
+    axes[-1].set_xlabel("tokens/s (median and range of the repeats)")
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise UsageError(f"{file}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:
+    rates = [row.tokens_per_s for row in panel if row.tokens_per_s is not None]
+    median = np.array([rate["median"] for rate in rates])
+    spread = np.array([[rate["median"] - rate["min"], rate["max"] - rate["median"]] for rate in rates]).T  # (2, rows)
+    places = np.arange(len(panel))
+    axes.barh(places, median, xerr=spread, capsize=3, color="C0", alpha=0.8)
+    axes.set_yticks(places, [row.name for row in panel], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(f"{ranks} ranks", fontsize=10)
+
+
+def read(path: Path) -> SweepResults:
+    """Read a results file; its sweep may be under way. Raises StorageError."""
+    return results.read(path)

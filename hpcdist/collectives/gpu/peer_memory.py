@@ -1,0 +1,162 @@
+"""Peer-memory allreduce between the GPUs of a node, or on one GPU that ranks share, by CUDA IPC handles.
+
+Kernels read the memory of the other ranks.
+
+Each rank keeps exchange memory on its GPU that the others have mapped by handles of the driver. As in
+`node.shared_memory`, a rank copies its buffer there, sums one slice over all ranks, and copies the other slices of
+the result out. With μ the time to read and write a byte of device memory, or of a peer's, and barriers of α log2(p):
+
+    2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)    for each piece
+
+Nothing passes through the host but two barriers a piece. Before each barrier the host waits for an event behind the
+rank's own kernels, so what the others read after it is there. Two halves of the memory take turns: before a half is
+written again, every rank has waited for its copies out of it, at the first barrier of the other half's piece.
+
+Each element is summed in rank order by one rank, and its bits are copied: all ranks end with the same bits, those of
+`node.shared_memory` on the host. 16-bit floats are shared as they are; the kernels widen them, sum in float32, and
+round once.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.arrays.gpu import device, ipc
+from hpcdist.arrays.ranges import Range, cut, split
+from hpcdist.collectives import workspace
+from hpcdist.collectives.reduction import Combine, check_buffer, ufunc
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import MissingCapabilityError
+
+PIECE_BYTES: Final = 32 << 20  # per rank and half: large beside two barriers (to be measured on a GPU)
+
+
+@dataclass
+class _Exchange:
+    """The exchange memory of all ranks, as bytes, in two halves; a refusal where there is none."""
+
+    own: Array | None
+    mappings: list[ipc.IpcMapping | None]
+    half_bytes: int
+    refusal: str = ""
+    turn: int = 0
+
+    def next_half(self, rank: int) -> list[Array]:
+        """Return, as bytes of each rank, the half whose turn it is."""
+        self.turn ^= 1
+        start = self.turn * self.half_bytes
+        assert self.own is not None
+        arrays = [self.own if mapping is None else mapping.array for mapping in self.mappings]
+        assert self.mappings[rank] is None
+        return [array[start : start + self.half_bytes] for array in arrays]
+
+    def close(self) -> None:
+        for mapping in self.mappings:
+            if mapping is not None:
+                mapping.close()
+        self.mappings = []
+
+
+_exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKeyDictionary()
+
+
+def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
+    """Reduce ``buffer``, on a GPU, in place to the same bits on every rank. Collective over ``comm``, one node.
+
+    The memory is taken at the first call and grows with the buffer, up to two halves of `PIECE_BYTES`. Raises
+    MissingCapabilityError, on every rank, where a rank cannot map what another one shares.
+    """
+    check_buffer(buffer)
+    combine = ufunc(buffer, op)
+    if comm.size == 1 or buffer.size == 0:
+        return
+    exchange = _exchange_of(comm, min(buffer.nbytes, PIECE_BYTES))
+    if exchange.refusal:
+        raise MissingCapabilityError(exchange.refusal)
+    for piece in cut(Range(0, buffer.size), exchange.half_bytes // buffer.itemsize):
+        halves = exchange.next_half(comm.rank)
+        views = [half[: piece.size * buffer.itemsize].view(buffer.dtype) for half in halves]
+        _reduce_piece(comm, buffer[piece.slice], views, combine)
+
+
+def refusal(comm: Communicator) -> str:
+    """Return why the ranks of ``comm`` cannot share device memory, "" where they can. Collective at the first call."""
+    if comm.nodes().count > 1:
+        return f"the {comm.size} ranks of {comm.name} are on {comm.nodes().count} nodes"
+    return _exchange_of(comm, ipc.UNIT_BYTES).refusal
+
+
+def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: Combine) -> None:
+    """Reduce ``data`` over the ranks; ``views`` hold as many elements of each."""
+    slices = [part.slice for part in split(data.size, comm.size, data.itemsize)]
+    own = slices[comm.rank]
+    # Nobody else reads the own slice before the sum is in it, so it takes the sum, and the operand stays in `data`.
+    views[comm.rank][: own.start] = data[: own.start]
+    views[comm.rank][own.stop :] = data[own.stop :]
+    device.produced()
+    comm.barrier()
+    operands = [data[own] if rank == comm.rank else view[own] for rank, view in enumerate(views)]
+    target = views[comm.rank][own]
+    total = target
+    if is_16bit_float(data.dtype):
+        total = workspace.scratch("device_shared", target.size, accumulation_dtype(data.dtype), data)
+        total[...] = operands[0]
+        operands[0] = total
+    combine(operands[0], operands[1], total)
+    for operand in operands[2:]:
+        combine(total, operand, total)
+    if total is not target:
+        target[...] = total
+    device.produced()
+    comm.barrier()
+    for view, part in zip(views, slices, strict=True):
+        data[part] = view[part]
+
+
+def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
+    """Return exchange memory whose halves hold ``nbytes``, or what says why there is none. Collective when it grows."""
+    found = _exchanges.get(comm)
+    if found is None or (not found.refusal and found.half_bytes < nbytes):
+        release(comm)
+        found = _exchanges[comm] = _open(comm, nbytes)
+    return found
+
+
+def _open(comm: Communicator, nbytes: int) -> _Exchange:
+    """Take memory on every rank and map that of the others; all ranks succeed, or none. Collective."""
+    half_bytes = -(-nbytes // ipc.UNIT_BYTES) * ipc.UNIT_BYTES
+    own: Array | None = None
+    said: ipc.IpcHandle | str
+    try:
+        own = workspace.count_in_ledger(ipc.allocate(2 * half_bytes))
+        said = ipc.export(own)
+    except MissingCapabilityError as error:
+        said = str(error)
+    tickets = comm.allgather_object(said)
+    mappings: list[ipc.IpcMapping | None] = []
+    problem = next((f"rank {rank}: {text}" for rank, text in enumerate(tickets) if isinstance(text, str)), "")
+    if not problem:
+        try:
+            for rank, ticket in enumerate(tickets):
+                mappings.append(None if rank == comm.rank else ipc.open_handle(ticket))
+        except MissingCapabilityError as error:
+            problem = f"rank {comm.rank}: {error}"
+    exchange = _Exchange(own, mappings, half_bytes)
+    exchange.refusal = next(filter(None, comm.allgather_object(problem)), "")
+    if exchange.refusal:
+        exchange.close()
+        comm.barrier()  # nobody frees what another one has mapped
+        exchange.own = None
+    return exchange
+
+
+def release(comm: Communicator) -> None:
+    """Give back what is shared for ``comm``, if anything is. Collective over ``comm``."""
+    found = _exchanges.pop(comm, None)
+    if found is not None and found.own is not None:
+        device.produced()  # the last copies out of the others' memory
+        found.close()
+        comm.barrier()
+        found.own = None

@@ -1,0 +1,285 @@
+"""Compiled reduction kernels over memory at several addresses, for every dtype and op.
+
+Addresses are integers, in arrays with one for each rank. Ranks are taken in their order whatever the size is and
+wherever the result goes, so that all paths give the same bits. 16-bit floats, held as uint16, are summed in float32
+and rounded once.
+
+`address_of` gives the machine code that reduces a dtype, behind one signature: so its callers are compiled once and
+not for every dtype.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import BFLOAT16, name_of
+from hpcdist.arrays.intrinsics import array_at, array_behind
+from hpcdist.arrays.jit import jit
+from hpcdist.collectives.half_precision import round_bfloat16, round_float16, widen_bfloat16, widen_float16
+
+SUM: Final = 0
+MAX: Final = 1
+MIN: Final = 2
+OPS: Final = {"sum": SUM, "max": MAX, "min": MIN}
+
+BLOCK: Final = 2048  # elements reduced at a time: in the first cache, with their sum (empirical)
+
+
+@jit
+def combine(op: int, left: Any, right: Any, out: Any) -> None:
+    """Reduce two arrays into a third."""
+    if op == SUM:
+        for i in range(out.size):
+            out[i] = left[i] + right[i]
+    elif op == MAX:
+        for i in range(out.size):
+            a, b = left[i], right[i]
+            out[i] = a if a >= b or a != a else b
+    else:
+        for i in range(out.size):
+            a, b = left[i], right[i]
+            out[i] = a if a <= b or a != a else b
+
+
+@jit
+def combine_into(op: int, right: Any, out: Any) -> None:
+    """Reduce an array into another. Not `combine`: two names of one array keep the compiler from vectors."""
+    if op == SUM:
+        for i in range(out.size):
+            out[i] += right[i]
+    elif op == MAX:
+        for i in range(out.size):
+            a, b = out[i], right[i]
+            out[i] = a if a >= b or a != a else b
+    else:
+        for i in range(out.size):
+            a, b = out[i], right[i]
+            out[i] = a if a <= b or a != a else b
+
+
+@jit
+def copy(source: Any, target: Any) -> None:
+    """Copy an array."""
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@jit
+def sum_of_three(a: Any, b: Any, c: Any, out: Any) -> None:
+    """Put the sum of three arrays into a fourth."""
+    for i in range(out.size):
+        out[i] = a[i] + b[i] + c[i]
+
+
+@jit
+def add_two(a: Any, b: Any, out: Any) -> None:
+    """Add two arrays to a third, one after the other: it goes through the registers once instead of twice."""
+    for i in range(out.size):
+        out[i] = out[i] + a[i] + b[i]
+
+
+@jit
+def sum_into_two(a: Any, b: Any, scale: Any) -> None:
+    """Put the sum of two arrays into both."""
+    for i in range(a.size):
+        total = (a[i] + b[i]) * scale
+        a[i] = total
+        b[i] = total
+
+
+@jit
+def sum_into_three(a: Any, b: Any, c: Any, scale: Any) -> None:
+    """Put the sum of three arrays into all of them."""
+    for i in range(a.size):
+        total = (a[i] + b[i] + c[i]) * scale
+        a[i] = total
+        b[i] = total
+        c[i] = total
+
+
+@jit
+def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
+    """Put the sum of four arrays into all of them."""
+    for i in range(a.size):
+        total = (a[i] + b[i] + c[i] + d[i]) * scale
+        a[i] = total
+        b[i] = total
+        c[i] = total
+        d[i] = total
+
+
+@jit
+def sum_of_two_to(a: Any, b: Any, scale: Any, out: Any) -> None:
+    """Put the sum of two arrays into a third."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i]) * scale
+
+
+@jit
+def sum_of_three_to(a: Any, b: Any, c: Any, scale: Any, out: Any) -> None:
+    """Put the sum of three arrays into a fourth."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i] + c[i]) * scale
+
+
+@jit
+def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None:
+    """Put the sum of four arrays into a fifth."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i] + c[i] + d[i]) * scale
+
+
+@jit
+def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
+    """Reduce what lies ``at`` bytes behind each of ``inputs`` into ``block``."""
+    ranks, count = inputs.size, block.size
+    first = array_at(inputs[0] + at, count, block)
+    if ranks == 1:
+        copy(first, block)
+        return
+    second = array_at(inputs[1] + at, count, block)
+    if ranks == 2 or op != SUM:
+        combine(op, first, second, block)
+        rank = 2
+    else:
+        sum_of_three(first, second, array_at(inputs[2] + at, count, block), block)
+        rank = 3
+        while rank + 1 < ranks:
+            add_two(array_at(inputs[rank] + at, count, block), array_at(inputs[rank + 1] + at, count, block), block)
+            rank += 2
+    while rank < ranks:
+        combine_into(op, array_at(inputs[rank] + at, count, block), block)
+        rank += 1
+
+
+@jit
+def scaled(block: Any, scale: Any) -> None:
+    """Multiply a block in place by a number of its dtype."""
+    for i in range(block.size):
+        block[i] *= scale
+
+
+@jit
+def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
+    """Put the sum of ``size`` elements at 2 to 4 addresses into all: each is read once and written once."""
+    a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
+    if buffers.size == 2:
+        sum_into_two(a, b, scale)
+        return
+    c = array_at(buffers[2], size, like)
+    if buffers.size == 3:
+        sum_into_three(a, b, c, scale)
+    else:
+        sum_into_four(a, b, c, array_at(buffers[3], size, like), scale)
+
+
+@jit
+def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
+    """Put the sum of ``size`` elements at 2 to 4 addresses where none of them lies: each is read once."""
+    a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
+    if buffers.size == 2:
+        sum_of_two_to(a, b, scale, out)
+        return
+    c = array_at(buffers[2], size, like)
+    if buffers.size == 3:
+        sum_of_three_to(a, b, c, scale, out)
+    else:
+        sum_of_four_to(a, b, c, array_at(buffers[3], size, like), scale, out)
+
+
+@jit
+def is_among(address: int, addresses: Any) -> bool:
+    """Whether an array begins where one of others does."""
+    found = False
+    for other in addresses:
+        found = found or other == address
+    return found
+
+
+@jit
+def reduce_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
+) -> None:
+    """Reduce ``nbytes`` at each address of an array of ``ranks``, times ``scale``, to each of an array of ``copies``.
+
+    ``pointer`` is that of BLOCK elements of the dtype. Inputs and outputs may be the same array.
+    """
+    total = array_behind(pointer, BLOCK)
+    size = nbytes // total.itemsize
+    words = np.empty(0, np.int64)
+    inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    total[0] = scale
+    factor = total[0]  # in the dtype of the sum, whichever way is taken
+    if op == SUM and 2 <= ranks <= 4:  # without a block between
+        if inputs_at == outputs_at:
+            reduce_into_all(inputs, size, factor, total)
+            return
+        if copies == 1 and not is_among(outputs[0], inputs):
+            reduce_into_one(inputs, outputs[0], size, factor, total)
+            return
+    for start in range(0, size, BLOCK):
+        count = min(BLOCK, size - start)
+        at, block = start * total.itemsize, total[:count]
+        reduce_block(inputs, at, op, block)
+        if factor != 1:
+            scaled(block, factor)
+        for rank in range(copies):
+            copy(block, array_at(outputs[rank] + at, count, total))
+
+
+@jit
+def reduce_halves_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
+    brain: bool,
+) -> None:  # fmt: skip
+    """Do the same with 16-bit floats; ``pointer`` is that of two blocks of float32. ``brain``: they are bfloat16."""
+    blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
+    inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    blocks[0] = scale
+    factor = blocks[0]  # in float32
+    for at in range(0, nbytes, 2 * BLOCK):
+        count = min(BLOCK, (nbytes - at) // 2)
+        total, addend = blocks[:count], blocks[BLOCK : BLOCK + count]
+        for rank in range(ranks):
+            widened = addend if rank else total
+            if brain:
+                widen_bfloat16(array_at(inputs[rank] + at, count, halves), widened)
+            else:
+                widen_float16(array_at(inputs[rank] + at, count, halves), widened)
+            if rank:
+                combine_into(op, addend, total)
+        if factor != 1:
+            scaled(total, factor)
+        target = array_at(outputs[0] + at, count, halves)
+        if brain:
+            round_bfloat16(target, total)
+        else:
+            round_float16(target, total)
+        for rank in range(1, copies):
+            copy(target, array_at(outputs[rank] + at, count, halves))
+
+
+@jit
+def reduce_float16_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
+) -> None:
+    """Do the same with float16."""
+    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
+
+
+@jit
+def reduce_bfloat16_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
+) -> None:
+    """Do the same with bfloat16."""
+    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
+
+
+def address_of(dtype: np.dtype) -> int:
+    """Return the address of the machine code that reduces ``dtype`` (local; compiled when the cache lacks it)."""
+    plain = ("int64",) * 6 + ("float64",)
+    if dtype == BFLOAT16:
+        return reduce_bfloat16_at.address(*plain, "float32*")
+    if dtype == np.float16:
+        return reduce_float16_at.address(*plain, "float32*")
+    return reduce_at.address(*plain, name_of(dtype) + "*")

@@ -1,0 +1,185 @@
+"""Progress engine, base class: checks and starts nonblocking collectives, and the handles they return.
+
+`ThreadEngine` and `PollEngine` of `engines` derive from it. It runs on a communicator of its own, refuses bad
+arguments before anything is sent, and closes when its context ends.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import ClassVar, Final, Protocol, Self
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
+from hpcdist.collectives.nonblocking.steps import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, Task
+from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op
+from hpcdist.collectives.segments import check_ranges
+from hpcdist.comm import checks
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import HpcdistError, UsageError
+
+
+class Handle(Protocol):
+    """An operation under way. What made it fail is raised by `wait`, and by `test`, each time."""
+
+    def wait(self) -> None:
+        """Return when the buffer holds the result (local)."""
+        ...
+
+    def test(self) -> bool:
+        """Whether the buffer holds the result (local)."""
+        ...
+
+
+class ProgressEngine(ABC):
+    """Runs nonblocking collectives on a communicator of its own, made from ``comm``. Construction is collective.
+
+    A context manager: leaving it closes; an exception ends it without the other ranks. ``own`` is the communicator that
+    operations run on: memory that they shall find shared is allocated over that one. ``algorithms`` has the names that
+    each operation knows.
+    """
+
+    algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self.comm, self.own, self._closed = comm, comm.dup(label), False
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent in communication so far, hidden or not; NaN where nobody can know."""
+        return math.nan
+
+    def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
+        """Begin to reduce ``buffer`` over all ranks in place. Collective over the communicator: in the same order.
+
+        Arguments and errors are those of `hpcdist.collectives.allreduce`; UsageError also after `close`.
+        """
+        return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op), _check_allreduce)
+
+    def ireduce_scatter(
+        self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
+    ) -> Handle:
+        """Begin to reduce ``buffer`` in place; of the result ``buffer[shares[rank]]`` is defined. Collective.
+
+        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        """
+        return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)), _check_reduce_scatter)
+
+    def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
+        """Begin to give ``buffer[shares[rank]]`` to all, and to fill the other shares, in place. Collective.
+
+        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        """
+        return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)), _check_all_gather)
+
+    def _begin(self, task: Task, check: Callable[[Communicator, Task], None]) -> Handle:
+        if self._closed:
+            raise UsageError(f"i{task.operation} on a Progress that was closed; start it before close()")
+        try:
+            task = replace(task, algorithm=self._name(task))
+            check(self.own, task)
+        except HpcdistError as error:
+            if self.own.checked:
+                self._refuse(call_of(task), error)
+            raise
+        if self.comm.size == 1:
+            return _DONE
+        events, buffer = self.comm.events, task.buffer
+        # From start to end one event of the caller's communicator: who skips the call is named, as with any collective.
+        name = f"{task.algorithm}_i{task.operation}"
+        token = events.begin(self.comm.name, name, name_of(buffer.dtype), buffer.size, 0, -1, 0)
+        try:
+            return self._start(task, lambda: events.end(token))
+        except REFUSALS:
+            events.end(token)
+            raise
+
+    def _name(self, task: Task) -> str:
+        """Return the algorithm, that for the size of the buffer where it is a table. Raises UsageError."""
+        known = self.algorithms[task.operation]
+        name = task.algorithm
+        if name not in known and task.operation == ALLREDUCE:
+            name = parse_algorithm(name).at(task.buffer.nbytes)
+        if name not in known:
+            raise UsageError(
+                f"nonblocking {task.operation} algorithm {name!r} is none of {', '.join(known)}, which this "
+                "kind of progress has; choose one of them"
+            )
+        return name
+
+    @abstractmethod
+    def _start(self, task: Task, ended: Callable[[], None]) -> Handle: ...
+
+    @abstractmethod
+    def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
+        """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``."""
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Move what is under way, without waiting (local). Nothing to do where a thread does it."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait for all that is under way, and raise what made any of it fail."""
+
+    def close(self) -> None:
+        """Wait for all that was started and give everything back. Collective; later calls do nothing.
+
+        Raises what made an operation fail. Handles stay valid: they are done.
+        """
+        if not self._closed:
+            self._closed = True
+            self._finish()
+            self.own.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._closed = True  # the others may never come to a collective end
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End what can be ended without the other ranks (local)."""
+        return
+
+
+def call_of(task: Task) -> checks.CollectiveCall:
+    """Return the call that ranks compare in checked mode (local)."""
+    shares = checks.ranges_fingerprint(task.shares) if task.shares else ""
+    return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
+
+
+def _check_allreduce(comm: Communicator, task: Task) -> None:
+    check_op(task.op)
+    check_buffer(task.buffer)
+
+
+def _check_reduce_scatter(comm: Communicator, task: Task) -> None:
+    _check_allreduce(comm, task)
+    check_ranges(comm, task.buffer, task.shares)
+
+
+def _check_all_gather(comm: Communicator, task: Task) -> None:
+    check_buffer(task.buffer)
+    check_ranges(comm, task.buffer, task.shares)
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+    def test(self) -> bool:
+        return True
+
+
+_DONE: Final = _Done()

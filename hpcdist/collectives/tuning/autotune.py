@@ -1,0 +1,304 @@
+"""Autotuner of the allreduce: the cost model names the candidates, a tournament selects, a cache stores.
+
+The greatest size is looked at first, because most bytes travel in such buffers, then the others from small to large,
+each with its share of what is left of the budget. At a size the model (`cost_model`) leaves out what it predicts to
+be far behind; what has no formula takes part wherever it runs, and that of the MPI library always does: nothing else
+is chosen unless it was clearly faster in the same tournament. A size for which the budget does not suffice is left
+out.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Final
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
+from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
+from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives.tuning import cache
+from hpcdist.collectives.tuning.cache import Tuning, TuningRow
+from hpcdist.collectives.tuning.cost_model import (
+    FORMULAS,
+    Clock,
+    MachineCosts,
+    Topology,
+    measure_machine,
+    slowest_rank,
+)
+from hpcdist.collectives.tuning.tournament import FEWEST_CALLS, Candidate, Tournament
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import UsageError
+
+NATIVE: Final = "native"
+ONE_NODE: Final = ("node_shared",)
+BETWEEN_NODES: Final = ("hierarchical",)  # on one node they are what they do inside of it
+ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"
+SMALLEST_BYTES, FACTOR = 64, 4
+BUDGET_S: Final = 1.2  # with communicators to split and kernels to load a start takes less than 2 s
+RESERVE: Final = 0.1  # of the budget, for the sizes between two winners
+PREDICTED_WITHIN: Final = 2.0  # times the best prediction: worth measuring
+CLEARLY: Final = 0.95  # of the MPI library's time, or of the algorithm before it: worth a change
+
+Allocator = Callable[[int], Array]  # number of elements -> the memory that a run will reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRequest:
+    """What a choice is for. ``allocate`` makes zeroed memory of the kind ``buffer`` names; None: plain memory."""
+
+    max_bytes: int
+    dtype: np.dtype
+    kind: str = ALLREDUCE_KIND
+    buffer: str = "host"
+    allocate: Allocator | None = None
+    budget_s: float = BUDGET_S
+
+    def memory(self) -> Array:
+        """Return a zeroed buffer of the greatest size. Collective where ``allocate`` is."""
+        size = max(1, self.max_bytes // self.dtype.itemsize)
+        if self.allocate is not None:
+            return self.allocate(size)
+        return backend.zeros(size, self.dtype, "gpu" if self.buffer == "device" else "cpu")
+
+
+def select(
+    comm: Communicator,
+    everyone: Communicator,
+    wanted: TuningRequest,
+    library: str,
+    *,
+    cached: bool = True,
+    renewed: bool = False,
+    clock: Clock = time.perf_counter,
+) -> Tuning:
+    """Return the choice for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
+
+    ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
+    will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
+    ranks, machines and software is taken, unless it is to be ``renewed``, and a new one is kept. Scratch memory stays
+    until `collectives.release`.
+    """
+    began = clock()
+    if slowest_rank(everyone, comm.size) == 1:
+        return Tuning(NATIVE, source="default")
+    topology = _agreed(everyone, Topology.of(comm))
+    key = cache.key(
+        everyone, topology.ranks_per_node, library, wanted.kind, name_of(wanted.dtype), wanted.buffer, wanted.max_bytes
+    )
+    note = ""
+    if cached and not renewed:
+        found, note = everyone.broadcast_object(cache.read(key) if everyone.rank == 0 else None)
+        if found is not None and usable(found.text, wanted.kind, topology.nodes):
+            kept: Tuning = found
+            return kept
+    look = _sharded if wanted.kind == SHARDED_KIND else _allreduce
+    rows, machine = look(comm, everyone, wanted, topology, clock)
+    seconds = slowest_rank(everyone, clock() - began)
+    tuning = Tuning(str(AlgorithmTable.of(_limits(rows))), tuple(rows), machine, seconds, "measured", note)
+    if cached and everyone.rank == 0:
+        tuning = cache.save(tuning, key)
+    agreed: Tuning = everyone.broadcast_object(tuning)
+    return agreed
+
+
+def _agreed(everyone: Communicator, topology: Topology) -> Topology:
+    """Return the topology of most nodes: what runs on it runs on all."""
+    found = everyone.allgather_object(topology.ranks_per_node)
+    return Topology(max(found, key=lambda ranks: (len(ranks), ranks)))
+
+
+def usable(text: str, kind: str, nodes: int) -> bool:
+    """Whether ``text`` names algorithms of ``kind`` that run on so many nodes (local)."""
+    if kind == SHARDED_KIND:
+        return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
+    try:
+        return all(runs_on(nodes, name) for name in parse_algorithm(text).names)
+    except UsageError:
+        return False
+
+
+def runs_on(nodes: int, name: str) -> bool:
+    """Whether the algorithm can be called at all; others that cannot refuse when they are tried (local)."""
+    return nodes == 1 or name not in ONE_NODE
+
+
+def differs_on(nodes: int, name: str) -> bool:
+    """Whether the algorithm runs and is no other one there (local)."""
+    return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
+
+
+def _limits(rows: list[TuningRow]) -> list[tuple[int, str]]:
+    """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size."""
+    between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
+    return [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
+
+
+def _halfway(low: int, high: int) -> int:
+    """Return the power of two that the geometric mean has passed, which is no less than ``low`` (local)."""
+    return max(low, 1 << (isqrt(low * high).bit_length() - 1))
+
+
+def _sharded(
+    comm: Communicator, everyone: Communicator, wanted: TuningRequest, topology: Topology, clock: Clock
+) -> tuple[list[TuningRow], MachineCosts | None]:
+    """Return the one row of a reduce-scatter and an all-gather: who owns what must not depend on the size."""
+    buffer = wanted.memory()
+
+    def both(sharding: collectives.Sharding) -> Candidate:
+        def call() -> None:
+            shares = sharding.shares(comm, buffer.size, buffer.itemsize)
+            sharding.reduce_scatter(comm, buffer, shares)
+            sharding.all_gather(comm, buffer, shares)
+            backend.synchronise(buffer)
+
+        return call
+
+    halves = {name: both(each) for name, each in collectives.SHARDED.items() if differs_on(topology.nodes, name)}
+    if backend.is_device(buffer) and _on_gpus(comm, everyone):
+        halves |= {name: both(each) for name, each in collectives.SHARDED_ON_GPUS.items()}
+    race = Tournament(comm, everyone, halves, clock)
+    measured = race.run(wanted.budget_s / 2, NATIVE)
+    return [TuningRow(buffer.nbytes, {}, measured, choose(measured, NATIVE))], None
+
+
+def _allreduce(
+    comm: Communicator, everyone: Communicator, wanted: TuningRequest, topology: Topology, clock: Clock
+) -> tuple[list[TuningRow], MachineCosts | None]:
+    buffer = wanted.memory()
+    machine = measure_machine(comm, everyone, topology, buffer, clock)
+    field = SizeSweep(comm, everyone, buffer, CostModel(topology, machine, wanted.dtype), wanted.budget_s, clock)
+    *smaller, greatest = sizes(wanted.max_bytes)
+    field.look([greatest, *smaller])
+    field.look_between()
+    return field.rows(), machine
+
+
+def sizes(max_bytes: int) -> list[int]:
+    """Return the sizes to look at, ascending, the last ``max_bytes`` (local)."""
+    found, size = [], SMALLEST_BYTES
+    while size * 2 <= max_bytes:  # a size nearer to the last one tells nothing new
+        found.append(size)
+        size *= FACTOR
+    return [*found, max_bytes]
+
+
+def choose(measured: Mapping[str, float], before: str | None) -> str:
+    """Return the fastest, unless the algorithm of the size before, or the MPI library's, is about as fast (local)."""
+    best = min(measured, key=measured.__getitem__)
+    for steady in (before, NATIVE):
+        if steady is not None and steady in measured and measured[best] > CLEARLY * measured[steady]:
+            best = steady
+    return best
+
+
+def _on_gpus(comm: Communicator, everyone: Communicator) -> list[str]:
+    """Return the algorithms for GPUs, where every group has what they need. Collective over both."""
+    refused = comm.size > 1 and bool(nccl.refusal(comm))
+    return [] if slowest_rank(everyone, float(refused)) else list(collectives.ON_GPUS)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The formulas on the machine that was measured."""
+
+    topology: Topology
+    machine: MachineCosts
+    dtype: np.dtype
+
+    def predicted(self, nbytes: int) -> dict[str, float]:
+        """Return seconds by algorithm, of those that have a formula (local)."""
+        wide = nbytes * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize
+        sent = {name: nbytes if name == "all_to_all" and is_16bit_float(self.dtype) else wide for name in FORMULAS}
+        return {
+            name: formula(self.topology, sent[name]).seconds(self.machine)
+            for name, formula in FORMULAS.items()
+            if name in collectives.ALLREDUCE
+        }
+
+
+class SizeSweep:
+    """The times found so far by size, and the budget that is left. Every method is collective unless said."""
+
+    def __init__(
+        self, comm: Communicator, everyone: Communicator, buffer: Array, model: CostModel, budget_s: float, clock: Clock
+    ) -> None:
+        self.comm, self.everyone, self.buffer, self.model, self.clock = comm, everyone, buffer, model, clock
+        self.budget_s, self._began = budget_s, clock()
+        self._all = [*collectives.ALLREDUCE, *(_on_gpus(comm, everyone) if backend.is_device(buffer) else ())]
+        self.measured: dict[int, dict[str, float]] = {}
+        self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last race, and the time
+
+    def look(self, nbytes: list[int]) -> None:
+        """Race at each size, with an equal share of what is left."""
+        for index, size in enumerate(nbytes):
+            share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
+            self._race(size, self._candidates(size), share_s)
+
+    def look_between(self) -> None:
+        """Race the two winners half-way between sizes where they differ."""
+        rows = self.rows()
+        pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
+        for index, (low, high) in enumerate(pairs):
+            middle = _halfway(low.nbytes, high.nbytes)
+            if middle > low.nbytes:
+                share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
+                self._race(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
+
+    def rows(self) -> list[TuningRow]:
+        """Return a row for each size that was measured, ascending (local)."""
+        found: list[TuningRow] = []
+        for size in sorted(self.measured):
+            chosen = choose(self.measured[size], found[-1].chosen if found else None)
+            found.append(TuningRow(size, self.model.predicted(size), self.measured[size], chosen))
+        return found
+
+    def _spent_s(self) -> float:
+        return slowest_rank(self.everyone, self.clock() - self._began)
+
+    def _candidates(self, nbytes: int) -> list[str]:
+        """Return the algorithms worth measuring, the most promising first (local)."""
+        predicted = self.model.predicted(nbytes)
+        best = min(predicted.values())
+        able = [name for name in self._all if differs_on(self.model.topology.nodes, name)]
+        near = [name for name in able if predicted.get(name, best) <= PREDICTED_WITHIN * best]
+        near.sort(key=lambda name: predicted.get(name, 0.0))
+        winners = [row.chosen for row in self.rows()]
+        return list(dict.fromkeys([NATIVE, *winners, *near]))
+
+    def _race(self, nbytes: int, names: list[str], share_s: float) -> None:
+        """Race as many of ``names``, in their order, as a share pays for; fewer than two are no race."""
+        affordable, cost_s = [], 0.0
+        for name in names:
+            cost_s += FEWEST_CALLS * self._expected_s(name, nbytes)
+            if cost_s <= share_s or not self.measured:  # one size is always looked at
+                affordable.append(name)
+        if len(affordable) > 1:
+            part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
+            race = Tournament(
+                self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock
+            )
+            first = not self.measured
+            self.measured[nbytes] = race.run(share_s, NATIVE)
+            if first:
+                self.budget_s += race.warming_s
+            self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
+
+    def _expected_s(self, name: str, nbytes: int) -> float:
+        """Return what a call may take: its last time and what the model adds to it, or the model alone (local)."""
+        size, seconds = self._latest.get(name, (0, 0.0))
+        predicted, before = (self.model.predicted(each) for each in (nbytes, size))
+        like = name if name in predicted else max(predicted, key=predicted.__getitem__)
+        return max(seconds, seconds + predicted[like] - before[like]) if seconds else predicted[like]
+
+    def _call(self, name: str, part: Array) -> Candidate:
+        def call() -> None:
+            collectives.allreduce(self.comm, part, name)
+            backend.synchronise(part)
+
+        return call

@@ -1,0 +1,228 @@
+"""Cache of measured selections: one JSON file for each set of ranks, machines and kind of buffer.
+
+The name of a file is a hash of what a choice is for: ranks by node, processors, fabric, MPI library, its settings,
+kind and type of the buffer. The whole key stands in the file, with the versions of the software, and is compared. So
+does the greatest size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit,
+cannot be read, or could have been written by somebody else is not used, and the reason is reported. No error here
+ends a job.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
+from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
+from hpcdist.reporting import user_cache
+
+FORMAT: Final = 1
+TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
+LARGEST_SIZE: Final = "max_bytes"
+PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
+SETTINGS: Final = (*user_cache.MPI_SETTINGS, "HPCDIST_CUDA_AWARE")
+
+
+@dataclass(frozen=True)
+class TuningRow:
+    """One size: seconds by algorithm, predicted and measured, and the algorithm that was chosen."""
+
+    nbytes: int
+    predicted: dict[str, float]
+    measured: dict[str, float]
+    chosen: str
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A choice and how it came about. ``source`` is "measured", "cache", or "default" where there is no choice.
+
+    ``seconds`` is what the measurement took, this start's or that of the start that made the cache.
+    """
+
+    text: str
+    rows: tuple[TuningRow, ...] = ()
+    machine: MachineCosts | None = None
+    seconds: float = 0.0
+    source: str = "measured"
+    note: str = ""
+    created_utc: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), compare=False
+    )
+
+    @property
+    def choice(self) -> AlgorithmTable:
+        """The table that ``text`` stands for."""
+        return parse_algorithm(self.text)
+
+
+def directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return where the files are: hpcdist/tuning in XDG_CACHE_HOME, by default in ~/.cache (local).
+
+    Raises StorageError for a user without a home directory.
+    """
+    return user_cache.directory("tuning", environment)
+
+
+def key(
+    everyone: Communicator,
+    ranks_per_node: tuple[int, ...],
+    library: str,
+    kind: str,
+    dtype: str,
+    buffer: str,
+    max_bytes: int,
+) -> dict[str, Any]:
+    """Return what a choice is for, and under "software" what it was made with. Collective over ``everyone``."""
+    hosts = sorted(set(everyone.allgather_object(_host())))
+    fitting = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    return {
+        "ranks": everyone.size,
+        "ranks_per_node": list(ranks_per_node),
+        "hosts": hosts,
+        "mpi_library": library,
+        "settings": everyone.broadcast_object(dict(sorted(fitting.items()))),
+        "kind": kind,
+        "dtype": dtype,
+        "buffer": buffer,
+        "max_bytes": max_bytes,
+        "software": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _host() -> str:
+    """Return processor, cores and fabric of this rank as one line (local)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []  # not Linux
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = names[0] if names else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        fabric = sorted({name.rstrip("0123456789_") for name in os.listdir("/sys/class/infiniband")})
+    except OSError:
+        fabric = []  # none, or a container that hides it
+    return f"{model}; {cores} cores; {','.join(fabric) or 'no InfiniBand device'}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def path_of(wanted: Mapping[str, Any]) -> Path:
+    """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `directory` does."""
+    fixed = {name: value for name, value in wanted.items() if name != "software" and name not in _largest_size(wanted)}
+    return directory() / f"{wanted['kind']}-{user_cache.digest(fixed)}.json"
+
+
+def _largest_size(wanted: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what of a key may be more than a job needs: a table is for all sizes up to its greatest (local)."""
+    return (LARGEST_SIZE,) if wanted["kind"] == TABLES else ()
+
+
+def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
+    """Return what was kept for ``wanted``; else None, and why a file that is there was not used (local)."""
+    try:
+        path = path_of(wanted)
+    except StorageError:
+        return None, ""  # `kept` tells
+    try:
+        found = load(path)
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError) as error:
+        return None, f"{path} is not used: {error}"
+    kept, tuning = found
+    other = [name for name in wanted if kept.get(name) != wanted[name] and name not in _largest_size(wanted)]
+    if other == ["software"]:
+        return (
+            None,
+            f"{path} is not used: it was measured with {kept.get('software')}, and this is {wanted['software']}",
+        )
+    if other or len(kept) != len(wanted):
+        return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
+    if any(not isinstance(kept.get(name), int) or kept[name] < wanted[name] for name in _largest_size(wanted)):
+        reaches = f"it reaches {kept.get(LARGEST_SIZE)} bytes, and this job has buffers of {wanted[LARGEST_SIZE]}"
+        return None, f"{path} is not used: {reaches}"
+    return replace(tuning, source="cache"), ""
+
+
+def load(path: Path) -> tuple[dict[str, Any], Tuning]:
+    """Return key and result in a file (local). Raises OSError, or ValueError where it is not one of ours."""
+    try:
+        content = json.loads(user_cache.read(path))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
+        return dict(content["key"]), _tuning(content)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeError) as error:
+        raise ValueError(f"it is damaged ({type(error).__name__})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError("it is damaged (no JSON)") from error
+
+
+def _tuning(content: Mapping[str, Any]) -> Tuning:
+    parse_algorithm(content["text"])  # of algorithms that this version has
+    machine = content["machine"]
+    if machine is not None:
+        links = {str(name): LinkParameters(float(a), float(b)) for name, (a, b) in machine["links"].items()}
+        machine = MachineCosts(links, float(machine["reduce_s_per_byte"]))
+    rows = tuple(
+        TuningRow(int(row["nbytes"]), _seconds(row["predicted"]), _seconds(row["measured"]), str(row["chosen"]))
+        for row in content["rows"]
+    )
+    return Tuning(content["text"], rows, machine, float(content["seconds"]), created_utc=str(content["created_utc"]))
+
+
+def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(seconds) for name, seconds in times.items()}
+
+
+def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `load` reads: the result as JSON (local)."""
+    machine = tuning.machine
+    return {
+        "format": FORMAT,
+        "key": dict(wanted),
+        "text": tuning.text,
+        "created_utc": tuning.created_utc,
+        "seconds": tuning.seconds,
+        "machine": None
+        if machine is None
+        else {
+            "links": {name: [link.latency_s, link.s_per_byte] for name, link in machine.links.items()},
+            "reduce_s_per_byte": machine.reduce_s_per_byte,
+        },
+        "rows": [
+            {"nbytes": row.nbytes, "predicted": row.predicted, "measured": row.measured, "chosen": row.chosen}
+            for row in tuning.rows
+        ],
+    }
+
+
+def save(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
+    """Write ``tuning`` for ``wanted`` and return it, with a note when it could not be written (local)."""
+    try:
+        user_cache.write(path_of(wanted), content_of(tuning, wanted))
+    except OSError as error:
+        said = f"the measurement is not kept: {error}"
+        return replace(tuning, note="; ".join(filter(None, [tuning.note, said])))
+    return tuning
+
+
+def clear() -> int:
+    """Remove all files that are kept, and return how many there were (local). Raises OSError."""
+    found = [path for pattern in ("*.json", ".*.json.*.new") for path in directory().glob(pattern)]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)

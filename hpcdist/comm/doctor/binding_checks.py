@@ -1,0 +1,261 @@
+"""Binding checks of each node's ranks: GPUs, cores, memory domains, and local ranks.
+
+Every lint looks at the rows of one node and returns what is wrong in words without rank numbers, so that a fault of
+the whole job is told once.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from hpcdist.comm.doctor.facts import THREADS, VISIBLE
+from hpcdist.comm.doctor.job_checks import Lint, RankRow, RankTable, apply_lints
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.placement import is_permutation, shown
+from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import counted
+
+MOST_SHOWN: Final = 4
+_BIND: Final = "in Slurm `hpcdist run` binds by --cpus-per-task, or says why not; else srun -c N --cpu-bind=cores"
+NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or 13x), or set run.device = 'cpu'"
+
+
+def check_local_ranks(table: RankTable) -> Check:
+    """Check that the launcher and Slurm number the ranks of a node from 0 on: the GPU is chosen by that number."""
+    name = "local ranks"
+    lints = (
+        Lint(_misannounced, FAIL, "start the job with one launcher, the one that belongs to the MPI library"),
+        Lint(
+            _misnumbered, WARN, "MPI and Slurm cut the job into nodes differently: GPUs bound by Slurm may be others'"
+        ),
+    )
+    wrong = apply_lints(table, name, lints)
+    return wrong or Check(name, OK, "MPI and the launcher agree")
+
+
+def _misannounced(rows: list[RankRow]) -> str:
+    return _numbering([row.facts.announced for row in rows], rows[0].facts.launcher)
+
+
+def _misnumbered(rows: list[RankRow]) -> str:
+    return _numbering([row.facts.slurm_local for row in rows], "SLURM_LOCALID")
+
+
+def _numbering(numbers: Sequence[int | None], who: str) -> str:
+    """Return the fault of the numbers that ``who`` gave to the ranks of a node: any order of 0 .. n - 1 is right."""
+    given = [number for number in numbers if number is not None]
+    if len(given) < len(numbers) or is_permutation(given):
+        return ""
+    return f"{who} numbers the {len(numbers)} ranks of the node {shown(given)}"
+
+
+def check_gpus(table: RankTable, wanted: str, held: bool) -> Check:
+    """Check that each rank has a GPU of its own and sees its neighbours' as well.
+
+    ``wanted`` is "gpu" or "cpu" as the recipe says, "" where nobody told; ``held``: the job has been given GPUs.
+    """
+    name = "GPUs"
+    if wanted == "cpu" or not any(row.facts.gpu.count for row in table.rows):
+        reason = table.found([rows[0].facts.gpu.reason for rows in table.nodes])
+        if wanted == "gpu":
+            return Check(name, FAIL, f"no rank sees one: {reason}", NO_GPU)
+        if held and wanted != "cpu":
+            cure = "install hpcdist[cuda12x] (or 13x) and hand the driver into the container (--nv), or ask for no GPU"
+            return Check(name, WARN, f"the job holds GPUs, and no rank sees one: {reason}", cure)
+        return Check(name, OK, f"none: {reason}")
+    missing = FAIL if wanted == "gpu" else WARN
+    lints = (
+        Lint(_without_gpu, missing, "every rank needs one: ask for the same --gpus-per-node on all nodes"),
+        Lint(
+            _isolated,
+            WARN,
+            "CUDA IPC between the ranks of a node does not work so: --gpus-per-node=N --gpu-bind=none in place of "
+            "--gpus-per-task; hpcdist chooses by local rank",
+        ),
+        Lint(_sharing, WARN, "they take turns, and NCCL may refuse: as many ranks on a node as it has GPUs"),
+    )
+    wrong = apply_lints(table, name, lints)
+    return wrong or Check(name, OK, table.found([_own_gpus(rows) for rows in table.nodes]))
+
+
+def _without_gpu(rows: list[RankRow]) -> str:
+    without = [row for row in rows if not row.facts.gpu.count]
+    if not without:
+        return ""
+    return f"{len(without)} of {counted(len(rows), 'rank')} without a GPU: {without[0].facts.gpu.reason}"
+
+
+def _isolated(rows: list[RankRow]) -> str:
+    """More GPUs are in use on the node than one of its ranks sees."""
+    used = {row.facts.gpu.name for row in rows}
+    least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
+    if least.count >= len(used):
+        return ""
+    said = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
+    return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({said})"
+
+
+def _sharing(rows: list[RankRow]) -> str:
+    ranks = Counter(row.facts.gpu.name for row in rows)
+    shared = [gpu for gpu, count in ranks.items() if count > 1]
+    return f"{counted(len(rows), 'rank')} on {counted(len(ranks), 'GPU')}" if shared else ""
+
+
+def _own_gpus(rows: list[RankRow]) -> str:
+    return "one for each rank: " + ", ".join(row.facts.gpu.name for row in rows)
+
+
+def check_cores(table: RankTable, scheduler: str = "") -> Check:
+    """Check that ranks have cores of their own, as many as were asked for. In a job, the ``scheduler`` has given them.
+
+    On a workstation, which has none, unbound ranks are what is wanted.
+    """
+    name = "cores"
+    of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
+
+    def core(row: RankRow) -> dict[int, int]:
+        return {one: threads[0] for threads in of[row.node].hardware_threads for one in threads}
+
+    lints = (
+        Lint(
+            _same_core,
+            FAIL,
+            "they take turns while cores are idle: hpcdist run --mpi-args '--bind-to none', or srun -c N "
+            "--cpu-bind=cores",
+        ),
+        Lint(
+            lambda rows: _crowded(rows, core(rows[0])),
+            WARN,
+            "they take turns: at most as many ranks on a node as it has cores; where a task is one hardware thread, "
+            "sbatch --threads-per-core=1",
+        ),
+        Lint(_overlapping, WARN, f"they take turns while cores are idle: {_BIND}"),
+        Lint(
+            lambda rows: _side_by_side(rows, core(rows[0])),
+            WARN,
+            "they slow each other down: sbatch --threads-per-core=1, with which --cpus-per-task counts cores",
+        ),
+        Lint(
+            _cut,
+            WARN,
+            "srun does not take -c from sbatch: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; Open MPI's mpirun: "
+            "--map-by ppr:R:node:PE=N --bind-to core",
+        ),
+        Lint(_threads, WARN, f"they take turns: export {THREADS}=$SLURM_CPUS_PER_TASK, or 1 as `hpcdist run` does"),
+        Lint(lambda rows: _unbound(rows, core(rows[0])) if scheduler else "", WARN, f"they may move: {_BIND}"),
+        Lint(
+            lambda rows: _straddling(rows, of[rows[0].node].numa),
+            WARN,
+            "memory behind another socket is slower: srun --cpu-bind=cores --distribution=block:block, Open MPI's "
+            "mpirun: --map-by numa",
+        ),
+    )
+    wrong = apply_lints(table, name, lints)
+    return wrong or Check(name, OK, table.found([_own_cores(rows, core(rows[0])) for rows in table.nodes]))
+
+
+def _union(rows: list[RankRow]) -> set[int]:
+    return {core for row in rows for core in row.facts.cores}
+
+
+def _physical(processors: Iterable[int], core: Mapping[int, int]) -> set[int]:
+    """Return the cores of ``processors``, each by its first one."""
+    return {core.get(one, one) for one in processors}
+
+
+def _same_core(rows: list[RankRow]) -> str:
+    alone = Counter(row.facts.cores for row in rows if len(row.facts.cores) == 1)
+    shared = sorted(cores[0] for cores, ranks in alone.items() if ranks > 1)
+    if not shared or len(_union(rows)) < len(rows):  # too few for all: there is no better binding
+        return ""
+    cores = format_ranges(shared)
+    return f"several ranks are bound to one and the same core ({cores}), and the job has {len(_union(rows))}"
+
+
+def _crowded(rows: list[RankRow], core: Mapping[int, int]) -> str:
+    processors = _union(rows)
+    cores = len(_physical(processors, core))
+    if len(rows) <= cores:
+        return ""
+    threads = f" ({len(processors)} hardware threads)" if len(processors) > cores else ""
+    return f"{counted(len(rows), 'rank')} on {counted(cores, 'core')}{threads}"
+
+
+def _overlapping(rows: list[RankRow]) -> str:
+    """Some cores belong to several ranks, and others to one."""
+    owners = Counter(core for row in rows for core in row.facts.cores)
+    shared = sorted(core for core, ranks in owners.items() if ranks > 1)
+    if not shared or len({row.facts.cores for row in rows}) == 1:
+        return ""
+    return f"several of {len(rows)} ranks share cores {format_ranges(shared)} of {format_ranges(sorted(owners))}"
+
+
+def _side_by_side(rows: list[RankRow], core: Mapping[int, int]) -> str:
+    """Ranks with processors of their own that are hardware threads of the same cores."""
+    if len({row.facts.cores for row in rows}) == 1:
+        return ""
+    owners = Counter(one for row in rows for one in _physical(row.facts.cores, core))
+    shared = sorted(one for one, ranks in owners.items() if ranks > 1)
+    if not shared:
+        return ""
+    return f"several of {len(rows)} ranks are bound to hardware threads of the same cores ({format_ranges(shared)})"
+
+
+def _unbound(rows: list[RankRow], core: Mapping[int, int]) -> str:
+    if len(rows) == 1 or len({row.facts.cores for row in rows}) > 1:
+        return ""
+    cores = len(_physical(rows[0].facts.cores, core))
+    return f"{len(rows)} ranks share all {counted(cores, 'core')} ({format_ranges(rows[0].facts.cores)}), none is bound"
+
+
+def _cut(rows: list[RankRow]) -> str:
+    short = [row for row in rows if row.facts.cores_asked is not None and len(row.facts.cores) < row.facts.cores_asked]
+    if not short:
+        return ""
+    least = min(short, key=lambda row: len(row.facts.cores)).facts
+    return (
+        f"a rank may use {counted(len(least.cores), 'core')}, and {least.cores_asked} were asked for (--cpus-per-task)"
+    )
+
+
+def _threads(rows: list[RankRow]) -> str:
+    """As many threads as the kernels start: one for each core where nobody says."""
+    told = [row.facts.threads for row in rows]
+    counts = [
+        int(text) if text and text.isascii() and text.isdigit() else len(row.facts.cores)
+        for text, row in zip(told, rows, strict=True)
+    ]
+    said = f"{THREADS}={told[0]}" if told[0] else f"{THREADS} is unset"
+    for count, row in zip(counts, rows, strict=True):
+        if count > len(row.facts.cores):
+            return f"{counted(count, 'thread')} on {counted(len(row.facts.cores), 'core')} of a rank ({said})"
+    cores = len(_union(rows))
+    if sum(counts) > cores and len(rows) > 1:
+        return f"{sum(counts)} threads of {counted(len(rows), 'rank')} on {counted(cores, 'core')} ({said})"
+    return ""
+
+
+def _straddling(rows: list[RankRow], domains: Sequence[Sequence[int]]) -> str:
+    """Ranks on cores of several memory domains, where one has room for them and others of the node fit."""
+    if len(domains) < 2:
+        return ""
+    sets = [set(domain) for domain in domains]
+    across = [row for row in rows if sum(bool(cores & set(row.facts.cores)) for cores in sets) > 1]
+    avoidable = [row for row in across if any(len(row.facts.cores) <= len(cores) for cores in sets)]
+    if not avoidable or len(across) == len(rows):
+        return ""
+    first = format_ranges(avoidable[0].facts.cores)
+    return f"{len(avoidable)} of {len(rows)} ranks lie across memory domains (cores {first}), the others in one"
+
+
+def _own_cores(rows: list[RankRow], core: Mapping[int, int]) -> str:
+    sets = {row.facts.cores for row in rows}
+    threads = rows[0].facts.threads
+    said = f"; {THREADS}={threads}" if threads else ""
+    if len(sets) == 1:
+        shared = ", which they share" if len(rows) > 1 else ""
+        return f"{counted(len(rows), 'rank')} on all of {format_ranges(rows[0].facts.cores)}{shared}{said}"
+    counts = sorted({len(_physical(cores, core)) for cores in sets})
+    each = counted(counts[0], "core") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} cores"
+    own = [format_ranges(row.facts.cores) for row in rows]
+    return f"{each} each: {' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{said}"

@@ -1,0 +1,271 @@
+"""Job checks: the table of all ranks' facts, its size and messages, and differences between nodes.
+
+Software, processors, settings, clocks and directories are compared, and what each node has left is shown. Only
+numbers: nothing here sends a message, so every check can be tested with made-up rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Volume
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.reporting.hostlist import group_texts
+from hpcdist.reporting.units import counted, format_bytes
+
+US: Final = 1e6
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Whether what a rank received was what was sent, and the seconds of a round; None where it has no such peer."""
+
+    arrived: bool
+    inside_s: float | None
+    across_s: float | None
+    reduced_s: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What a rank brings. ``machine`` and ``unseen``, why it does not see the run directory, come from one per node."""
+
+    node: int
+    local_rank: int
+    facts: RankFacts
+    greeting: Greeting
+    machine: NodeFacts | None = None
+    unseen: str = ""
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """The rows of all ranks, in rank order."""
+
+    rows: Sequence[RankRow]
+
+    @cached_property
+    def nodes(self) -> list[list[RankRow]]:
+        """The rows of each node, by local rank."""
+        found: dict[int, list[RankRow]] = {}
+        for row in self.rows:
+            found.setdefault(row.node, []).append(row)
+        return [sorted(found[node], key=lambda row: row.local_rank) for node in sorted(found)]
+
+    @cached_property
+    def machines(self) -> list[NodeFacts]:
+        """The machine of each node."""
+        machines = [next((row.machine for row in rows if row.machine is not None), None) for rows in self.nodes]
+        assert all(machine is not None for machine in machines), "one rank of each node describes it"
+        return [machine for machine in machines if machine is not None]
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """What each node is called: its host name, or its number where several have one name."""
+        hosts = [rows[0].facts.host for rows in self.nodes]
+        return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
+
+    def found(self, texts: Sequence[str]) -> str:
+        """Return what is said of each node, once for those of which the same is said."""
+        return group_texts(self.labels, texts)
+
+
+@dataclass(frozen=True)
+class Lint:
+    """A look at the rows of one node, which returns what is wrong or "", and how bad that is, and the cure."""
+
+    look: Callable[[list[RankRow]], str]
+    status: str
+    cure: str
+
+
+def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
+    """Return what the first of ``lints`` that has something to say of any node says of all; None where none has."""
+    for lint in lints:
+        texts = [lint.look(rows) for rows in table.nodes]
+        if any(texts):
+            return Check(name, lint.status, table.found(texts), lint.cure)
+    return None
+
+
+def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
+    """Check that there are as many ranks, on as many nodes, as the scheduler was asked for."""
+    ranks, nodes = len(table.rows), len(table.nodes)
+    counts = sorted({len(rows) for rows in table.nodes})
+    each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"
+    found = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')} ({each})"
+    if not asked.scheduler:
+        return Check("scheduler", OK, f"no scheduler; {found}")
+    wanted = [
+        *([counted(asked.tasks, "task")] if asked.tasks is not None else []),
+        *([counted(asked.nodes, "node")] if asked.nodes is not None else []),
+    ]
+    found = f"{found}; {asked.scheduler} was asked for {' on '.join(wanted) or 'what it does not say'}"
+    if asked.tasks is not None and ranks < asked.tasks:
+        cure = f"unless nodes are spares: hpcdist run -n {asked.tasks}, or srun without -n; or ask for fewer"
+        if ranks == 1:
+            cure += ". If this was printed once for each task, they are worlds of one: the launcher is of another MPI"
+        return Check("scheduler", WARN, found, cure)
+    if asked.nodes is not None and nodes < asked.nodes:
+        cure = (
+            "nodes without a rank are paid for, unless they are spares: spread the ranks (hpcdist run --ranks-per-node)"
+        )
+        return Check("scheduler", WARN, found, cure)
+    return Check("scheduler", OK, found)
+
+
+def check_messages(table: RankTable) -> Check:
+    """Check that what the ranks received is what was sent, and say how long it took."""
+    wrong = [rank for rank, row in enumerate(table.rows) if not row.greeting.arrived]
+    if wrong:
+        shown = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
+        cure = "the MPI library or its network damages messages: try another transport, and tell the site"
+        return Check("messages", FAIL, f"other data than was sent arrived on rank {shown}", cure)
+    kinds = (
+        ("inside a node", [row.greeting.inside_s for row in table.rows]),
+        ("between nodes", [row.greeting.across_s for row in table.rows]),
+        ("an allreduce of 8 bytes", [row.greeting.reduced_s for row in table.rows]),
+    )
+    found = [f"{what} {_spread(table, times)}" for what, times in kinds if any(time is not None for time in times)]
+    return Check("messages", OK, "; ".join(found))
+
+
+def _spread(table: RankTable, times: Sequence[float | None]) -> str:
+    """Return the median, and where it took longest."""
+    known = sorted((time, rank) for rank, time in enumerate(times) if time is not None)
+    median, (most, rank) = known[len(known) // 2][0], known[-1]
+    slowest = (
+        f", slowest {most * US:,.1f} (rank {rank} on {table.labels[_index(table, rank)]})" if len(known) > 1 else ""
+    )
+    return f"{median * US:,.1f} us{slowest}"
+
+
+def _index(table: RankTable, rank: int) -> int:
+    return sorted({row.node for row in table.rows}).index(table.rows[rank].node)
+
+
+SKEW_S: Final = 1.0  # walltimes are whole seconds, and so is what people read in logs
+RUN_DIRECTORY: Final = "run directory"
+NODE_LOCAL: Final = "node-local"
+SHARED_MEMORY: Final = "/dev/shm"
+# What must be free (empirical): checkpoints are larger, but smaller runs exist; /dev/shm holds the gradients of the
+# ranks of a node (100 million parameters in float32), the node-local folder what MPI keeps of its sessions.
+LEAST_BYTES: Final = {RUN_DIRECTORY: 1 << 30, NODE_LOCAL: 256 << 20, SHARED_MEMORY: 512 << 20}
+# File systems of one machine. Others (Lustre, GPFS, NFS, ...) may be shared: only a look from every node tells.
+OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "squashfs")
+_MUST_AGREE: Final = ("hpcdist", "MPI")  # the rest may differ a little, and a run goes on
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far the clock of a node is ahead of the first's, in seconds, and by how much that may be wrong."""
+
+    offset_s: float
+    bound_s: float
+
+    @property
+    def certain_s(self) -> float:
+        """What is left of the difference where the message took all of its time one way."""
+        return max(0.0, abs(self.offset_s) - self.bound_s)
+
+
+def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: float = SKEW_S) -> Check:
+    """Check that the clocks of all nodes agree; ``offsets`` has one for each node, the first of which is zero."""
+    name = "clocks"
+    if len(offsets) < 2:
+        return Check(name, OK, "one node")
+    wrong = [offset.certain_s > limit_s for offset in offsets]
+    if any(wrong):
+        texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
+        cure = "walltime and logs go by them: the site's time service (chronyd, ntpd) does not run there"
+        return Check(name, WARN, table.found(texts), cure)
+    most = max(offsets, key=lambda offset: abs(offset.offset_s))
+    bound_s = max(offset.bound_s for offset in offsets)
+    return Check(name, OK, f"at most {abs(most.offset_s) * 1e3:.3f} ms apart, to within {bound_s * 1e3:.3f} ms")
+
+
+def _ahead(offset: ClockOffset) -> str:
+    # To 0.1 s: nodes that were set wrong together are told together.
+    side = "ahead of" if offset.offset_s > 0 else "behind"
+    return f"{abs(offset.offset_s):.1f} s {side} the first node, to within {max(0.1, offset.bound_s):.1f} s"
+
+
+def check_directory(table: RankTable, path: str, failure: str) -> Check:
+    """Check that the run directory is one and the same on all nodes; ``failure``: why rank 0 cannot write there."""
+    name, count = RUN_DIRECTORY, len(table.nodes)
+    if failure:
+        return Check(name, FAIL, f"{path}: {failure}", "choose another --out, which this user may write, or free space")
+    unseen = [rows[0].unseen for rows in table.nodes]
+    kinds = [_volume(machine.volumes, RUN_DIRECTORY).kind for machine in table.machines]
+    if any(unseen):
+        texts = [f"{reason} ({kind})" if reason else "" for reason, kind in zip(unseen, kinds, strict=True)]
+        cure = "checkpoints need one directory: an --out on a file system that all nodes share, mounted alike"
+        return Check(name, FAIL, f"{path}: {table.found(texts)}", cure)
+    found = f"{path} ({table.found(kinds)}), seen by {counted(count, 'node')}"
+    if count > 1 and any(kind in OF_ONE_NODE for kind in kinds):
+        cure = "that type is of one machine, which the nodes may be parts of; real ones need a shared file system"
+        return Check(name, WARN, found, cure)
+    return Check(name, OK, found)
+
+
+def check_space(table: RankTable) -> Check:
+    """Check that every node has room in the run directory, in its own folder and in /dev/shm."""
+    name = "free space"
+    volumes = [machine.volumes for machine in table.machines]
+    texts = ["; ".join(filter(None, map(_short_of, each))) for each in volumes]
+    if any(texts):
+        cure = "remove old runs there, set TMPDIR to another folder, or start containers with --shm-size"
+        return Check(name, WARN, table.found(texts), cure)
+    least = [min((_volume(each, role) for each in volumes), key=lambda one: one.free_bytes) for role in LEAST_BYTES]
+    on = " on the node that has least" if len(volumes) > 1 else ""
+    shown = [f"{one.role} {format_bytes(one.free_bytes)} ({one.path}, {one.kind})" for one in least]
+    return Check(name, OK, f"{', '.join(shown)}{on}")
+
+
+def _volume(volumes: Sequence[Volume], role: str) -> Volume:
+    return next(one for one in volumes if one.role == role)
+
+
+def _short_of(one: Volume) -> str:
+    if one.error:
+        return f"{one.role} {one.path}: {one.error}"
+    if not one.has_inodes:
+        return f"{one.role} {one.path} ({one.kind}): no file can be added, all inodes are taken"
+    if one.free_bytes >= LEAST_BYTES[one.role]:
+        return ""
+    return f"{one.role} {one.path} ({one.kind}) has less than {format_bytes(LEAST_BYTES[one.role])} free"
+
+
+def check_software(table: RankTable) -> Check:
+    """Check that all nodes load the same hpcdist, Python, packages and MPI."""
+    found = [machine.software for machine in table.machines]
+    names = list(dict.fromkeys(name for software in found for name in software))
+    differing = [name for name in names if len({software.get(name) for software in found}) > 1]
+    if not differing:
+        return Check("software", OK, ", ".join(f"{name} {found[0][name]}" for name in names))
+    texts = [", ".join(f"{name} {software.get(name, 'missing')}" for name in differing) for software in found]
+    status = FAIL if any(name in _MUST_AGREE for name in differing) else WARN
+    return Check("software", status, table.found(texts), "install once for all nodes, or stage the same copy on each")
+
+
+def check_processors(table: RankTable) -> Check:
+    """Check that all nodes are of one kind: the slowest sets the pace, and other kinds round otherwise."""
+    texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
+    if len(set(texts)) == 1:
+        return Check("processors", OK, texts[0])
+    cure = "the slowest sets the pace, and results may differ in the last bits: ask for one kind (--constraint)"
+    return Check("processors", WARN, table.found(texts), cure)
+
+
+def check_settings(table: RankTable) -> Check:
+    """Check that the variables which change how hpcdist runs have reached all nodes alike."""
+    found = [machine.settings for machine in table.machines]
+    names = sorted({name for settings in found for name in settings})
+    differing = [name for name in names if len({settings.get(name) for settings in found}) > 1]
+    if differing:
+        texts = [", ".join(f"{name}={settings.get(name, '(unset)')}" for name in differing) for settings in found]
+        cure = "hand them to all nodes: srun --export=ALL, Open MPI's mpirun -x NAME; or set them in the job script"
+        return Check("environment", WARN, table.found(texts), cure)
+    own = [f"{name}={found[0][name]}" for name in names if name.startswith("HPCDIST_")]
+    return Check("environment", OK, ", ".join(own) or "no HPCDIST_* is set")

@@ -1,0 +1,168 @@
+"""MPI library checks: the library that mpi4py loads, the vendor of the launcher, and their match.
+
+Nothing here starts MPI except `check_world`, which is for processes that a launcher started: on a login node MPI_Init
+may abort, so the library is asked in a child process that only loads it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import OPERATIONS
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.comm.mpi import cuda_aware
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.reporting.units import counted
+
+OK: Final = "OK"
+WARN: Final = "WARN"
+FAIL: Final = "FAIL"
+CHILD_LIMIT_S: Final = 60.0
+WITHOUT_THREADS: Final = (
+    "without it there is no progress thread; build MPI with --enable-mpi-thread-multiple for overlap"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was looked at, OK, WARN or FAIL, what was found, and the cure."""
+
+    name: str
+    status: str
+    found: str
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """The MPI library that mpi4py loads: its own words, whose it is, and its file."""
+
+    text: str
+    vendor: str
+    version: str
+    path: str
+
+
+# MPI is loaded, not started. The library's file is what the loader mapped, whatever the name it was asked for.
+_ASK = """
+import json, mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+files = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+names = ("libmpi.so", "libmpich", "libmpi_abi", "libmpi_cray")
+mapped = sorted(name for name in files if name.rsplit("/", 1)[-1].startswith(names))
+print(json.dumps({"text": MPI.Get_library_version().strip("\\0 \\n"), "path": mapped[0] if mapped else ""}))
+"""
+
+
+def load_library() -> MpiLibrary:
+    """Return the MPI library that mpi4py would use. Raises MissingCapabilityError when there is none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MissingCapabilityError(f"loading the MPI library did not end within {CHILD_LIMIT_S:g} s") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise MissingCapabilityError(f"mpi4py cannot load an MPI library: {reason}")
+    said = json.loads(done.stdout.splitlines()[-1])
+    vendor, version = recognise_library(said["text"])
+    return MpiLibrary(said["text"].splitlines()[0].strip(), vendor, version, said["path"])
+
+
+def recognise_library(text: str) -> tuple[str, str]:
+    """Return vendor and version from what MPI_Get_library_version said."""
+    words = text.replace(",", " ").split()
+    for start, vendor in (("Open MPI", mpirun.OPEN_MPI), ("Intel(R) MPI", mpirun.INTEL_MPI), ("MPICH", mpirun.MPICH)):
+        if text.startswith(start):
+            return vendor, next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+    return "unknown", ""
+
+
+def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
+    """Check the library, the launcher, and that both are of one MPI."""
+    checks: list[Check] = []
+    loaded = started = None
+    try:
+        loaded = load_library()
+        checks.append(Check("MPI library", OK, f"{short_version(loaded.text)} ({loaded.path or 'file unknown'})"))
+    except MissingCapabilityError as error:
+        cure = "install hpcdist[workstation], or load the site's MPI module (mpi4py finds it through LD_LIBRARY_PATH)"
+        checks.append(Check("MPI library", FAIL, str(error), cure))
+    try:
+        started = mpirun.find(environment)
+        checks.append(Check("launcher", OK, f"{started.vendor} {started.version} ({started.path})"))
+        checks.append(Check("signals to stop", OK, mpirun.answer_to_signals(started)))
+    except MissingCapabilityError as error:
+        cure = "install hpcdist[workstation] or load the site's MPI module; under Slurm srun starts the ranks"
+        checks.append(Check("launcher", WARN, str(error), cure))
+    if loaded is not None and started is not None:
+        checks.append(check_launcher_match(loaded, started))
+    return checks
+
+
+def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
+    """Check that the launcher starts ranks of this library: another's would start N worlds of one rank."""
+    found = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
+    compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # one binary interface and one process manager
+    if "unknown" in (loaded.vendor, started.vendor):
+        return Check("launcher match", WARN, found, "prove it with `hpcdist doctor --launch`")
+    if loaded.vendor != started.vendor and not {loaded.vendor, started.vendor} <= compatible:
+        cure = (
+            f"put the mpirun that belongs to {loaded.path or loaded.vendor} first on PATH, or load the other MPI module"
+        )
+        return Check("launcher match", FAIL, found, cure)
+    if loaded.vendor == started.vendor and loaded.version.split(".")[0] != started.version.split(".")[0]:
+        return Check("launcher match", WARN, found, "use the mpirun of the same installation")
+    return Check("launcher match", OK, found)
+
+
+def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
+    """Say whether MPI takes device pointers: tried out in child processes where there is a GPU (takes seconds)."""
+    name = "CUDA-aware MPI"
+    try:
+        said = cuda_aware.requested_answer(environment)
+    except ConfigurationError as error:
+        return Check(name, FAIL, str(error), f"unset {cuda_aware.VARIABLE}")
+    staged = "device buffers are staged through pinned memory of the host"
+    if said != "auto":
+        used = "device pointers are handed to MPI, untried" if said == "yes" else staged
+        return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={said})")
+    try:
+        if device.count() > 0:
+            verdict = cuda_aware.probe_cached(environment, renewed=True)
+            allowed = [operation for operation in OPERATIONS if operation in verdict.operations]
+            used = f"device pointers are handed to MPI in {', '.join(allowed)}" if allowed else staged
+            return Check(name, OK, f"{used}: {verdict.reason}")
+    except MissingCapabilityError:
+        pass  # the check of the GPU says why
+    return Check(name, OK, "not tried: no GPU is usable here")
+
+
+def check_world(comm: Communicator, said: LaunchEnvironment, library_text: str) -> list[Check]:
+    """Check the started world: its size, that its messages arrive, and the thread level. Collective."""
+    total = np.ones(1)
+    comm.allreduce(total)
+    nodes = comm.nodes()
+    place = f"{counted(comm.size, 'rank')} on {counted(nodes.count, 'node')}"
+    found = f"{place}, announced by {said.launcher}; {short_version(library_text)}"
+    right = total[0] == comm.size
+    arrived = Check("world", OK if right else FAIL, found if right else f"{found}; but an allreduce gave {total[0]:g}")
+    if comm.supports("thread_multiple"):
+        return [arrived, Check("thread level", OK, "MPI_THREAD_MULTIPLE")]
+    return [arrived, Check("thread level", WARN, "below MPI_THREAD_MULTIPLE", WITHOUT_THREADS)]
+
+
+def short_version(library_text: str) -> str:
+    """Drop who packaged the library, and where, from its name."""
+    return " ".join(library_text.split(", package")[0].split())

@@ -1,0 +1,384 @@
+"""Fail-fast: a rank that fails ends the job, with its traceback in front and its exit code.
+
+`start` installs this. Python alone would end the failing process while the others wait in a collective for ever, and
+MPI's own default prints its error over the traceback. Errors that say all in their message (`USER_ERRORS`) are shown
+without a traceback, and once for the job where all ranks fail alike.
+"""
+
+import atexit
+import faulthandler
+import fcntl
+import math
+import os
+import signal
+import stat
+import struct
+import sys
+import tempfile
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from hpcdist.comm.launch import environment, exit_file
+from hpcdist.errors import (
+    FAILURE,
+    INTERRUPTED,
+    CommunicationError,
+    ConfigurationError,
+    DataError,
+    DeadlineError,
+    HpcdistError,
+    MissingCapabilityError,
+    NonFiniteError,
+    StorageError,
+    TooFewRanksError,
+    UsageError,
+)
+from hpcdist.reporting import atomic
+
+if TYPE_CHECKING:  # late at run time: --help is instant
+    from hpcdist.comm.record.flight_recorder import Recorder
+
+# The message says it all: where in our code it was raised would only hide it.
+USER_ERRORS: Final = (
+    ConfigurationError,
+    DataError,
+    MissingCapabilityError,
+    NonFiniteError,
+    StorageError,
+    TooFewRanksError,
+    UsageError,
+)
+
+
+def error_lines(error: BaseException) -> list[str]:
+    """Return what is shown of ``error``: its message where that says it all, else its traceback."""
+    if isinstance(error, USER_ERRORS):
+        return [f"{type(error).__name__}: {error}"]
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        return [error.code, "\n", *traceback.format_exception(error)]
+    return traceback.format_exception(error)
+
+
+def error_summary(error: BaseException, thread: str | None) -> str:
+    """Return the exception and its innermost line in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    what = " ".join("".join(traceback.format_exception_only(error)).split())
+    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
+
+
+FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
+PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
+DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
+READ_S: Final = 5.0  # so long for a launcher on a busy machine to read what is in the pipe
+ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
+STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
+
+
+class AgreedExit(SystemExit):
+    """All ranks leave with this code and have finalised MPI: nobody needs to be pulled along."""
+
+
+@dataclass
+class _Installed:
+    abort: Callable[[int], None]
+    recorder: "Recorder | None"
+    rank: int
+    hooks: tuple[Any, Any]
+    failing: threading.Lock
+    all_say: Callable[[str], bool] | None = None
+    withdraw: Callable[[], None] | None = None
+    is_outlived: Callable[[BaseException], bool] | None = None
+    limit: threading.Timer | None = None
+
+
+_installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
+
+
+def install(abort: Callable[[int], None], recorder: "Recorder | None", rank: int) -> None:
+    """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local)."""
+    global _installed
+    hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
+    _installed = _Installed(abort, recorder, rank, hooks, threading.Lock())
+    sys.excepthook = _on_exception
+    threading.excepthook = _on_thread_exception
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR, all_threads=True)
+    answer_requests_for_stacks()
+
+
+def set_rank(rank: int) -> None:
+    """From now on speak for ``rank``, and ask nobody whether all fail alike until `join` says whom (local)."""
+    assert _installed is not None, "install comes first"
+    _installed.rank, _installed.all_say, _installed.withdraw = rank, None, None
+
+
+def is_installed() -> bool:
+    """Whether `install` was called (local)."""
+    return _installed is not None
+
+
+def answer_requests_for_stacks() -> None:
+    """Dump all stacks at a SIGUSR2, and go on (local)."""
+    # C level: also answered while the main thread is inside the MPI library, where a Python handler would wait.
+    faulthandler.register(signal.SIGUSR2, STDERR, all_threads=True)
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced (local)."""
+    global _installed
+    if _installed is not None:
+        sys.excepthook, threading.excepthook = _installed.hooks
+        faulthandler.unregister(signal.SIGUSR2)
+        atexit.unregister(note_end)
+        _installed = None
+
+
+def set_agreement(all_say: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
+    """From now on tell a failure for the user once when all ranks have it (local).
+
+    ``all_say(text)`` asks the ranks whether they all fail with ``text``; if so, each calls ``withdraw`` and leaves.
+    """
+    assert _installed is not None, "install comes first"
+    _installed.all_say, _installed.withdraw = all_say, withdraw
+
+
+def set_survivable(is_outlived: Callable[[BaseException], bool]) -> None:
+    """From now on let threads end quietly by an error that ``is_outlived``, and leave without finalising MPI (local).
+
+    The main thread meets the same death, and goes on or fails for all.
+    """
+    assert _installed is not None, "install comes first"
+    _installed.is_outlived = is_outlived
+
+
+def set_recovery_limit(limit_s: float | None) -> None:
+    """End the job, as any failure does, unless this is called again within ``limit_s`` seconds; None: no limit (local).
+
+    For the time after a death, in which no operation has a deadline: a job that does not come together again is
+    better started again. Nothing happens without `install`.
+    """
+    if _installed is None:
+        return
+    if _installed.limit is not None:
+        _installed.limit.cancel()
+    _installed.limit = None
+    if limit_s is not None and math.isfinite(limit_s):
+        _installed.limit = threading.Timer(limit_s, _recovery_timed_out, (limit_s,))
+        _installed.limit.daemon = True
+        _installed.limit.start()
+
+
+def _recovery_timed_out(limit_s: float) -> None:
+    faulthandler.dump_traceback(STDERR, all_threads=True)
+    fail(DeadlineError(f"a rank died, and the others did not go on within {limit_s:g} s; start the job again"))
+
+
+def attach(recorder: "Recorder") -> None:
+    """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
+    assert _installed is not None, "install comes first"
+    _installed.recorder = recorder
+    atexit.register(note_end)  # before MPI_Finalize, which may wait for the others
+
+
+def detach() -> None:
+    """Take back `attach` (local)."""
+    if _installed is not None:
+        _installed.recorder = None
+        atexit.unregister(note_end)
+
+
+def note_end() -> None:
+    """Leave in the recorder that this process ends well (local)."""
+    if _installed is not None and _installed.recorder is not None:
+        _installed.recorder.note("finished", "end of the program")
+
+
+def guarded(main: Callable[[], int | None]) -> int:
+    """Return the exit code of ``main()``; a non-zero code, or any exception, ends the whole job here (local).
+
+    A SystemExit reaches no excepthook, so the outermost caller of a job goes through this. Codes that all ranks agreed
+    on pass: see `agreed_exit`. Without `install` nothing is special: exceptions pass to the caller.
+    """
+    try:
+        code = main() or 0
+        if code and _installed is not None:
+            raise SystemExit(code)
+        return code
+    except AgreedExit:
+        raise
+    except SystemExit as leaving:
+        if _installed is None or exit_code(leaving) == 0:
+            raise
+        fail(leaving)
+    except BaseException as error:
+        if _installed is None:
+            raise
+        _fail_together(_installed, error)
+        fail(error)
+
+
+def _fail_together(state: _Installed, error: BaseException) -> None:
+    """Leave with the other ranks, of which the first speaks, if all have ``error``; return if not."""
+    if state.all_say is None or state.withdraw is None or not isinstance(error, USER_ERRORS):
+        return
+    text = "".join(error_lines(error))
+    try:
+        if not state.all_say(text):
+            return
+    except Exception:  # noqa: BLE001 - messages fail as well: then this rank speaks for itself
+        return
+    code = exit_code(error)
+    _leave_by(time.monotonic() + READ_S + ABORT_S, code)
+    if state.recorder is not None:
+        state.recorder.note("raised", error_summary(error, None))
+    if state.rank == 0:
+        publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
+    state.withdraw()
+    agreed_exit(code)
+
+
+def _leave_by(limit: float, code: int) -> None:
+    """Leave with ``code`` when the process is still there at ``limit``, in monotonic seconds."""
+    timer = threading.Timer(max(0.0, limit - time.monotonic()), os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def agreed_exit(code: int) -> NoReturn:
+    """Leave with ``code``, past the abort: every rank does the same, and MPI is finalised (see `Session.leave`).
+
+    Where deaths are outlived MPI is not, and the end of Python would do it: so the process ends here.
+    """
+    exit_file.write_exit_code(code)
+    if _installed is not None and _installed.is_outlived is not None:
+        os._exit(code)
+    raise AgreedExit(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the code that a process leaves with because of ``error``; 0 for a SystemExit that is no failure."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
+    if isinstance(error, HpcdistError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILURE
+
+
+def fail(error: BaseException, thread: str | None = None) -> NoReturn:
+    """Show ``error`` as this rank's and end the job with its exit code; the first failing thread wins (local)."""
+    assert _installed is not None, "install comes first"
+    state = _installed
+    state.failing.acquire()  # never released: the process ends here
+    code = exit_code(error) or FAILURE
+    # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
+    _leave_by(time.monotonic() + PRECEDENCE_S + READ_S + DRAIN_S + ABORT_S, code)
+    try:
+        _report(state, error, code, thread)
+        time.sleep(DRAIN_S)
+        exit_file.write_exit_code(
+            code
+        )  # a launcher may wait for ever after an abort, or return the code of a rank that it killed
+        state.abort(code)
+    except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> None:
+    if isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
+        time.sleep(PRECEDENCE_S)  # most often the echo of another rank's failure, which shall speak first
+    where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
+    if state.recorder is not None:
+        state.recorder.note("raised", error_summary(error, thread))
+    publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)))
+
+
+def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
+    """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last.
+
+    With ``alone`` no other rank speaks: what the launcher will show is not written to stderr as well. Another launcher
+    than `hpcdist run` may drop it: then it is in a file, too, and this returns once the launcher has read it.
+    """
+    rule = "=" * 100
+    tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
+    left = False
+    try:
+        left = write_for_launcher(rank, tagged)
+        if left and alone:
+            return
+    except OSError as error:
+        tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
+    launched = not left and environment.launch_environment() is not None
+    if launched:
+        tagged += _keep_text(rank, tagged)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stderr.write(tagged)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
+    until = time.monotonic() + READ_S
+    while launched and _unread() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _keep_text(rank: int, text: str) -> str:
+    """Write ``text`` to a file, in the directory of the recorder if there is one; return a line that names it."""
+    recorder = _installed.recorder if _installed is not None else None
+    try:
+        if recorder is None:
+            file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
+        else:
+            path = str(recorder.path.with_suffix(".failed"))
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with os.fdopen(file, "w") as copy:
+            copy.write(text)
+    except OSError as error:
+        return f"[rank {rank}] (no copy in a file: {error})\n"
+    return f"[rank {rank}] (a copy is in {path})\n"
+
+
+def _unread() -> int:
+    """Return how many bytes are in the pipe that is this process's stderr; 0 where it is something else."""
+    try:
+        if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
+            unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
+            return unread
+    except OSError:
+        pass
+    return 0
+
+
+def write_for_launcher(rank: int, text: str) -> bool:
+    """Leave ``text`` for `hpcdist run` to show last; False where that has not started us. Raises OSError (local)."""
+    folder = os.environ.get(FAILURE_DIR)
+    if not folder:
+        return False
+    atomic.write(Path(folder) / f"rank-{rank}.txt", text)
+    return True
+
+
+def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    fail(error.with_traceback(trace))
+
+
+def _on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    error = arguments.exc_value if arguments.exc_value is not None else arguments.exc_type()
+    if isinstance(error, SystemExit) and exit_code(error) == 0:
+        return  # the usual way to end a thread early
+    if _installed is not None and _installed.is_outlived is not None and _installed.is_outlived(error):
+        return
+    fail(error, arguments.thread.name if arguments.thread is not None else "(gone)")

@@ -1,0 +1,162 @@
+"""Watchdog: an operation that exceeds its deadline is shown with all stacks, and ends the job.
+
+The thread also gives the recorder's signs of life, by which a rank that was stopped is told from one that waits.
+"""
+
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.errors import FAILURE, ConfigurationError
+
+MARKER: Final = "deadline"  # file beside the records: a rank passed its deadline, the others dump their stacks too
+NS: Final = 1_000_000_000
+
+
+class Watchdog:
+    """Watches the operations in ``recorder``, each of which may take ``deadline_s`` seconds.
+
+    Between `relax` and `tighten` they may take ``first_step_factor`` times that: in the first step ranks compile,
+    allocate and connect at different speeds. Past the deadline this rank writes its stacks to ``rank-N.stacks`` beside
+    the record, tells the other ranks through a file to do the same, and leaves with exit code 1 without finalising MPI,
+    which makes the launcher end the job. Use ``deadline_s=math.inf`` for no deadline.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        deadline_s: float,
+        first_step_factor: float = 4.0,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        if not deadline_s > 0:
+            raise ConfigurationError(f"communication.deadline_s is {deadline_s}; it must be a positive time")
+        self.recorder, self.deadline_s, self.first_step_factor = recorder, deadline_s, first_step_factor
+        self.stacks = recorder.path.with_suffix(".stacks")
+        self._leave = leave
+        self._factor = 1.0
+        self._interval_s = min(1.0, deadline_s / 10)
+        # The marker is on a file system that all ranks share: every rank asks for it, so it is asked for rarely.
+        self._marker_interval_s = min(10.0, deadline_s / 10)
+        self._marker = recorder.path.with_name(MARKER)
+        self._old_marker = self._followed = self._identity()  # of an earlier run in this directory
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.stacks.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Begin to watch (local)."""
+        self._beat()  # a rank that is stopped before the thread first runs has promised to come again
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; no operation has a deadline afterwards (local)."""
+        self._stopping.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.recorder.beat(0)
+
+    def relax(self) -> None:
+        """Multiply the deadline by ``first_step_factor`` (local)."""
+        self._factor = self.first_step_factor
+
+    def tighten(self) -> None:
+        """Return to the deadline itself (local)."""
+        self._factor = 1.0
+
+    def _watch(self) -> None:
+        resumed = last = time.monotonic_ns()
+        next_look = last
+        while not self._stopping.wait(self._interval_s):
+            now = time.monotonic_ns()
+            if now - last > (5 * self._interval_s + 1) * NS:
+                resumed = now  # the whole process was stopped (suspended job, debugger): the clocks start anew
+                self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
+            self._beat()
+            last = now
+            overdue = [(start, token) for start, token in self.recorder.running() if self._late(now, start, resumed)]
+            if overdue:
+                self._expire(*overdue[0])
+                return
+            if now >= next_look:
+                next_look = now + int(self._marker_interval_s * NS)
+                self._follow()
+
+    def _beat(self) -> None:
+        self.recorder.beat(int(self._interval_s * NS))
+
+    def _late(self, now: int, start: int, resumed: int) -> bool:
+        return now - max(start, resumed) > self.deadline_s * self._factor * NS
+
+    def _expire(self, start: int, token: int) -> None:
+        rank, limit_s = self.recorder.rank, self.deadline_s * self._factor
+        what = self.recorder.describe(token)
+        text = f"{what}: has taken {(time.monotonic_ns() - start) / NS:.1f} s, the deadline is {limit_s:g} s"
+        self.recorder.note("deadline", text)
+        self._dump(text)
+        if self._announce(f"rank {rank}: {text}\n"):
+            text += (
+                f"\nThe stacks of all ranks that still run are in {self.stacks.parent}."
+                f"\n`hpcdist hang {self.stacks.parent.parent}` names the rank that did not come."
+            )
+            failfast.publish(rank, f"rank {rank} waited past its deadline: exit code {FAILURE}", text)
+            faulthandler.dump_traceback(failfast.STDERR, all_threads=True)
+        time.sleep(2 * self._marker_interval_s + 0.5)  # the others write their stacks now; an exit would end them
+        self._leave(FAILURE)
+
+    def _announce(self, text: str) -> bool:
+        """Make the marker; whether this rank was the first."""
+        try:
+            if self._old_marker is not None and self._identity() == self._old_marker:
+                self._marker.unlink(missing_ok=True)
+            with self._marker.open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # nobody can be told through this directory, so everybody speaks for himself
+        return True
+
+    def _follow(self) -> None:
+        """Write the stacks of this rank when another one's deadline has passed: it may be the one waited for."""
+        marker = self._identity()
+        if marker is not None and marker != self._followed:
+            self._followed = marker
+            self._dump(f"the deadline of another rank has passed: {self._read_marker()}")
+
+    def _read_marker(self) -> str:
+        try:
+            return self._marker.read_text().strip()
+        except OSError as error:
+            return f"({error})"
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = self._marker.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _dump(self, reason: str) -> None:
+        """Append all stacks of this process to its file; what cannot be written goes to stderr."""
+        try:
+            time_utc = datetime.now(UTC).isoformat(timespec="seconds")
+            _dump_to(self.stacks, f"{time_utc} rank {self.recorder.rank}: {reason}")
+        except OSError as error:
+            failfast.publish(self.recorder.rank, f"cannot write {self.stacks}: {error}", reason)
+            faulthandler.dump_traceback(failfast.STDERR, all_threads=True)
+
+
+def _dump_to(path: Path, headline: str) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "a") as file:
+        file.write(headline + "\n")
+        file.flush()  # faulthandler writes to the descriptor, past the buffer
+        faulthandler.dump_traceback(file, all_threads=True)

@@ -1,0 +1,349 @@
+"""Launchers and the command lines made for them: one `LauncherKind` a kind, with its words.
+
+mpirun's words are those of `mpirun`, since each MPI brings one of its own. The other launchers belong to a site,
+whatever the MPI: srun (Slurm), mpiexec (PALS of HPE Cray, under PBS), ibrun (TACC) and flux. Nothing is started here.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from hpcdist.comm.launch import core_binding, mpirun
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
+
+VARIABLE: Final = "HPCDIST_LAUNCHER"
+AUTO: Final = "auto"
+
+_USER = {number: number for number in (signal.SIGUSR1, signal.SIGUSR2)}
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What a start asks for; None leaves it to the launcher. ``pmi`` is how MPI's ranks find each other."""
+
+    ranks: int
+    ranks_per_node: int | None = None
+    cpus_per_task: int | None = None
+    pmi: str | None = None
+
+    @property
+    def nodes(self) -> int | None:
+        """The nodes that the ranks fill; None where that is left to the launcher."""
+        return None if self.ranks_per_node is None else -(-self.ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class LauncherKind:
+    """What one kind of launcher understands: words, with a value in braces; none for what it cannot be told.
+
+    ``forwards`` says which signal to it reaches ranks on other hosts as what they take for the one that was meant.
+    ``keeps_codes`` says that it returns the exit code of a rank even if it then kills others; ``teardown_s`` is how
+    long it may take to do so on all nodes.
+    """
+
+    name: str
+    program: tuple[str, ...]
+    ranks: tuple[str, ...] = ("-n", "{ranks}")
+    always: tuple[str, ...] = ()
+    per_node: tuple[str, ...] = ()
+    cpus: tuple[str, ...] = ()
+    pmi: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    forwards: Mapping[signal.Signals, signal.Signals] = field(default_factory=lambda: dict(_USER))
+    keeps_codes: bool = False
+    teardown_s: float = 40.0
+
+
+MPIRUN: Final = LauncherKind(
+    "mpirun",
+    ("mpirun",),
+    # Open MPI's answers SIGINT, SIGTERM and SIGHUP by killing the ranks within half a second, and passes SIGUSR1 on.
+    forwards=_USER | {signal.SIGTERM: signal.SIGUSR1},
+    keeps_codes=True,
+    teardown_s=3.0,
+)
+
+SRUN: Final = LauncherKind(
+    "srun",
+    ("srun",),
+    ranks=("--ntasks={ranks}",),
+    always=(
+        # The first rank that fails ends the others at once; one that leaves early gives them ten minutes, in which a
+        # profiler may write the report of another one.
+        "--kill-on-bad-exit=1",
+        "--wait=600",
+        # A job of `sbatch --export=NONE` would hand its ranks nothing.
+        "--export=ALL",
+        # Every rank sees all GPUs of its node: with one each, MPI could not copy from GPU to GPU directly (CUDA IPC).
+        "--gpu-bind=none",
+        # A first SIGINT would be answered with a list of tasks; now the ranks get it.
+        "--disable-status",
+    ),
+    # Both: inside a job the number of nodes is otherwise that of the job, with its spare and lost ones.
+    per_node=("--nodes={nodes}", "--ntasks-per-node={ranks_per_node}"),
+    # Since Slurm 22.05 a step has one core a rank, whatever the job has.
+    cpus=("--cpus-per-task={cpus_per_task}",),
+    pmi=("--mpi={pmi}",),
+    without=("--exclude={lost}", "--nodes={nodes}"),
+    # SIGTERM and SIGHUP make srun kill the ranks. They take SIGUSR1 for the same wish: save, leave with 75.
+    forwards=_USER | {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGUSR1},
+)
+
+MPIEXEC: Final = LauncherKind(
+    "mpiexec",
+    ("mpiexec",),
+    always=("--genvall",),  # the whole environment
+    per_node=("--ppn", "{ranks_per_node}"),
+    cpus=("--depth", "{cpus_per_task}", "--cpu-bind", "depth"),
+    pmi=("--pmi={pmi}",),
+    forwards=_USER | {signal.SIGTERM: signal.SIGTERM},
+)
+
+# It reads the nodes and the ranks of each from the job, binds by it, and starts srun or the mpirun of the MPI module.
+IBRUN: Final = LauncherKind("ibrun", ("ibrun",))
+
+FLUX: Final = LauncherKind(
+    "flux",
+    ("flux", "run"),
+    # As for srun: the first rank that fails ends the others, and every rank sees all GPUs of its node.
+    always=("-o", "exit-on-error", "-o", "exit-timeout=600s", "-o", "gpu-affinity=off"),
+    per_node=("-N", "{nodes}"),  # it spreads the ranks evenly; --tasks-per-node cannot be combined with -n
+    cpus=("-c", "{cpus_per_task}"),
+    pmi=("-o", "pmi={pmi}"),
+    forwards=_USER | {signal.SIGTERM: signal.SIGTERM},
+)
+
+KINDS: Final = {kind.name: kind for kind in (MPIRUN, SRUN, MPIEXEC, IBRUN, FLUX)}
+HET_GROUP: Final = "--het-group"  # option of srun: which components of a heterogeneous job
+# Slurm reads one of them as the memory of a step, by its number of CPUs, GPUs or nodes; 0 shares all memory of the job.
+_MEMORY: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
+# Where all cores of a step of Slurm are taken, srun asks again until the walltime ends.
+_PATIENCE_S: Final = 300
+
+
+def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> LauncherKind:
+    """Return the kind that ``name`` means; "auto" is $HPCDIST_LAUNCHER, which a site sets, and mpirun without it.
+
+    Raises UsageError, or ConfigurationError where the variable names none.
+    """
+    said = environment.get(VARIABLE) or MPIRUN.name if name == AUTO else name
+    if said in KINDS:
+        return KINDS[said]
+    if name == AUTO:
+        raise ConfigurationError(f"{VARIABLE}={said!r} names no launcher; {_suggestion(said, list(KINDS))}")
+    raise UsageError(f"--launcher {said!r}: unknown launcher; {_suggestion(said, [AUTO, *KINDS])}")
+
+
+def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` for a start after the first.
+
+    A crashed node leaves its step unended, which keeps the cores and the memory of the living nodes. Any srun, that of
+    an mpirun too, waits for them until Slurm has declared the node down, unless it may share them.
+    """
+    own = {name: value for name, value in environment.items() if name not in _MEMORY}
+    return own | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches  # late: for errors alone
+
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
+
+
+class Starter(Protocol):
+    """A launcher that was chosen, and what it shall start."""
+
+    @property
+    def kind(self) -> LauncherKind:
+        """What it understands."""
+
+    @property
+    def layout(self) -> LaunchRequest:
+        """What it shall start."""
+
+    def settings(self) -> dict[str, str]:
+        """Return the variables to add for the launcher and its ranks."""
+
+    def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
+        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours."""
+
+    def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
+        """Return the variables for the launcher alone, whose files may lie in ``folder``."""
+
+    def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
+        """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
+
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+
+    def check(self) -> None:
+        """Raise MissingCapabilityError when it is not here."""
+
+
+@dataclass(frozen=True)
+class MpirunStarter:
+    """The mpirun of this environment. Where ``surviving``, ranks may die and others go on."""
+
+    found: mpirun.Launcher
+    layout: LaunchRequest
+    surviving: bool = False
+    bound: core_binding.CoreBinding | None = None
+
+    @property
+    def kind(self) -> LauncherKind:
+        """What it understands: see `mpirun`."""
+        return MPIRUN
+
+    def settings(self) -> dict[str, str]:
+        """Return the variables to add for the launcher and its ranks."""
+        return mpirun.settings(self.found, threads=self.layout.cpus_per_task or 1)
+
+    def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
+        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours."""
+        extra = mpirun.ulfm_options(self.found) if self.surviving else []
+        extra += mpirun.per_node(self.found, self.layout.ranks_per_node, self._bound(options))
+        return mpirun.command(self.found, self.layout.ranks, program, settings, [*extra, *options])
+
+    def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
+        """Return the variables for the launcher alone, whose files may lie in ``folder``."""
+        own = mpirun.session(self.found, folder, options)
+        return own | mpirun.daemons(self.found, options) | core_binding.whole_node_step()
+
+    def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
+        """Return the options that start on the nodes ``left`` alone."""
+        return mpirun.on_hosts(self.found, left, self.layout.ranks_per_node)
+
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+        bound = self._bound(options)
+        return "" if bound is None else bound.reason
+
+    def _bound(self, options: Sequence[str]) -> core_binding.CoreBinding | None:
+        return self.bound if mpirun.binds(self.found, options) else None
+
+    def check(self) -> None:
+        """Do nothing: it was found."""
+
+
+@dataclass(frozen=True)
+class SiteStarter:
+    """A launcher of the site, of one of the other kinds."""
+
+    kind: LauncherKind
+    layout: LaunchRequest
+
+    def settings(self) -> dict[str, str]:
+        """Return the variables to add for the launcher and its ranks."""
+        return mpirun.common_settings(self.layout.cpus_per_task or 1)
+
+    def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
+        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours.
+
+        The ``settings`` are in the launcher's environment, all of which its ranks get.
+        """
+        kind, layout = self.kind, self.layout
+        # A heterogeneous job has said how many ranks each of its components has: here it would be said to each of them.
+        apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)
+        words = [*(() if apart else kind.ranks), *kind.always]
+        words += kind.per_node if layout.ranks_per_node is not None else ()
+        words += kind.cpus if layout.cpus_per_task is not None else ()
+        words += kind.pmi if layout.pmi is not None else ()
+        if kind is SRUN and "SLURM_JOB_ID" in os.environ:  # outside of a job it waits for one, as long as that takes
+            words.append(f"--immediate={_PATIENCE_S}")
+        return [*kind.program, *self._filled(words), *options, *program]
+
+    def _filled(self, words: Sequence[str], **values: object) -> list[str]:
+        known = {**vars(self.layout), "nodes": self.layout.nodes, **values}
+        return [word.format_map(known) for word in words]
+
+    def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
+        """Return no variables: it keeps its files where the site likes."""
+        return {}
+
+    def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
+        """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
+        if not self.kind.without:
+            raise MissingCapabilityError(
+                f"the job has lost {', '.join(lost)}, and {self.kind.name} cannot leave nodes out; submit the job again"
+            )
+        nodes = self.layout.nodes or len(left)
+        return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
+
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return nothing: it binds by what the job was given."""
+        return ""
+
+    def check(self) -> None:
+        """Raise MissingCapabilityError when this launcher is not here."""
+        name = self.kind.program[0]
+        path = shutil.which(name)
+        if path is None:
+            raise MissingCapabilityError(
+                f"no {name} on PATH, which --launcher {self.kind.name} starts; run this on a node of a site that has "
+                f"it, or choose another of {', '.join(KINDS)}"
+            )
+        if self.kind is MPIEXEC:
+            found = mpirun.identify(Path(path))
+            if found.vendor != mpirun.UNKNOWN:
+                raise MissingCapabilityError(
+                    f"{path} is of {found.vendor}, not of PALS, which --launcher mpiexec speaks to; write --launcher "
+                    "mpirun, or load the site's PALS module"
+                )
+
+
+def choose_starter(
+    kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
+) -> Starter:
+    """Return what starts ``layout`` by a launcher of this ``kind``.
+
+    Raises UsageError for what it cannot do, and MissingCapabilityError where there is no mpirun.
+    """
+    _refuse(kind, layout, survive)
+    if kind is MPIRUN:
+        return _mpirun(mpirun.find(environment), layout, survive is not None, environment)
+    cores = environment.get("SLURM_CPUS_PER_TASK", "")  # of the job
+    if kind is SRUN and layout.cpus_per_task is None and cores.isdecimal():
+        layout = replace(layout, cpus_per_task=int(cores))
+    return SiteStarter(kind, layout)
+
+
+def _mpirun(
+    found: mpirun.Launcher, layout: LaunchRequest, surviving: bool, environment: Mapping[str, str]
+) -> MpirunStarter:
+    """Return the starter of ``layout``, in a job of Slurm with the cores of the job for each rank."""
+    if not core_binding.in_slurm(environment):
+        return MpirunStarter(found, layout, surviving)
+    each = core_binding.ranks_per_node(layout.ranks, layout.ranks_per_node, environment)
+    if layout.cpus_per_task is None:
+        layout = replace(layout, cpus_per_task=core_binding.cpus_per_task(each, environment))
+    if surviving:  # its options do not bind
+        return MpirunStarter(
+            found, layout, surviving, core_binding.CoreBinding(each, None, "ranks may come later, with --survive")
+        )
+    apart = found.vendor == mpirun.OPEN_MPI
+    bound = core_binding.bind_ranks(each, layout.cpus_per_task, core_binding.node_cores(), environment, apart=apart)
+    return MpirunStarter(found, layout, surviving, bound)
+
+
+def _refuse(kind: LauncherKind, layout: LaunchRequest, survive: str | None) -> None:
+    if survive is not None and kind is not MPIRUN:
+        raise UsageError(
+            f"--survive {survive}: {kind.name} ends the job when a rank dies; use --launcher mpirun with Open MPI 5, "
+            "or --restarts N, which starts the job again from its newest checkpoint"
+        )
+    if layout.ranks_per_node is not None and not kind.per_node and kind is not MPIRUN:
+        raise UsageError(
+            f"--ranks-per-node {layout.ranks_per_node}: {kind.name} reads it from the job; leave it out, and submit "
+            f"the job with --ntasks-per-node={layout.ranks_per_node}"
+        )
+    if layout.pmi is not None and not kind.pmi:
+        told = ", ".join(name for name, other in KINDS.items() if other.pmi)
+        raise UsageError(
+            f"--pmi {layout.pmi}: {kind.name} brings its own way for ranks to find each other; leave it out, or choose "
+            f"a --launcher that can be told: {told}"
+        )

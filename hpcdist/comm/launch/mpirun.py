@@ -1,0 +1,300 @@
+"""The mpirun that belongs to this environment, and the options and variables it needs to start ranks here.
+
+The virtual environment's own mpirun comes first: PATH may hold that of another MPI, which would start N singletons.
+No MPI is started.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hpcdist.comm.launch.core_binding import CoreBinding
+from hpcdist.errors import MissingCapabilityError
+
+OPEN_MPI: Final = "Open MPI"
+MPICH: Final = "MPICH"
+INTEL_MPI: Final = "Intel MPI"
+UNKNOWN: Final = "unknown"
+NAMES: Final = ("mpirun", "mpiexec")
+VERSION_LIMIT_S: Final = 20.0
+
+_VENDORS = (
+    (re.compile(r"\(Open MPI\) (\S+)|\(OpenRTE\) (\S+)|\(PRRTE\) (\S+)"), OPEN_MPI),
+    (re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)", re.DOTALL), INTEL_MPI),
+    (re.compile(r"HYDRA build details:\s+Version:\s+(\S+)"), MPICH),
+)
+# Where a resource manager owns the cores, neither its binding nor its count of slots is overruled.
+_RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
+_TRANSPORTS: Final = "OMPI_MCA_btl"  # an option of mpirun wins over it
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_EXPORTED: Final = "SLURM_EXPORT_ENV"
+# Options that Open MPI 5 refuses to be given twice: the last one is meant.
+_ONCE: Final = ("--bind-to", "--map-by")
+_BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-list", "-use-hwthread-cpus"}
+_ULFM: Final = "ft_mpi_support:yes"
+_SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
+_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters that say where; mpirun refuses both
+_AGENT: Final = "prte_launch_agent"  # words that start its daemons on other nodes; they hold no blanks
+_DAEMON: Final = "prted"
+_UNHEEDING: Final = ("env", "--block-signal=TERM")  # since coreutils 8.31
+_UNHEEDING_CODE: Final = (  # with an older one
+    "s=__import__('signal');s.pthread_sigmask(s.SIG_BLOCK,[s.SIGTERM]);"
+    "a=__import__('sys').argv[1:];__import__('os').execvp(a[0],a)"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """An mpirun: where it is, whose it is (UNKNOWN where it does not say), and its version."""
+
+    path: Path
+    vendor: str
+    version: str
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Launcher:
+    """Return the mpirun beside this Python, else the first on PATH. Raises MissingCapabilityError without any."""
+    path = candidates(environment)
+    if not path:
+        raise MissingCapabilityError(
+            f"no mpirun beside {sys.executable} and none on PATH; install hpcdist[workstation], or load the site's MPI "
+            "module and build mpi4py against it"
+        )
+    return identify(path[0])
+
+
+def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return every mpirun or mpiexec that could be meant, the one to use first."""
+    folders = [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
+    found = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
+    return list(dict.fromkeys(Path(path) for path in found if path))
+
+
+def identify(path: Path) -> Launcher:
+    """Ask ``path`` whose it is."""
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=VERSION_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MissingCapabilityError(f"{path} --version did not run ({error}); repair or remove this MPI") from error
+    return Launcher(path, *recognise(done.stdout + done.stderr))
+
+
+def recognise(text: str) -> tuple[str, str]:
+    """Return vendor and version from what ``mpirun --version`` or an MPI library says of itself."""
+    for pattern, vendor in _VENDORS:
+        match = pattern.search(text)
+        if match:
+            return vendor, next(group for group in match.groups() if group)
+    return UNKNOWN, ""
+
+
+def command(
+    launcher: Launcher,
+    ranks: int,
+    program: Sequence[str],
+    settings: Mapping[str, str],
+    extra: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Return the command line that starts ``program`` on ``ranks`` ranks with ``settings`` in their environment.
+
+    ``extra`` are options of the launcher itself, placed last so that they win.
+    """
+    line: list[str] = []
+    if launcher.vendor == OPEN_MPI:
+        # The UCX one-sided component of the wheels complains at every start; windows work without it.
+        line += ["--mca", "osc", "^ucx"]
+        if not any(name in environment for name in _RESOURCE_MANAGERS):
+            line += ["--bind-to", "none", "--oversubscribe"]
+        for name in settings:
+            line += ["-x", name]  # Open MPI passes the environment to ranks on this host only
+    return [str(launcher.path), *_last_option([*line, "-n", str(ranks), *extra]), *program]
+
+
+def _last_option(options: Sequence[str]) -> list[str]:
+    """Return ``options`` without those of _ONCE that another one of the same name follows."""
+    kept, later = [], list(options)
+    while later:
+        option = later.pop(0)
+        if option in _ONCE and option in later:
+            later.pop(0)  # with its value
+        else:
+            kept.append(option)
+    return kept
+
+
+def ulfm_options(launcher: Launcher) -> list[str]:
+    """Return the options with which the death of a rank is an error for the others, and not the end of the job.
+
+    Raises MissingCapabilityError for an MPI that has no user-level failure mitigation (ULFM).
+    """
+    lacks = _why_no_ulfm(launcher)
+    if lacks:
+        raise MissingCapabilityError(
+            f"--survive needs Open MPI 5 with user-level failure mitigation, and {lacks}; use --restarts N instead, "
+            "which starts the job again from its newest checkpoint"
+        )
+    # Of its ways to send, ob1 is the one that reports a death. It does not give back the slots of the dead, so ranks
+    # that come later need some beyond those there are. Its connections must not fetch long messages (put): whoever
+    # does so from a dead rank never stops. And libfabric, which ob1 has no use for, makes each new rank sleep a second.
+    return [
+        *("--with-ft", "ulfm", "--mca", "pml", "ob1", "--mca", "btl_tcp_flags", "send,inplace", "--mca", "btl", "^ofi"),
+        *("--oversubscribe", "--bind-to", "none"),
+    ]
+
+
+def _why_no_ulfm(launcher: Launcher) -> str:
+    """Return what ``launcher`` lacks, "" where nothing is known to be missing."""
+    if launcher.vendor != OPEN_MPI:
+        return f"{launcher.path} is of {launcher.vendor} {launcher.version}".rstrip()
+    if _major(launcher) < 5:
+        return f"{launcher.path} is Open MPI {launcher.version}"
+    try:
+        said = subprocess.run(
+            [launcher.path.with_name("ompi_info"), "--parsable"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=VERSION_LIMIT_S,
+            check=False,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # it is built so by default, and mpirun refuses --with-ft where it was not
+    return "" if _ULFM in said else f"{launcher.path} was built without it (see `ompi_info`)"
+
+
+def _major(launcher: Launcher) -> int:
+    """Return the first number of its version, 0 where it has none."""
+    first = launcher.version.split(".")[0]
+    return int(first) if first.isdecimal() else 0
+
+
+def session(
+    launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variable that has this mpirun (not its ranks) keep its session in ``folder``, of this start alone.
+
+    Open MPI 5 names a session after a process id and nothing else: an mpirun that was killed leaves its session in
+    TMPDIR, and a later one that is given the same process id ends with exit code 213. None for other launchers, nor
+    where the environment, the ``options`` or a file of parameters say where sessions are.
+    """
+    if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
+        return {}
+    if any(base in word for word in (*environment, *options, *_parameters(launcher)) for base in _BASES):
+        return {}
+    return {_SESSION_BASE: str(folder)}
+
+
+def daemons(
+    launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variable with which the daemons of this mpirun outlive a SIGTERM to the steps of its Slurm job.
+
+    So Slurm announces that it preempts a job. The daemons are such a step, and would end, and with them the job, before
+    the ranks have saved. They block the signal, and unblock it for the ranks; mpirun ends them by a message. None for
+    other launchers, whose daemons stay, nor where somebody else says how daemons are started.
+    """
+    if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
+        return {}
+    if any(_AGENT in word for word in (*environment, *options, *_parameters(launcher))):
+        return {}
+    words: tuple[str, ...] = (sys.executable, "-ISc", _UNHEEDING_CODE)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        line = [*_UNHEEDING, "true"]
+        done = subprocess.run(line, capture_output=True, timeout=VERSION_LIMIT_S, env=dict(environment), check=False)
+        words = _UNHEEDING if done.returncode == 0 else words
+    return {} if any(" " in word for word in words) else {f"PRTE_MCA_{_AGENT}": " ".join([*words, _DAEMON])}
+
+
+def _parameters(launcher: Launcher) -> list[str]:
+    """Return the lines that set parameters of ``launcher``, for this user or for all."""
+    home = Path(os.path.expanduser("~"))
+    site = [launcher.path.parents[1] / "etc", launcher.path.resolve().parents[1] / "etc", Path("/etc/openmpi")]
+    paths = [home / folder / "mca-params.conf" for folder in (".prte", ".openmpi")]
+    paths += [folder / name for folder in site for name in ("prte-mca-params.conf", "openmpi-mca-params.conf")]
+    lines: list[str] = []
+    for path in paths:
+        with suppress(OSError, UnicodeDecodeError):
+            lines += path.read_text().splitlines()
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+def answer_to_signals(launcher: Launcher) -> str:
+    """Return what becomes of ranks when ``launcher``, without `hpcdist run`, gets a signal to stop."""
+    if launcher.vendor == OPEN_MPI:
+        return (
+            "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
+            "saved; `hpcdist run` passes all of them on"
+        )
+    if launcher.vendor == MPICH:
+        return (
+            "mpirun by itself passes SIGTERM, SIGINT and SIGUSR1 on, and kills the ranks at SIGHUP before they have "
+            "saved; `hpcdist run` passes all of them on"
+        )
+    return "`hpcdist run` passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the ranks; mpirun by itself may kill them"
+
+
+def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
+    """Return the options that put ``ranks`` ranks on each node, each bound as ``bound`` says; none for None.
+
+    Where it says of no cores, Open MPI does not bind: it would give each rank one, whatever the number of its threads.
+    """
+    if bound is not None and bound.cores is not None:
+        if launcher.vendor == OPEN_MPI:
+            return ["--map-by", f"ppr:{bound.ranks_per_node}:node:PE={bound.cores}", "--bind-to", "core"]
+        return ["-ppn", str(bound.ranks_per_node), "-bind-to", f"core:{bound.cores}"]
+    unbound = ["--bind-to", "none"] if launcher.vendor == OPEN_MPI and (ranks, bound) != (None, None) else []
+    if ranks is None:
+        return unbound
+    return ["--map-by", f"ppr:{ranks}:node", *unbound] if launcher.vendor == OPEN_MPI else ["-ppn", str(ranks)]
+
+
+def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
+    """Whether ``launcher`` can be told how to bind ranks, and is not told by the ``options`` of a user."""
+    said = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
+    return launcher.vendor in (OPEN_MPI, MPICH) and not said & _BINDING
+
+
+def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:
+    """Return the options that use nothing but ``hosts`` of an allocation, with ``ranks`` ranks on each (None: any)."""
+    if launcher.vendor == OPEN_MPI:
+        return ["--host", ",".join(f"{host}:{ranks or '*'}" for host in hosts)]
+    return ["-hosts", ",".join(hosts)]
+
+
+def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
+    """Return the variables to add for the launcher and its ranks: see `common_settings`, and root where we are root.
+
+    In a job of Slurm it starts a process of its own on each node by srun, with all cores of the job there.
+    """
+    added = common_settings(threads, environment)
+    if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
+        added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    managed = any(name in environment for name in _RESOURCE_MANAGERS)
+    if launcher.vendor == OPEN_MPI and not managed and _TRANSPORTS not in environment:
+        added[_TRANSPORTS] = "^ofi"  # libfabric looks for networks for a second, which a workstation has not
+    return added
+
+
+def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that any launcher and its ranks need: ``threads`` a rank, unless ``environment`` has them.
+
+    A job that was submitted with `sbatch --export=NONE` keeps its environment from all that srun starts in it, and so
+    from the ranks of those launchers that call srun.
+    """
+    added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
+    return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added

@@ -1,0 +1,347 @@
+"""CUDA-aware MPI: a probe of the operations that take pointers into GPU memory, and its cache.
+
+Versions, build flags and environment variables have all been wrong somewhere, an answer for one operation says
+nothing of another, and a wrong yes is a segmentation fault or wrong data. So a child process (`cuda_child`) sends
+device memory and compares what arrives, operation by operation. A signal, an error, wrong data or no end within the
+limit mean no, for the operation that was under way; the rest is tried again in a new child. There are two rounds:
+
+1. A world of one: the child is started by hand, without the launcher's variables, so it works in any job, under any
+   launcher. What fails here fails between ranks. It proves little else, since nothing leaves the process.
+2. A world of two, by the mpirun beside this Python, on this node only. What passes here takes device pointers. Where
+   that mpirun cannot start two ranks (none installed, another MPI's, forbidden in the job), messages are taken to
+   work if they passed round 1 and the library itself says that it was built and started for CUDA; collectives are
+   not.
+
+All children together have `BUDGET_S`; what is not tried by then counts as no. `HPCDIST_CUDA_AWARE` overrides: ``yes``
+and ``no`` ask nobody, ``auto`` (the default) probes.
+
+The answer is kept for later starts: one JSON file for each MPI library, GPU and settings, named by a hash of what the
+answer depends on; the whole of that stands inside, and is compared. A file that cannot be used or written costs a
+probe, and ends no job. `hpcdist doctor` always tries again, and keeps what it finds.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import MESSAGES, OPERATIONS
+from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.reporting import user_cache
+
+CACHE_FORMAT: Final = 1
+CACHE_KIND: Final = "device_pointers"
+CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
+# Beside these, which libraries the loader finds: a UCX with CUDA and one without have the same MPI library above them.
+CACHE_SETTINGS: Final = (*user_cache.MPI_SETTINGS, "MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
+
+
+def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """Return what an answer depends on, for the current GPU; None where that cannot be found out (local).
+
+    ``library`` is the MPI library's own version string, ``launcher`` the path of the mpirun that starts two ranks.
+    """
+    if not library:
+        return None
+    try:
+        module = device.cupy()
+        runtime = module.cuda.runtime
+        name = runtime.getDeviceProperties(device.index())["name"]
+        gpus = f"{device.count()} of {name.decode() if isinstance(name, bytes) else name}"
+        driver = int(runtime.driverGetVersion())
+    except (MissingCapabilityError, RuntimeError):  # what cupy raises for CUDA is a RuntimeError
+        return None
+    return {
+        "mpi_library": library,
+        "launcher": launcher,
+        "gpus": gpus,
+        "driver": driver,
+        "cupy": str(module.__version__),
+        "settings": {name: value for name, value in sorted(environment.items()) if name.startswith(CACHE_SETTINGS)},
+        "software": {name: _package_version(name) for name in CACHE_PACKAGES},
+    }
+
+
+def _package_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def cache_path(wanted: Mapping[str, Any]) -> Path:
+    """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `kept_files` does."""
+    return user_cache.directory(CACHE_KIND) / f"{user_cache.digest(wanted)}.json"
+
+
+def read_cached(wanted: Mapping[str, Any]) -> tuple[list[str], str] | None:
+    """Return the operations and the reason that were kept for ``wanted``; None where no file can be used (local)."""
+    try:
+        path = cache_path(wanted)
+        content = json.loads(user_cache.read(path))
+        operations, reason, since = (content[name] for name in ("operations", "reason", "created_utc"))
+        fits = content["format"] == CACHE_FORMAT and content["key"] == wanted and set(operations) <= set(OPERATIONS)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return (operations, f"{reason}; found on {since} and kept in {path}") if fits else None
+
+
+def write_cached(wanted: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
+    """Write what was found for ``wanted``; return why it could not be, "" where it was (local)."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    content = {
+        "format": CACHE_FORMAT,
+        "key": dict(wanted),
+        "operations": sorted(operations),
+        "reason": reason,
+        "created_utc": now,
+    }
+    try:
+        user_cache.write(cache_path(wanted), content)
+    except OSError as error:
+        return f"not kept: {error}"
+    return ""
+
+
+VARIABLE: Final = "HPCDIST_CUDA_AWARE"
+ANSWERS: Final = ("yes", "no", "auto")
+DEVICE_VARIABLE: Final = "HPCDIST_PROBE_DEVICE"  # for the child: the index of a GPU, or "cpu"
+CHILD_LIMIT_S: Final = 60.0
+BUDGET_S: Final = 120.0  # for all children of a probe; a launcher may wait for slots that never come
+END_LIMIT_S: Final = 5.0
+MODULE: Final = "hpcdist.comm.mpi.cuda_child"
+_ASK: Final = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().strip("\\0 \\n").replace("\\n", " "))
+"""  # MPI is loaded, not started
+# What launchers tell their children; a child that keeps it would join, or wait for, the world of its parent.
+_LAUNCHERS: Final = (
+    "OMPI_COMM_",
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "PRTE_",
+    "PALS_",
+    "MPI_LOCAL",
+    "HYDI_",
+    "HYDRA_",
+    "FLUX_",
+    "SLURM_",
+)
+_LAUNCHERS_ALONE: Final = ("MPIEXEC_HOSTNAME", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_MCA_ess")
+
+Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # a limit in seconds
+
+
+@dataclass(frozen=True)
+class DevicePointerSupport:
+    """The operations that take device pointers, and why those and no others."""
+
+    operations: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """What a child said, line by line, and how it ended: "" for well."""
+
+    lines: tuple[str, ...]
+    end: str
+
+
+def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
+    """Return ``HPCDIST_CUDA_AWARE``: "yes", "no" or "auto". Raises ConfigurationError for another value."""
+    said = environment.get(VARIABLE, "auto")
+    if said not in ANSWERS:
+        raise ConfigurationError(f"{VARIABLE}={said}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
+    return said
+
+
+def detect(said: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ) -> DevicePointerSupport | None:
+    """Return the verdict of this process, None where another process of the node finds it (local).
+
+    Called before MPI starts: where MPI has the network registered, a process had better not fork.
+    """
+    answer = requested_answer(environment)
+    if answer == "yes":
+        return DevicePointerSupport(frozenset(OPERATIONS), f"{VARIABLE}=yes")
+    if answer == "no":
+        return DevicePointerSupport(frozenset(), f"{VARIABLE}=no")
+    if said is None or said.size == 1:
+        return DevicePointerSupport(frozenset(), "there is one rank, and nobody to send to")
+    if said.local_rank not in (None, 0):
+        return None
+    return probe_cached(environment)
+
+
+def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
+    """Return what all ranks may do: an operation takes device pointers if every node has seen it. Collective."""
+    found = [one for one in comm.allgather_object(verdict) if one is not None]
+    operations = frozenset.intersection(*(one.operations for one in found)) if found else frozenset()
+    # The reason of whoever allows least.
+    least = min(
+        found, key=lambda one: len(one.operations), default=DevicePointerSupport(frozenset(), "no rank has probed")
+    )
+    return DevicePointerSupport(operations, least.reason)
+
+
+def probe_cached(
+    environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
+) -> DevicePointerSupport:
+    """Return what an earlier start found with the same library and GPUs, else, or ``renewed``, probe (local)."""
+    run = run or _run
+    ends_at = time.monotonic() + BUDGET_S
+    clean = stripped(environment)
+    said = run([sys.executable, "-P", "-c", _ASK], clean, CHILD_LIMIT_S)
+    pair = _two_rank_launch(environment)
+    library = "" if said.end or not said.lines else said.lines[-1]
+    key = cache_key(library, pair[0][0] if pair else "", clean)
+    found = read_cached(key) if key is not None and not renewed else None
+    if found is not None:
+        return DevicePointerSupport(frozenset(found[0]), found[1])
+    verdict = probe(environment, run=run, ends_at=ends_at)
+    refused = write_cached(key, verdict.operations, verdict.reason) if key is not None else ""
+    return replace(verdict, reason=f"{verdict.reason}; {refused}") if refused else verdict
+
+
+def probe(
+    environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
+) -> DevicePointerSupport:
+    """Try every operation with buffers ``on`` "gpu", or "cpu" to try the probe itself (local, takes seconds).
+
+    No child runs past ``ends_at`` on the monotonic clock, by default `BUDGET_S` from now.
+    """
+    run = run or _run
+    ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
+    clean = stripped(environment) | {DEVICE_VARIABLE: str(device.index()) if on == "gpu" else "cpu"}
+    alone, failures, notes = _try(run, [], clean, OPERATIONS, ends_at)
+    if not alone:
+        return DevicePointerSupport(frozenset(), f"in a world of one: {failures.get(MESSAGES, 'no operation passed')}")
+    pair = _two_rank_launch(environment)
+    together: list[str] = []
+    started = False
+    if pair is not None:
+        together, more, seen = _try(run, pair[0], clean | pair[1], alone, ends_at)
+        started, failures = "two" in seen, failures | more
+    if not started:
+        reason = failures.get(alone[0], "no mpirun was found")
+        if "cuda" in notes and MESSAGES in alone:
+            text = f"self-messages arrive and the library says it takes them; two ranks could not be tried ({reason})"
+            return DevicePointerSupport(frozenset((MESSAGES,)), text)
+        return DevicePointerSupport(
+            frozenset(), f"two ranks could not be tried ({reason}); {VARIABLE}=yes if the site says so"
+        )
+    missing = "; ".join(f"{name}: {failures[name]}" for name in OPERATIONS if name in failures)
+    return DevicePointerSupport(frozenset(together), f"tried between two ranks{'; ' + missing if missing else ''}")
+
+
+def _try(
+    run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
+) -> tuple[list[str], dict[str, str], set[str]]:
+    """Return what passed, why the rest did not, and what else the children said."""
+    passed: list[str] = []
+    failures: dict[str, str] = {}
+    notes: set[str] = set()
+    left = list(operations)
+    while left:
+        rest_s = ends_at - time.monotonic()
+        if rest_s <= 0:
+            return passed, failures | dict.fromkeys(left, f"not tried, {BUDGET_S:g} s were spent"), notes
+        words = [*launch, sys.executable, "-P", "-m", MODULE, *left]
+        outcome = run(words, environment, min(CHILD_LIMIT_S, rest_s))
+        said = _parse_rows(outcome.lines)
+        notes |= {note for row in said for note in row.get("notes", ())}
+        passed += [row["passed"] for row in said if "passed" in row]
+        failures |= {row["failed"]: row["why"] for row in said if "failed" in row}
+        done = {*passed, *failures}
+        left = [name for name in left if name not in done]
+        if left:  # the child died in the first of them
+            failures[left.pop(0)] = outcome.end or "the child ended without a word"
+        if not any("ready" in row for row in said):  # it died before: so would the next
+            return passed, failures | dict.fromkeys(left, outcome.end), notes
+    return passed, failures, notes
+
+
+def _parse_rows(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows among ``lines``; one that a dying child has cut off is none."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
+    """Return the words that start a program on two ranks of this host, and what they need in the environment."""
+    try:
+        launcher = mpirun.find(environment)
+    except MissingCapabilityError:
+        return None
+    local = ["-launcher", "fork"] if launcher.vendor in (mpirun.MPICH, mpirun.INTEL_MPI) else []
+    return mpirun.command(launcher, 2, [], {}, local, {}), mpirun.settings(launcher, environment)
+
+
+def stripped(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what the launcher of this job put there; settings of the MPI library stay."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_LAUNCHERS) and name not in _LAUNCHERS_ALONE
+    }
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProbeOutcome:
+    """Run a child in a session of its own, so that its end leaves nothing behind (local)."""
+    child = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",  # a line may end in the middle of a letter
+        env=dict(environment),
+        start_new_session=True,
+    )
+    try:
+        out, complaints = child.communicate(timeout=limit_s)
+        end = _describe_end(child.returncode, complaints)
+    except subprocess.TimeoutExpired:
+        out = _kill_child(child)
+        end = f"no end within {limit_s:.3g} s"
+    return ProbeOutcome(tuple(out.splitlines()), end)
+
+
+def _kill_child(child: "subprocess.Popen[str]") -> str:
+    """End a child and the ranks that it has started, if it has; return what it had said."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(child.pid, number)
+        try:
+            return child.communicate(timeout=END_LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def _describe_end(code: int, complaints: str) -> str:
+    if code == 0:
+        return ""
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"exit code {code}"
+    last = (complaints.strip().splitlines() or [""])[-1][:200]
+    return f"{name}{': ' + last if last else ''}"

@@ -1,0 +1,101 @@
+"""Spawned ranks: processes that the survivors of a job start, and spares that sleep until they are needed.
+
+A new process should import whatever it needs before it calls `start.start_joined`, which starts MPI: the others wait
+for it in `spawn`. Only for an MPI that outlives the death of ranks (`Communicator.supports("ulfm")`).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hpcdist.comm.communicator import ANY, Communicator, Message
+from hpcdist.comm.endpoint import Endpoint
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.mpi import ulfm
+from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.errors import UsageError
+
+_INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_")
+
+
+@dataclass(frozen=True)
+class SpawnMember:
+    """What each rank of a communicator that has grown says of itself; of a new one only the host counts."""
+
+    host: str
+    name: str = ""
+    checked: bool = False
+    pointers: frozenset[str] = frozenset()
+    declared_node: int | None = None
+
+
+def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
+    """Start ``count`` processes of this Python (`python -P`) with ``arguments``; return a communicator with them.
+
+    Collective over ``comm``, and over the new processes by `join_parent`: their ranks follow those of ``comm``. They
+    get the variables of this job from rank 0. Raises what `deaths.is_death` knows where somebody dies meanwhile; new
+    processes that nobody takes in end by themselves.
+    """
+    assert isinstance(comm, Endpoint)
+    if count < 1:
+        raise UsageError(f"{count} processes cannot be started; ask for one or more")
+    larger = comm.grow(count, ("-P", *arguments), inherited_variables(os.environ), label)
+    pointers = frozenset(comm.handover.pointers)
+    try:
+        larger.allgather_object(SpawnMember(socket.gethostname(), label, comm.checked, pointers, comm.declared_node))
+    except Exception:
+        larger.revoke()  # new processes that have come through shall not wait for those who have not
+        raise
+    return larger
+
+
+def join_parent(mpi: Any) -> Communicator | None:
+    """Return, in a process that `spawn` started, the communicator that `spawn` returns to the others; None elsewhere.
+
+    Collective over both. ``mpi`` is mpi4py.MPI, started.
+    """
+    bare = ulfm.joined(mpi)
+    if bare is None:
+        return None
+    handover = Handover(device_pointers=False)
+    comm = MpiCommunicator(mpi, bare, "world", handover)
+    members = comm.allgather_object(SpawnMember(socket.gethostname()))
+    first = members[0]
+    comm.name, comm.checked, handover.pointers = first.name, first.checked, first.pointers
+    comm.declared_node = declared_nodes(members)[comm.rank]
+    return comm
+
+
+def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what new processes are told of ``environment`` (local)."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_INHERITED) and value and "\n" not in value
+    }
+
+
+def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
+    """Return the declared node of each rank; a new one goes to the node with the fewest (local)."""
+    nodes = [member.declared_node for member in members]
+    known = [node for node in nodes if node is not None]
+    for rank, node in enumerate(nodes):
+        if node is None and known:
+            nodes[rank] = min(sorted(set(known)), key=known.count)
+            known.append(nodes[rank] or 0)
+    return nodes
+
+
+def sleep_until_message(comm: Communicator, every_s: float = 0.05, peer: int = ANY, tag: int = ANY) -> Message:
+    """Return the first message, looking for it every so many seconds: this rank costs next to nothing (local).
+
+    Raises what `deaths.is_death` knows when somebody dies, or the communicator is revoked. However long it takes.
+    """
+    failfast.set_recovery_limit(None)
+    while (message := comm.poll(peer, tag)) is None:
+        time.sleep(every_s)
+    return message

@@ -1,0 +1,224 @@
+"""Spans of a rank: named intervals in a ring of a memory-mapped file, their writer and their reader.
+
+    header | texts | ring of spans          all little-endian; a number of the clock is monotonic nanoseconds
+
+The file stands beside the flight recorder's: that one has the messages, this one what lies between them. A span is
+written down as it ends, by one thread, and survives SIGKILL. Reading never writes, needs no MPI, and copes with a
+file whose process is still writing or was killed at any moment.
+"""
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.record import flight_file
+from hpcdist.comm.record.flight_file import MOST_RANKS
+from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
+
+MAGIC: Final = b"HPCDSPN\0"
+MOST_BYTES: Final = 256 << 20  # that are read of a file, which has a few million
+VERSION: Final = 1
+# What the time of a rank goes into. "step" encloses a step from boundary to boundary, so it is no phase beside others.
+PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
+STEP: Final = PHASES.index("step")
+# magic, version, rank, world, capacity, wall clock, monotonic clock, host, boot of the host
+HEADER: Final = struct.Struct("<8sIIIIqq64s64s")
+TEXT_USED: Final = 24  # words of 8 bytes from the start of the file: bytes used in the table of texts
+TEXTS: Final = 256
+TEXT: Final = struct.Struct("<BB")  # phase, bytes of the name that follows
+RING: Final = 16 * 1024
+# index from 1, begin, end, step, label, micro-batch, unit
+SPAN: Final = struct.Struct("<QqqqIhh")
+
+assert SPAN.size == 40 and RING % 8 == 0 and HEADER.size <= TEXT_USED * 8
+
+
+def size_bytes(capacity: int) -> int:
+    """Return the size of the file of ``capacity`` spans."""
+    return RING + capacity * SPAN.size
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did. Times are monotonic nanoseconds of its node; -1 where there is no such number."""
+
+    phase: str
+    name: str
+    step: int
+    microbatch: int
+    unit: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """All that the file of one rank holds; ``spans`` in the order of their ends.
+
+    ``wall_ns`` and ``monotonic_ns`` are the two clocks at one moment. ``boot_id`` names the running kernel: ranks with
+    the same one share the monotonic clock.
+    """
+
+    path: Path
+    rank: int
+    world: int
+    host: str
+    boot_id: str
+    wall_ns: int
+    monotonic_ns: int
+    spans: tuple[Span, ...]
+
+
+def read(path: Path) -> RankSpans:
+    """Read the file of one rank. Raises StorageError when it is not one."""
+    try:
+        data = regular.read(path, MOST_BYTES)
+    except OSError as error:
+        raise StorageError(f"cannot read the spans of a rank in {path}: {error}") from error
+    return parse(data, path)
+
+
+def parse(data: bytes, path: Path) -> RankSpans:
+    """Read the bytes of a file that was found at ``path``."""
+    if len(data) < RING or data[: len(MAGIC)] != MAGIC:
+        raise StorageError(f"{path} is not a file of spans (wrong signature or too short)")
+    _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
+    if version != VERSION or len(data) < size_bytes(capacity):
+        raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
+    (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
+    host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
+    spans = _spans(data, capacity, _texts(data, used))
+    return RankSpans(path, rank, world, host_name, boot_id, wall, monotonic, spans)
+
+
+def _texts(data: bytes, used: int) -> list[tuple[str, str]]:
+    """Return phase and name of each label; those cut off by damage are left out."""
+    texts, at, end = [], TEXTS, min(TEXTS + max(0, used), RING)
+    while at + TEXT.size <= end:
+        phase, length = TEXT.unpack_from(data, at)
+        at += TEXT.size
+        if phase >= len(PHASES) or at + length > end:
+            break
+        texts.append((PHASES[phase], data[at : at + length].decode(errors="replace")))
+        at += length
+    return texts
+
+
+def _spans(data: bytes, capacity: int, texts: list[tuple[str, str]]) -> tuple[Span, ...]:
+    found = []
+    for slot in range(capacity):
+        index, begin, end, step, label, microbatch, unit = SPAN.unpack_from(data, RING + slot * SPAN.size)
+        if not index or index % capacity != slot or label >= len(texts):
+            continue  # never written, or the writer was interrupted here
+        phase, name = texts[label]
+        found.append((index, Span(phase, name, step, microbatch, unit, begin, end)))
+    return tuple(span for _, span in sorted(found, key=lambda pair: pair[0]))
+
+
+CAPACITY: Final = 8192
+now_ns: Final[Callable[[], int]] = time.monotonic_ns  # the clock of spans
+_MOST: Final = 0x7FFF  # micro-batches and units beyond have no number in the file
+
+_UNNAMED: Final = 0xFFFFFFFF
+
+
+class SpanSink(Protocol):
+    """Looks on: told of everything that the rank has done, when it is done."""
+
+    def add(
+        self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
+    ) -> None:
+        """Note what took from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `spanfile.PHASES`."""
+        ...
+
+
+class _NullSpans:
+    def add(
+        self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
+    ) -> None:
+        return None
+
+
+NULL_SPANS: Final[SpanSink] = _NullSpans()
+
+
+class Spans:
+    """Keeps the last ``capacity`` spans of this rank in the file ``path``, and all of them until the next `drain`.
+
+    Raises StorageError when the file cannot be made.
+    """
+
+    def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
+        assert capacity >= 1
+        self.path, self.capacity = path, capacity
+        self._map = flight_file.create_mapped(
+            path,
+            size_bytes(capacity),
+            "the record of what a rank does",
+            "free space, choose another --out, or set telemetry.trace = false",
+        )
+        self._labels: dict[tuple[str, str], tuple[int, int]] = {}
+        self._text_used = 0
+        self._index = 0
+        self._put = SPAN.pack_into  # bound once: a look-up less per span
+        self._fresh: list[tuple[int, int, int]] = []
+        HEADER.pack_into(
+            self._map, 0, MAGIC, VERSION, rank, world, capacity, time.time_ns(), now_ns(),
+            os.uname().nodename.encode()[:64], boot_id().encode()[:64],
+        )  # fmt: skip
+
+    def add(
+        self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
+    ) -> None:
+        """Note what took from ``begin_ns`` to ``end_ns`` (local)."""
+        label, code = self._labels.get((phase, name)) or self._new_label(phase, name)
+        index = self._index = self._index + 1
+        if microbatch > _MOST or unit > _MOST:
+            microbatch, unit = min(microbatch, _MOST), min(unit, _MOST)
+        at = RING + index % self.capacity * SPAN.size
+        self._put(self._map, at, index, begin_ns, end_ns, step, label, microbatch, unit)
+        if code != STEP:
+            fresh = self._fresh
+            if fresh and fresh[-1][2] == begin_ns and fresh[-1][0] == code:
+                fresh[-1] = code, fresh[-1][1], end_ns  # a stage has many operations of a phase in a row
+                return
+            fresh.append((code, begin_ns, end_ns))
+            if len(fresh) > 2 * self.capacity:  # nobody drains: keep what a ring would
+                del fresh[: -self.capacity]
+
+    def drain(self) -> np.ndarray:
+        """Return the spans since the last call: (spans, 3) int64 of phase, begin and end in ns (local).
+
+        Those of one phase that follow without a gap are one. Phases count as in `spanfile.PHASES`; whole steps are left
+        out, and so is what exceeds the capacity.
+        """
+        fresh, self._fresh = self._fresh[-self.capacity :], []
+        return np.array(fresh, np.int64).reshape(-1, 3)
+
+    def _new_label(self, phase: str, name: str) -> tuple[int, int]:
+        """Enter a label into the table; where that is full, spans go by one that is never written."""
+        code = PHASES.index(phase)
+        data = name.encode()[:255]
+        start = TEXTS + self._text_used
+        if start + TEXT.size + len(data) > RING:
+            return _UNNAMED, code  # a reader has no name for it, and leaves it out
+        TEXT.pack_into(self._map, start, code, len(data))
+        self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
+        self._text_used += TEXT.size + len(data)
+        struct.pack_into("<q", self._map, TEXT_USED * 8, self._text_used)  # last: nobody sees half an entry
+        self._labels[phase, name] = len(self._labels), code
+        return self._labels[phase, name]
+
+    def close(self) -> None:
+        """Unmap the file; nothing may be added afterwards. The end of the process does the same."""
+        self._map.close()

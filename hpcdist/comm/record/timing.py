@@ -1,0 +1,229 @@
+"""Totals of communication: event sinks that add up calls, seconds and bytes by operation.
+
+`OperationTiming` measures a training as its caller sees it. `count_traffic` counts what an algorithm sends: claims
+about volumes are asserted on that.
+"""
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count as counter
+from typing import Final, NamedTuple
+
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.reporting.units import format_bytes
+
+
+class MessageTraffic:
+    """Calls by operation and bytes sent as messages; every event goes on to ``inner``."""
+
+    def __init__(self, inner: EventSink = NULL_SINK) -> None:
+        self.inner = inner
+        self._lock = threading.Lock()  # a thread may send beside the rank's own messages
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes = 0
+        self.unknown: Counter[str] = Counter()  # operations whose algorithm, and so volume, is the MPI library's
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        """Count an operation and pass it on."""
+        with self._lock:
+            self.calls[op] += 1
+            if sent_bytes == UNKNOWN_BYTES:
+                self.unknown[op] += 1
+            else:
+                self.sent_bytes += sent_bytes
+        return self.inner.begin(comm, op, dtype, count, sent_bytes, peer, tag)
+
+    def end(self, token: int) -> None:
+        """Pass the end on."""
+        self.inner.end(token)
+
+
+@contextmanager
+def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
+    """Count what ``comm``, and the communicators made from it, send (local)."""
+    before = comm.events
+    traffic = MessageTraffic(before)
+    comm.events = traffic
+    try:
+        yield traffic
+    finally:
+        comm.events = before
+
+
+_now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
+_ITEM_BYTES: Final = {name: dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
+_STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # they end when somebody waits for them
+_STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
+_RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # what they bring, another rank has sent
+
+# The lowest bits of a token say what its end has to do; the rest is the token of the inner sink, or a number.
+_OUTERMOST, _STARTED_ONLY = 1, 2
+
+
+class OperationTotal(NamedTuple):
+    """What a rank spent in one kind of operation: ended ``calls``, their ``seconds`` and ``bytes``.
+
+    ``bytes`` is the size of the buffers handed over, so that bytes over seconds is the algorithm bandwidth, whoever
+    chose the algorithm; NaN where objects travel, whose size nobody tells.
+    """
+
+    calls: int
+    seconds: float
+    bytes: float
+
+
+class BytesMoved(NamedTuple):
+    """Bytes that left a rank, by the way they took.
+
+    ``messages`` are sent by algorithms of this package. ``shared`` are buffers of operations that send none: other
+    ranks of the node read them in memory. ``unknown`` are buffers that were handed to collectives of a library: how
+    much it sends for them, it does not tell.
+    """
+
+    messages: float = 0.0
+    shared: float = 0.0
+    unknown: float = 0.0
+
+    def described(self) -> str:
+        """Return the bytes that there are of each way, for people."""
+        ways = ("in messages", "through shared memory", "by the MPI library")
+        parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
+        return ", ".join(parts) or "nothing"
+
+    def since(self, before: "BytesMoved") -> "BytesMoved":
+        """Return what was moved since ``before``."""
+        return BytesMoved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
+
+
+class _Kind:
+    """What one thread has added up of one kind of operation."""
+
+    __slots__ = ("bytes", "calls", "is_library", "is_started", "ns", "receives")
+
+    def __init__(self, op: str) -> None:
+        self.receives, self.is_library = op in _RECEIVING, op.startswith("nccl")
+        self.is_started = op in _STARTED or op.endswith(_STARTED_ENDINGS)
+        self.calls = self.ns = 0
+        self.bytes: float = 0
+
+
+class _ThreadTotals:
+    """What one thread has added up, which no other one writes, and the outermost operation that it is in."""
+
+    __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, _Kind] = {}
+        self.sent_bytes = self.unknown_calls = 0
+        self.shared = self.unknown = 0.0
+        self.sends = False  # the outermost operation, or one within it, sends or receives
+        self.inside: _Kind | None = None
+        self.size: float = 0
+        self.began = 0
+
+
+class OperationTiming:
+    """Event sink that adds up calls, seconds and bytes by operation; every event goes on to ``inner``.
+
+    Counted is what a caller sees: the messages of which a ring allreduce is made belong to it. So an operation that
+    begins while the same thread is in another is a part of that one. Operations that are only started (isend,
+    ring_iallreduce, ...) last until they are complete, and several may be under way. Any thread may report.
+
+    An operation that raises never ends, and what its thread does afterwards belongs to it: who goes on after a failure
+    makes a Timing of its own. What is sent is counted too, as `recording.Traffic` does.
+    """
+
+    def __init__(self, inner: EventSink = NULL_SINK) -> None:
+        self.inner = inner
+        self._inner_begin, self._inner_end = inner.begin, inner.end
+        self._local = threading.local()
+        self._threads: list[_ThreadTotals] = []
+        self._under_way: dict[int, tuple[int, str, float, int]] = {}  # inner token, operation, bytes, start in ns
+        self._number = counter().__next__
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        """Take note of the start of an operation, and pass it on."""
+        try:
+            mine: _ThreadTotals = self._local.mine
+        except AttributeError:
+            mine = self._new_thread()
+        if sent_bytes > 0:
+            mine.sent_bytes += sent_bytes
+        elif sent_bytes == UNKNOWN_BYTES:
+            mine.unknown_calls += 1
+            if count:  # objects have none: their size is not known, and small
+                mine.unknown += count * _ITEM_BYTES.get(dtype, 1)
+        token = self._inner_begin(comm, op, dtype, count, sent_bytes, peer, tag)
+        if mine.inside is not None:
+            mine.sends = True
+            return token << 2
+        kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
+        size = count * _ITEM_BYTES.get(dtype, math.nan) if count or sent_bytes != UNKNOWN_BYTES else math.nan
+        if kind.is_started:
+            number = self._number() << 2 | _STARTED_ONLY
+            self._under_way[number] = token, op, size, _now()
+            return number
+        mine.sends = sent_bytes != 0 or kind.receives
+        mine.inside, mine.size, mine.began = kind, size, _now()
+        return token << 2 | _OUTERMOST
+
+    def end(self, token: int) -> None:
+        """Add the operation to its kind where it is an outermost one, and pass the end on."""
+        if not token & 3:
+            self._inner_end(token >> 2)
+            return
+        now = _now()
+        try:
+            mine: _ThreadTotals = self._local.mine
+        except AttributeError:
+            mine = self._new_thread()  # a thread may end what another one has started
+        if token & _OUTERMOST:
+            inner, kind, size, began, mine.inside = token >> 2, mine.inside, mine.size, mine.began, None
+            if not mine.sends and kind is not None:
+                if kind.is_library:
+                    mine.unknown += size
+                else:
+                    mine.shared += size
+        else:
+            inner, op, size, began = self._under_way.pop(token)
+            kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
+        if kind is not None:
+            kind.calls += 1
+            kind.ns += now - began
+            kind.bytes += size
+        self._inner_end(inner)
+
+    def _new_thread(self) -> _ThreadTotals:
+        self._local.mine = mine = _ThreadTotals()
+        self._threads.append(mine)
+        return mine
+
+    def totals(self) -> Mapping[str, OperationTotal]:
+        """Return what all threads spent since the start, by operation (local)."""
+        added: dict[str, OperationTotal] = {}
+        for mine in self._threads.copy():  # copies: the threads go on
+            for op, kind in mine.kinds.copy().items():
+                calls, seconds, size = added.get(op, (0, 0.0, 0.0))
+                added[op] = OperationTotal(calls + kind.calls, seconds + kind.ns / 1e9, size + kind.bytes)
+        return {op: total for op, total in added.items() if total.calls}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent as messages since the start, of operations whose algorithm is known."""
+        return sum(mine.sent_bytes for mine in self._threads.copy())
+
+    def moved(self) -> BytesMoved:
+        """Return what left this rank since the start, by the way it took (local)."""
+        threads = self._threads.copy()
+        return BytesMoved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
+
+    @property
+    def unknown_calls(self) -> int:
+        """Operations since the start whose algorithm, and so volume, is the MPI library's."""
+        return sum(mine.unknown_calls for mine in self._threads.copy())

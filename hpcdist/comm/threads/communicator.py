@@ -1,0 +1,288 @@
+"""Communicator of ranks that are threads of one process, and of a single rank (`solo`).
+
+Messages are copied when they are sent. Reductions add in rank order. When one rank raises, the others are released
+from whatever they wait for with a CommunicationError. Ranks may also die, and the others go on: see `run_threads`.
+
+`solo` is a group of one thread: no MPI is started, and no caller needs an `if`, since messages to oneself and every
+collective work as they do among many.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator, Message, Request, SharedBlock
+from hpcdist.comm.endpoint import Endpoint
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.threads.group import (
+    CompletedRequest,
+    FailureDetector,
+    PostedReceive,
+    ProbedMessage,
+    RankDeath,
+    ReceiveRequest,
+    ReductionRequest,
+    ThreadBlock,
+    ThreadGroup,
+    ThreadMessage,
+    deliver,
+    reduce_in_order,
+    register_rank,
+)
+from hpcdist.errors import CommunicationError, DeadlineError, MissingCapabilityError
+
+__all__ = ["DEADLINE_S", "RankDeath", "ThreadCommunicator", "run_threads", "single_rank"]
+
+DEADLINE_S = 60.0
+Result = TypeVar("Result")
+
+
+class ThreadCommunicator(Endpoint):
+    """A rank that is a thread."""
+
+    def __init__(self, group: ThreadGroup, name: str, rank: int, declared_node: int | None) -> None:
+        super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
+        self._group, self._fate = group, FailureDetector(group, rank, name)
+        self._meetings = self._rounds = 0
+
+    def _wait(self, told: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
+        """Wait under the lock of ``told``, which the caller holds, for ``what``, which needs ``peer`` (None: all)."""
+        limit = time.monotonic() + self._group.deadline_s
+        while not ready():
+            self._fate.look(peer, what)
+            if not told.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
+                raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        with self._group.changed:
+            self._wait(self._group.changed, ready, None, "an iallreduce")
+
+    def _post(self, peer: int, tag: int) -> PostedReceive:
+        """Begin to receive: take the first letter that fits, or stand in line for it."""
+        posted = PostedReceive(peer, tag)
+        with self._group.changed:
+            inbox = self._group.inbox[self.rank]
+            posted.letter = next((letter for letter in inbox if posted.matches(letter)), None)
+            if posted.letter is None:
+                self._group.posted[self.rank].append(posted)
+            else:
+                inbox.remove(posted.letter)
+        return posted
+
+    def _arrived(self, posted: PostedReceive) -> ThreadMessage:
+        """Wait for the letter of a receive."""
+        what = f"a receive from rank {posted.peer} with tag {posted.tag}"
+        with self._group.changed:
+            self._wait(self._group.changed, lambda: posted.letter is not None, posted.peer, what)
+        assert posted.letter is not None
+        return posted.letter
+
+    def _send(self, message: Array, peer: int, tag: int) -> None:
+        if not 0 <= peer < self.size:
+            raise CommunicationError(f"rank {peer} does not exist in {self.name} of {self.size} ranks")
+        self._fate.look_for_deaths(peer, "a send")
+        letter = ThreadMessage(self.rank, tag, message.view(np.uint8).copy())
+        with self._group.changed:
+            line = self._group.posted[peer]
+            first = next((posted for posted in line if posted.matches(letter)), None)
+            if first is None:
+                self._group.inbox[peer].append(letter)
+            else:
+                line.remove(first)
+                first.letter = letter
+            self._group.changed.notify_all()
+
+    def _recv(self, message: Array, peer: int, tag: int) -> None:
+        deliver(self._arrived(self._post(peer, tag)), message)
+
+    def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None:
+        self._send(send, to, tag)
+        self._recv(receive, source, tag)
+
+    def _isend(self, message: Array, peer: int, tag: int) -> Request:
+        self._send(message, peer, tag)
+        return CompletedRequest()
+
+    def _irecv(self, message: Array, peer: int, tag: int) -> Request:
+        return ReceiveRequest(self._post(peer, tag), message, self._arrived, self._fate)
+
+    def _probe(self, peer: int, tag: int) -> Message:
+        return ProbedMessage(self._arrived(self._post(peer, tag)), self.handover)
+
+    def _poll(self, peer: int, tag: int) -> Message | None:
+        wanted = PostedReceive(peer, tag)
+        with self._group.changed:
+            inbox = self._group.inbox[self.rank]
+            letter = next((letter for letter in inbox if wanted.matches(letter)), None)
+            if letter is None or self._group.failed or self._group.revoked:
+                self._fate.look(peer, "a poll")
+                return None
+            inbox.remove(letter)
+        return ProbedMessage(letter, self.handover)
+
+    def _idle(self, since: float) -> None:
+        if self._group.failed:
+            raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited for a request")
+        if time.monotonic() - since > self._group.deadline_s:
+            raise DeadlineError(f"rank {self.rank}: no request was complete within {self._group.deadline_s} s")
+        time.sleep(1e-4)
+
+    def _barrier(self) -> None:
+        self._everyone(None)
+
+    def _everyone(self, value: Any) -> list[Any]:
+        """Return what each rank brought, in rank order. What one has seen complete is complete for all."""
+        group, number = self._group, self._meetings
+        self._meetings += 1
+        with group.met:
+            self._fate.look(None, "a collective")
+            brought = group.meetings.setdefault(number, {})
+            brought[self.rank] = value
+            if len(brought) == self.size:
+                del group.meetings[number]  # every rank holds it
+                group.met.notify_all()
+            else:
+                self._wait(group.met, lambda: len(brought) == self.size, None, f"a collective on {self.name}")
+        return [brought[rank] for rank in range(self.size)]
+
+    def _broadcast(self, message: Array, root: int) -> None:
+        data = self._everyone(message.copy() if self.rank == root else None)[root]
+        message[...] = data
+
+    def _allreduce(self, message: Array, op: str) -> None:
+        message[...] = reduce_in_order(self._everyone(message.copy()), message, op)
+
+    def _iallreduce(self, message: Array, op: str) -> Request:
+        with self._group.changed:
+            parts = self._group.rounds.setdefault(self._rounds, {})
+            parts[self.rank] = message.copy()
+            if len(parts) == self.size:
+                del self._group.rounds[self._rounds]  # every rank holds it
+            self._group.changed.notify_all()
+        self._rounds += 1
+        return ReductionRequest(parts, self.size, message, op, self._until, self._fate)
+
+    def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
+        own = ranges[self.rank].slice
+        message[own] = reduce_in_order(self._everyone(message.copy()), message, op)[own]
+
+    def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
+        for part, data in zip(ranges, self._everyone(message[ranges[self.rank].slice].copy()), strict=True):
+            message[part.slice] = data
+
+    def _all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None:
+        columns = self._everyone([send[part.slice].copy() for part in send_ranges])
+        for part, row in zip(receive_ranges, columns, strict=True):
+            receive[part.slice] = row[self.rank]
+
+    def _allgather_object(self, value: Any) -> list[Any]:
+        return self._everyone(value)
+
+    def _broadcast_object(self, value: Any, root: int) -> Any:
+        return self._everyone(value)[root]
+
+    def _split(self, color: int | None, key: int, name: str) -> "ThreadCommunicator | None":
+        choices = self._everyone((color, key, self.rank))
+        if color is None:
+            return None
+        members = [rank for other, _, rank in sorted(choices, key=lambda c: (c[1], c[2])) if other == color]
+        group = self._group.child(name, members)
+        child = ThreadCommunicator(group, name, members.index(self.rank), self.declared_node)
+        child.handover = self.handover
+        return child
+
+    def _first_of_node(self) -> int:
+        return 0
+
+    def _shared(self, nbytes: int) -> SharedBlock:
+        return ThreadBlock(self._everyone(np.zeros(nbytes, np.uint8)), self._fate, self._group.deadline_s)
+
+    def supports(self, feature: str) -> bool:
+        """Threads have no special feature but that of being threads, and mortal where they were made so."""
+        return feature == "thread_multiple" or (feature == "ulfm" and self._group.mortal)
+
+    def _revoke(self) -> None:
+        self._group.revoked = True
+        self._group.stop()
+
+    def _failed(self) -> tuple[int, ...]:
+        return tuple(self._group.gone())
+
+    def _agree(self, flag: bool) -> bool:
+        parting = self._fate.part(flag)
+        return all(parting.brought[rank] for rank in parting.living or ())
+
+    def _shrink(self, name: str) -> Self:
+        parting = self._fate.part(True)
+        assert parting.living is not None
+        group = self._group.child(f"{name} of the living {parting.number}", parting.living)
+        child = type(self)(group, name, parting.living.index(self.rank), self.declared_node)
+        child.handover = self.handover
+        return child
+
+    def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self:
+        raise MissingCapabilityError("ranks that are threads start no processes; use spares")
+
+    def _abandon(self) -> None:
+        return
+
+    def free(self) -> None:
+        """Nothing to give back: the group ends with its last rank."""
+        return
+
+
+def run_threads(
+    size: int,
+    function: Callable[[Communicator], Result],
+    ranks_per_node: int | None = None,
+    deadline_s: float = DEADLINE_S,
+    *,
+    mortal: bool = False,
+) -> list[Result]:
+    """Call ``function(comm)`` on ``size`` threads and return their results in rank order.
+
+    The first exception is raised here; the ranks it left waiting are released. ``ranks_per_node`` declares nodes.
+    With ``mortal`` a rank that raises `Death` dies instead: its result is None, and the others can go on as ranks of
+    an MPI with fault tolerance do (`Communicator.revoke`, `agree`, `shrink`).
+    """
+    group = ThreadGroup(tuple(range(size)), deadline_s, mortal=mortal)
+    results: list[Any] = [None] * size
+
+    def body(rank: int) -> None:
+        if mortal:
+            register_rank(group, rank)
+        try:
+            node = None if ranks_per_node is None else rank // ranks_per_node
+            result = function(ThreadCommunicator(group, "world", rank, node))
+            results[rank] = None if rank in group.dead else result
+        except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
+            if rank not in group.dead:  # the dead say nothing
+                with group.changed:
+                    group.failed.append(error)
+                group.abort()
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if group.failed:
+        raise group.failed[0]
+    return results
+
+
+def single_rank() -> ThreadCommunicator:
+    """Return the communicator of one rank that needs no other thread."""
+    return ThreadCommunicator(ThreadGroup((0,), DEADLINE_S), "world", 0, None)
+
+
+def solo() -> Communicator:
+    """Return a communicator whose only rank is this process."""
+    return single_rank()

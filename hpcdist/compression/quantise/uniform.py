@@ -1,0 +1,371 @@
+"""Uniform quantisation to levels -s..s of a block's scale: blockwise integers and QSGD.
+
+A payload is the float32 scales of the blocks, then the codes q + s + 1 of all values, packed in `bits` each (see
+`codes`); s = 2^(bits - 1) - 1. A value v of a block with scale S is q = v s / S, rounded to nearest even, or up with
+a probability of its fraction; it is decoded as (q (1/s)) S, which reaches S itself and overflows for no scale.
+
+Blockwise integers (int8, int4).
+
+The scale is the largest magnitude of the block (Dettmers et al., arXiv:2110.02861; with 8 and 4 bits for gradients in
+ZeRO++, Wang et al., arXiv:2306.10209), so an outlier costs precision in its own block alone.
+
+Bytes: 4 ceil(n / block) + ceil(n bits / 8). Error of a value: at most S / (2 s) rounded to nearest, below S / s
+rounded by draws, where S is the scale of its block and s = 127 or 7. Rounded by draws it is unbiased with a variance
+of at most S^2 / (4 s^2) per value.
+
+QSGD, the levels of a bucket's 2-norm, reached by draws, so that the mean is exact.
+
+Alistarh et al., arXiv:1610.02132. A value v of a bucket of n values is sign(v) |b| l / s, where b is the bucket, and
+l one of the two integers next to s |v| / |b|, the upper one with the probability of the fraction. The mean over the
+draws is v, and the variance of a bucket at most min(n / s^2, sqrt(n) / s) |b|^2 (their lemma 3.1), so small buckets
+keep it small.
+
+Bytes: 4 ceil(n / bucket) + ceil(n bits / 8), with s = 2^(bits - 1) - 1 levels above 0: codes of a fixed size and not
+the Elias codes of the paper, whose length follows the values: the bytes of a message are known before it is sent.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.intrinsics import bits_of
+from hpcdist.arrays.jit import jit
+from hpcdist.arrays.rng import philox
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.quantise.codes import (
+    GROUP,
+    MAXIMUM,
+    NORM,
+    WORDS,
+    inverse_of,
+    largest,
+    lift_of,
+    lifts_arrays,
+    norm,
+    pack,
+    pack_arrays,
+    packed_bytes,
+    rows_of,
+    scales_arrays,
+    spread,
+    unit,
+    units_arrays,
+    unpack_arrays,
+)
+from hpcdist.errors import ConfigurationError
+
+# The sum with 1.5 * 2^23 rounds a float32 to an integer, whose two's complement is then its lowest bits; an even number
+# added to it changes no rounding.
+_ROUNDER: Final = np.float32(12582912.0)
+_ZERO: Final = np.float32(0.0)
+_ONE: Final = np.float32(1.0)
+_KEYLESS: Final = (0, 0, 0, 0, 0)
+
+
+def levels_of(bits: int) -> int:
+    """Return s: codes are 1..2s + 1."""
+    return (1 << (bits - 1)) - 1
+
+
+def payload_bytes(n: int, bits: int, block: int) -> int:
+    """Return 4 ceil(n / block) + ceil(n bits / 8)."""
+    return 4 * -(-n // block) + packed_bytes(n, bits)
+
+
+def parts(payload: Array, n: int, block: int) -> tuple[Array, Array]:
+    """Return the scales and the packed codes of a payload, as views."""
+    head_bytes = 4 * -(-n // block)
+    return payload[:head_bytes].view(np.float32), payload[head_bytes:]
+
+
+def encode(values: Array, payload: Array, bits: int, block: int, kind: int, key: tuple[int, ...] | None) -> None:
+    """Write ``values`` to ``payload``; rounded to nearest where ``key`` is None. ``kind`` is that of the scales."""
+    scales, packed = parts(payload, values.size, block)
+    if bits == 8 and kind == MAXIMUM and key is None and not is_device(values):
+        _encode_bytes(values, scales, packed, block)
+    else:
+        run = _encode_arrays if is_device(values) else _encode_loop
+        run(values, scales, packed, bits, block, kind, key is not None, *(key or _KEYLESS))
+
+
+def decode(payload: Array, out: Array, bits: int, block: int) -> None:
+    """Write what ``payload`` says to ``out``."""
+    scales, packed = parts(payload, out.size, block)
+    if is_device(out):
+        out[...] = _decoded(scales, packed, out.size, bits, block)
+    else:
+        _decode_loop(scales, packed, out, bits, block)
+
+
+def add(payload: Array, out: Array, factor: float, bits: int, block: int) -> None:
+    """Add ``factor`` times what ``payload`` says to ``out``."""
+    scales, packed = parts(payload, out.size, block)
+    if is_device(out):
+        out += np.float32(factor) * _decoded(scales, packed, out.size, bits, block)
+    else:
+        _add_loop(scales, packed, out, np.float32(factor), bits, block)
+
+
+@jit
+def _nearest(values: Any, codes: Any, lift: Any, inverse: Any, rounder: Any) -> None:
+    if lift == _ONE:  # the same without a product: what int8 needs to be as fast as memory
+        for j in range(values.size):
+            codes[j] = np.uint8(bits_of(np.float32(np.float32(values[j] * inverse) + rounder)))
+    else:
+        for j in range(values.size):
+            x = np.float32(np.float32(values[j] * lift) * inverse)
+            codes[j] = np.uint8(bits_of(np.float32(x + rounder)))
+
+
+@jit
+def _encode_bytes(values: Any, scales: Any, codes: Any, block: Any) -> None:
+    """`_encode_loop` for 8 bits rounded to nearest, without its groups: as fast as memory."""
+    rounder = np.float32(_ROUNDER + np.float32(128.0))
+    for b in range(scales.size):
+        part = values[b * block : (b + 1) * block]
+        scale = largest(part)
+        scales[b] = scale
+        _nearest(part, codes[b * block : (b + 1) * block], lift_of(scale), inverse_of(scale, 127), rounder)
+
+
+@jit
+def _drawn(values: Any, codes: Any, lift: Any, inverse: Any, levels: Any, words: Any) -> None:
+    zero = np.int32(levels + 1)
+    for j in range(values.size):
+        x = np.float32(np.float32(values[j] * lift) * inverse)
+        magnitude = np.float32(abs(x))
+        below = np.int32(magnitude)
+        rest = np.float32(magnitude - np.float32(below))
+        q = np.int32(below + np.int32(unit(words[j]) < rest))
+        q = q if q < levels else levels
+        codes[j] = np.uint8(np.int32(zero + (q if x >= _ZERO else np.int32(-q))))
+
+
+@jit
+def _encode_loop(
+    values: Any,
+    scales: Any,
+    packed: Any,
+    bits: Any,
+    block: Any,
+    kind: Any,
+    is_random: Any,
+    counter1: Any,
+    counter2: Any,
+    counter3: Any,
+    key0: Any,
+    key1: Any,
+) -> None:
+    levels = np.int32((1 << (bits - 1)) - 1)
+    rounder = np.float32(_ROUNDER + np.float32(levels + 1))
+    words = np.empty(GROUP, np.uint32)
+    scratch = np.empty(GROUP, np.uint8)
+    squares = np.empty(block if kind != MAXIMUM else 0, np.float64)
+    for b in range(scales.size):
+        first, last = b * block, min((b + 1) * block, values.size)
+        scale = largest(values[first:last]) if kind == MAXIMUM else norm(values[first:last], squares)
+        scales[b] = scale
+        lift, inverse = lift_of(scale), inverse_of(scale, levels)
+        for start in range(first, last, GROUP):
+            count = min(GROUP, last - start)
+            place = packed[start // 8 * bits : start // 8 * bits + (count * bits + 7) // 8]
+            codes = place if bits == 8 else scratch[:count]
+            group = values[start : start + count]
+            if is_random:
+                philox(words, (count + 3) // WORDS, start // WORDS, counter1, counter2, counter3, key0, key1)
+                _drawn(group, codes, lift, inverse, levels, words)
+            else:
+                _nearest(group, codes, lift, inverse, rounder)
+            if bits < 8:
+                pack(scratch, count, bits, place)
+
+
+@jit
+def _decode_loop(scales: Any, packed: Any, out: Any, bits: Any, block: Any) -> None:
+    zero = np.int32(1 << (bits - 1))
+    part = np.float32(np.float32(1.0) / np.float32(zero - 1))
+    mask = np.uint32((1 << bits) - 1)
+    for start in range(0, out.size, GROUP):
+        count = min(GROUP, out.size - start)
+        stride = (count * bits + 7) // 8
+        place = packed[start // 8 * bits : start // 8 * bits + stride]
+        scale = scales[start // block]
+        for first in range(0, count, stride):
+            shift = np.uint32(first // stride * bits)
+            target = out[start + first : start + min(first + stride, count)]
+            for j in range(target.size):
+                code = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & mask)
+                q = np.float32(np.int32(np.int32(code) - zero))
+                target[j] = np.float32(np.float32(q * part) * scale)
+
+
+@jit
+def _add_loop(scales: Any, packed: Any, out: Any, factor: Any, bits: Any, block: Any) -> None:
+    zero = np.int32(1 << (bits - 1))
+    part = np.float32(np.float32(1.0) / np.float32(zero - 1))
+    mask = np.uint32((1 << bits) - 1)
+    for start in range(0, out.size, GROUP):
+        count = min(GROUP, out.size - start)
+        stride = (count * bits + 7) // 8
+        place = packed[start // 8 * bits : start // 8 * bits + stride]
+        scale = scales[start // block]
+        for first in range(0, count, stride):
+            shift = np.uint32(first // stride * bits)
+            target = out[start + first : start + min(first + stride, count)]
+            for j in range(target.size):
+                code = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & mask)
+                q = np.float32(np.int32(np.int32(code) - zero))
+                target[j] += np.float32(factor * np.float32(np.float32(q * part) * scale))
+
+
+def _encode_arrays(
+    values: Array, scales: Array, packed: Array, bits: int, block: int, kind: int, is_random: bool, *key: int
+) -> None:
+    xp, levels = namespace(values), levels_of(bits)
+    codes, first = xp.empty(values.size, np.uint8), 0
+    units = units_arrays(values, key) if is_random else None
+    for rows in rows_of(values, block):
+        place, count = slice(first // block, first // block + rows.shape[0]), rows.size
+        scales[place] = scales_arrays(rows, kind, block)
+        lift, inverse = lifts_arrays(scales[place], levels)
+        x = rows * lift[:, None] * inverse[:, None]
+        if units is None:
+            rounded = (x + np.float32(_ROUNDER + np.float32(levels + 1))).view(np.uint32)
+        else:
+            magnitude = xp.absolute(x)
+            below = magnitude.astype(np.int32)
+            q = xp.minimum(below + (units[first : first + count].reshape(x.shape) < magnitude - below), levels)
+            rounded = levels + 1 + xp.where(x >= _ZERO, q, -q)
+        codes[first : first + count] = rounded.astype(np.uint8).reshape(-1)
+        first += count
+    pack_arrays(codes, bits, packed)
+
+
+def _decoded(scales: Array, packed: Array, n: int, bits: int, block: int) -> Array:
+    levels = levels_of(bits)
+    codes = namespace(scales).empty(n, np.uint8)
+    unpack_arrays(packed, bits, codes)
+    q = (codes.astype(np.int32) - np.int32(levels + 1)).astype(np.float32)
+    q *= np.float32(np.float32(1.0) / np.float32(levels))
+    q *= spread(scales, block, n)
+    return q
+
+
+_payload = np.ones(4, np.float32).view(np.uint8)
+for _is_random in (False, True):
+    _encode_loop.sample(
+        lambda r=_is_random: (np.ones(8, np.float32), np.ones(1, np.float32), _payload[:8], 8, 256, 0, r, *_KEYLESS)
+    )
+_encode_bytes.sample(lambda: (np.ones(8, np.float32), np.ones(1, np.float32), _payload[:8], 256))
+_decode_loop.sample(lambda: (np.ones(1, np.float32), _payload[:8], np.ones(8, np.float32), 8, 256))
+_add_loop.sample(lambda: (np.ones(1, np.float32), _payload[:8], np.ones(8, np.float32), np.float32(1.0), 8, 256))
+
+
+NEAREST: Final = "nearest"
+STOCHASTIC: Final = "stochastic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blockwise(Compressor):
+    """Integers of ``bits`` and the largest magnitude of every ``block`` values."""
+
+    bits: int = 8
+    block: int = 256
+    rounding: str = NEAREST
+
+    name: ClassVar[str] = "blockwise"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ConfigurationError(f"blockwise integers of {self.bits} bits; choose 8 or 4")
+        if self.block < GROUP or self.block % GROUP:
+            raise ConfigurationError(f"blocks of {self.block} values; choose a multiple of {GROUP}")
+        if self.rounding not in (NEAREST, STOCHASTIC):
+            raise ConfigurationError(f"rounding {self.rounding!r}; choose {NEAREST} or {STOCHASTIC}")
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Only rounding by draws is."""
+        return self.rounding == STOCHASTIC
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it rounds by draws."""
+        return self.rounding == STOCHASTIC
+
+    def payload_bytes(self, n: int) -> int:
+        """Return 4 ceil(n / block) + ceil(n bits / 8)."""
+        return payload_bytes(n, self.bits, self.block)
+
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        """Write ``values`` to ``payload`` (local)."""
+        self.check(values, payload)
+        words = key.words if self.is_random else None
+        encode(values, payload, self.bits, self.block, MAXIMUM, words)
+
+    def decode(self, payload: Array, out: Array) -> None:
+        """Write what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        decode(payload, out, self.bits, self.block)
+
+    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
+        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        add(payload, out, factor, self.bits, self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qsgd(Compressor):
+    """Codes of ``bits`` and the 2-norm of every ``bucket`` values."""
+
+    bits: int = 4
+    bucket: int = 512
+
+    name: ClassVar[str] = "qsgd"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ConfigurationError(f"QSGD with codes of {self.bits} bits; choose 2, 4 or 8 (1, 7 or 127 levels)")
+        if self.bucket < GROUP or self.bucket & (self.bucket - 1):
+            raise ConfigurationError(f"QSGD with buckets of {self.bucket} values; choose a power of two from {GROUP}")
+
+    @property
+    def is_unbiased(self) -> bool:
+        """It is what it is for."""
+        return True
+
+    @property
+    def is_random(self) -> bool:
+        """Every value is drawn."""
+        return True
+
+    @property
+    def levels(self) -> int:
+        """How many there are above 0: s."""
+        return levels_of(self.bits)
+
+    def variance_bound(self, n: int) -> float:
+        """Return the bound of E|Q(v) - v|^2 / |v|^2 for ``n`` values: that of the largest bucket."""
+        widest = min(n, self.bucket)
+        return min(widest / self.levels**2, widest**0.5 / self.levels)
+
+    def payload_bytes(self, n: int) -> int:
+        """Return 4 ceil(n / bucket) + ceil(n bits / 8)."""
+        return payload_bytes(n, self.bits, self.bucket)
+
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        """Write ``values`` to ``payload`` (local)."""
+        self.check(values, payload)
+        encode(values, payload, self.bits, self.bucket, NORM, key.words)
+
+    def decode(self, payload: Array, out: Array) -> None:
+        """Write what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        decode(payload, out, self.bits, self.bucket)
+
+    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
+        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        add(payload, out, factor, self.bits, self.bucket)

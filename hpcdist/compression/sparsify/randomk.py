@@ -1,0 +1,157 @@
+"""Random-k: values at k random indices that follow from the key, so only values travel and payloads sum.
+
+k = max(1, ceil(density n)). A payload is 16 bytes that name the draw and k float32 values: 16 + 4 k bytes, half of
+top-k's. Ranks that encode with the same key, ``rank`` 0, take the same indices, and the sum of their payloads is the
+payload of their sum: a plain allreduce of `summable`, whatever the number of ranks.
+
+Each index is taken with probability k/n. Scaled by n/k, what is decoded is unbiased, and E ||C(x) - x||^2 = (n/k - 1)
+||x||^2 (Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2017, arXiv:1710.09854). Not scaled, E ||x - C(x)||^2 = (1
+- k/n) ||x||^2, the contraction that error feedback needs: with n/k > 2 the residual of the scaled one would grow
+without bound.
+
+The draw: the segment is cut into k strata whose sizes differ by at most one, one index is taken in each, and all are
+turned round the segment by one offset for all. The offset makes the probability of every index the same, k/n exactly;
+the bounds above need no more than that. It costs O(k) and goes through memory in order.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.arrays.rng import philox, philox_arrays
+from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.sparsify import coo
+from hpcdist.errors import UsageError
+
+HEADER_BYTES: Final = 16  # words: tensor and step of the key, and the two of the seed
+_COUNTERS: Final = 256  # drawn at a time: their words stay in the first cache
+_OFFSET: Final = 0xFFFF_FFFF  # the counter of the offset; those of the strata end below 2^29
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Compressor):
+    """Send ``density`` n values at random indices; ``scaled`` by n/k, or as they are, for error feedback."""
+
+    density: float
+    scaled: bool = True
+
+    name: ClassVar[str] = "randomk"
+    is_linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        coo.check_density(self.density)
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether values are scaled by n/k."""
+        return self.scaled
+
+    @property
+    def is_random(self) -> bool:
+        """It is: the key names the indices."""
+        return True
+
+    def payload_bytes(self, n: int) -> int:
+        """Return 16 + 4 k; 0 for no elements."""
+        return HEADER_BYTES + 4 * coo.count_of(n, self.density) if n else 0
+
+    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        """Write the values at the indices of ``key``, whose ``rank`` must be 0: all ranks take the same."""
+        self.check(values, payload)
+        if key.rank:
+            raise UsageError(
+                f"randomk: the key is of rank {key.rank}; pass rank 0 on all ranks, since only payloads with the same "
+                "indices may be summed"
+            )
+        if not values.size:
+            return
+        _name(payload, key)
+        where, chosen = indices(payload, values.size), self.summable(payload)
+        chosen[...] = values[where]
+        if self.scaled:
+            chosen *= np.float32(values.size / where.size)
+
+    def decode(self, payload: Array, out: Array) -> None:
+        """Write ``payload``, and zeros between its indices."""
+        self.check(out, payload)
+        out[...] = 0
+        if out.size:
+            out[indices(payload, out.size)] = self.summable(payload)
+
+    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
+        """Add ``factor`` times ``payload`` at its indices; nothing else of ``out`` is touched."""
+        self.check(out, payload)
+        if out.size:
+            out[indices(payload, out.size)] += np.float32(factor) * self.summable(payload)  # no index is there twice
+
+    def poison(self, payload: Array, key: RandomKey) -> None:
+        """Write NaN at the indices of ``key``."""
+        if payload.size:
+            _name(payload, key)
+            self.summable(payload)[...] = np.float32(np.nan)
+
+    def summable(self, payload: Array) -> Array:
+        """Return the k float32 values."""
+        return payload[HEADER_BYTES:].view(np.float32)
+
+
+def _name(payload: Array, key: RandomKey) -> None:
+    tensor, step, _, low, high = key.words
+    named = payload[:HEADER_BYTES].view(np.uint32)
+    for place, word in enumerate((tensor, step, low, high)):
+        named[place] = np.uint32(word)
+
+
+def indices(payload: Array, n: int) -> Array:  # (k,) of int64
+    """Return where the values of ``payload`` are in a segment of ``n``: distinct, and ascending but for one turn."""
+    k = (payload.size - HEADER_BYTES) // 4
+    named = payload[:HEADER_BYTES].view(np.uint32)
+    if is_device(payload):
+        return _indices_device(named, n, k)
+    where = np.empty(k, np.int64)
+    _draw(named, n, where)
+    return where
+
+
+@jit
+def _draw(named: Any, n: Any, where: Any) -> None:
+    words = np.empty(4 * _COUNTERS, np.uint32)
+    philox(words, 1, _OFFSET, named[0], named[1], 0, named[2], named[3])
+    offset = np.int64((np.uint64(words[0]) << np.uint64(32) | np.uint64(words[1])) % np.uint64(n))
+    k = where.size
+    each, longer = n // k, n % k
+    start, turned = 0, 0  # turned: what is left of j * longer / k
+    for j in range(k):
+        if j % (4 * _COUNTERS) == 0:
+            philox(words, _COUNTERS, j // 4, named[0], named[1], 0, named[2], named[3])
+        turned += longer
+        size = each
+        if turned >= k:
+            turned -= k
+            size += 1
+        index = start + (np.int64(words[j % (4 * _COUNTERS)]) * size >> 32) + offset
+        where[j] = index - n if index >= n else index
+        start += size
+
+
+def _indices_device(named: Array, n: int, k: int) -> Array:
+    xp = namespace(named)
+    wide = named.astype(np.uint64)
+
+    def words(first: Array) -> tuple[Array | int, ...]:
+        return philox_arrays((first, wide[0], wide[1], 0), (wide[2], wide[3]))
+
+    high, low, _, _ = words(xp.zeros((), np.uint64) + np.uint64(_OFFSET))
+    offset = (high << np.uint64(32) | low) % np.uint64(n)
+    drawn = xp.empty((-(-k // 4), 4), np.uint64)
+    for place, word in enumerate(words(xp.arange(drawn.shape[0], dtype=np.uint64))):
+        drawn[:, place] = word
+    starts = xp.arange(k + 1, dtype=np.uint64) * np.uint64(n) // np.uint64(k)
+    within = drawn.reshape(-1)[:k] * (starts[1:] - starts[:-1]) >> np.uint64(32)
+    return ((starts[:-1] + within + offset) % np.uint64(n)).astype(np.int64)
+
+
+_draw.sample(lambda: (np.zeros(4, np.uint32), 3, np.empty(2, np.int64)))

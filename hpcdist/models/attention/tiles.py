@@ -1,0 +1,129 @@
+"""Memory layout of attention heads, and the chunks of samples and heads that are computed at a time."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.errors import UsageError
+from hpcdist.models.layers.dropout import Mask
+
+QUERY_BLOCK: Final = 64  # smaller blocks skip more of the masked half, larger ones are faster matrix products
+LONG: Final = 512  # the other side of a tile: a multiple of QUERY_BLOCK
+TILE: Final = 4 * 64 * 256  # scores at a time on a CPU: three tiles of float32 stay in a second-level cache
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads there are, and where. ``group`` query heads share one of the ``shared`` key and value heads."""
+
+    batch: int
+    context: int
+    shared: int
+    group: int
+    size: int
+
+    @property
+    def queries(self) -> int:
+        """The number of query heads."""
+        return self.shared * self.group
+
+    def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
+        """View a part of x (batch, context, columns), as wide as its heads, as (batch, shared, group, context, size).
+
+        Keys and values have a group of 1.
+        """
+        group = self.group if of_queries else 1
+        width = self.shared * group * self.size
+        own = x[:, :, part * width : (part + 1) * width]
+        return own.reshape(self.batch, self.context, self.shared, group, self.size).transpose(0, 2, 3, 1, 4)
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.size)
+
+    def most_pairs(self, like: Array) -> int:
+        """Return the most pairs of a sample and a query head that a chunk has, in the memory that ``like`` lies in."""
+        return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
+
+    def chunks(self, everything: bool) -> Iterator["HeadChunk"]:
+        """Cut samples and heads so that a tile has about TILE scores, or not at all."""
+        tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)
+        samples = self.batch if everything else TILE // (tile * self.queries)
+        if samples:
+            for first in range(0, self.batch, samples):
+                yield HeadChunk(self, first, min(first + samples, self.batch), 0, self.shared)
+        else:
+            step = max(1, TILE // (tile * self.group))
+            for sample in range(self.batch):
+                for first in range(0, self.shared, step):
+                    yield HeadChunk(self, sample, sample + 1, first, min(first + step, self.shared))
+
+
+@dataclass(frozen=True)
+class HeadChunk:
+    """All heads of some samples, or some of one."""
+
+    heads: Heads
+    first_sample: int
+    last_sample: int
+    first_head: int
+    last_head: int
+
+    @property
+    def outer(self) -> tuple[int, int, int]:
+        """How many samples, shared heads, and query heads for each of those."""
+        return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of a sample and a query head."""
+        samples, shared, group = self.outer
+        return samples * shared * group
+
+    @property
+    def shared_pair(self) -> int:
+        """The number of the first pair of a sample and a shared head."""
+        return self.first_sample * self.heads.shared + self.first_head
+
+    @property
+    def pair(self) -> int:
+        """The number of the first pair of a sample and a query head."""
+        return self.shared_pair * self.heads.group
+
+    def of(self, view: Array) -> Array:
+        """Return what this chunk has of a view that `Heads.view` made."""
+        return view[self.first_sample : self.last_sample, self.first_head : self.last_head]
+
+    def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
+        """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on."""
+        if dropped is not None:
+            above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
+            dropped.drop(tile, 0, tile.shape[1], tile.shape[2], above=above + first, left=start)
+
+
+def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
+    """Return the heads of what attention is given: query, key and value, or queries and ``kv``. Raises UsageError."""
+    batch, context, columns = qkv.shape
+    if kv is None:
+        if head_size < 1 or columns % (3 * head_size):
+            raise UsageError(
+                f"attention got {columns} columns for query, key and value, in heads of {head_size}; give a multiple "
+                f"of {3 * head_size}, or pass keys and values as kv"
+            )
+        return Heads(batch, context, columns // (3 * head_size), 1, head_size)
+    shared = kv.shape[2] // (2 * head_size)
+    if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
+        raise UsageError(
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, in heads of {head_size}; give kv "
+            f"(batch, context, 2 k {head_size}) of the same batch and context, and queries of a multiple of k heads"
+        )
+    return Heads(batch, context, shared, columns // (shared * head_size), head_size)
+
+
+def blocks(context: int, long: int = QUERY_BLOCK, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of blocks of ``long`` rows from ``first`` on."""
+    for start in range(first, context, long):
+        yield start, min(start + long, context)

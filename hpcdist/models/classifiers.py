@@ -1,0 +1,224 @@
+"""Classifiers: a multi-layer perceptron, and a small convolutional network with its channels last.
+
+mlp: hidden layers of one width, then a linear head.
+convnet: layers 0..L-1 are 3 x 3 convolutions (He et al. 2016 use such a stack), each followed by a norm over the
+channels of a pixel and an activation; L takes the mean over all pixels and is linear. The norm looks at one sample
+alone, not at a batch: so gradients are the same however a batch is cut, over micro-batches, replicas and stages.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers.convolution import SIZE, convolve, convolve_backward, output_side
+from hpcdist.models.layers.dropout import HIDDEN
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf, draw_normal, norm_specs
+
+
+def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
+    """Return ``config.layers`` hidden layers and a head, from ``features`` numbers a sample to ``classes`` logits."""
+    if features < 1 or classes < 1:
+        raise ConfigurationError(
+            f"the data has {features} features and {classes} classes; an mlp needs at least one of each"
+        )
+    widths = [features] + [config.hidden] * config.layers + [classes]
+    last = config.layers
+    return tuple(
+        Dense(layer, widths[layer], widths[layer + 1], "" if layer == last else config.activation, config.dropout)
+        for layer in range(last + 1)
+    )
+
+
+def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
+    """Return data in ``dtype``: integers become [0, 1] by the range of their type, kept as "fractions"."""
+    if x.dtype == dtype:
+        return x
+    fractions = saved.empty("fractions", x.shape, dtype)
+    fractions[...] = x
+    if np.issubdtype(x.dtype, np.integer):
+        fractions /= dtype.type(np.iinfo(x.dtype).max)
+    return fractions
+
+
+class Dense:
+    """A linear layer, its activation, and dropout behind that; the last layer has neither."""
+
+    def __init__(self, layer: int, inputs: int, outputs: int, activation: str, dropout: float) -> None:
+        self.layer = layer
+        self.tied: dict[str, str] = {}
+        self.activation = activation
+        self.dropout = dropout if activation else 0.0
+        self._specs = (
+            TensorSpec(layer, "linear.weight", (outputs, inputs)),
+            TensorSpec(layer, "linear.bias", (outputs,), False),
+        )
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of weight and bias."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, outputs)."""
+        return samples, self._specs[1].shape[0]
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the weight so that variances persist through the layers (He et al. 2015); zero the bias."""
+        weight = self._specs[0]
+        gain = 2.0 if self.activation else 1.0
+        draws = rng_of(weight).standard_normal(weight.shape)
+        parameters[weight.name][...] = draws * math.sqrt(gain / weight.shape[1])
+        parameters["linear.bias"][...] = 0
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return (batch, outputs) for x (batch, inputs). Integer features of the first layer become [0, 1] by dtype."""
+        x = as_fractions(x, parameters["linear.weight"].dtype, saved)
+        y = operations.linear_column.forward(parameters, "linear", x, saved)
+        if self.activation:
+            y = operations.activation.forward(y, self.activation, saved)
+        return operations.dropout.forward(y, self.dropout, HIDDEN, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write the gradients; return dx, None in the first layer."""
+        d = operations.dropout.backward(dy, self.dropout, HIDDEN, saved)
+        d = operations.activation.backward(d, saved) if self.activation else d
+        return operations.linear_column.backward(
+            parameters, gradients, "linear", d, saved, input_gradient=self.layer > 0
+        )
+
+
+def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
+    """Return ``config.layers`` convolutions and a head, from pictures (height, width, channels) to ``classes`` logits.
+
+    From the third convolution on every second one halves the resolution, where there is some left, and doubles the
+    channels.
+    """
+    if min(height, width, channels, classes) < 1:
+        raise ConfigurationError(
+            f"the data has pictures of {height} x {width} pixels with {channels} channels, and {classes} classes; a "
+            "convnet needs at least one of each: give an HDF5 file with x (rows, height, width, channels) and y"
+        )
+    shape = height, width, channels
+    found: list[Stage] = []
+    for layer in range(config.layers):
+        halves = layer > 0 and layer % 2 == 0
+        convolution = Convolution(layer, config, shape, config.hidden << layer // 2, 2 if halves else 1)
+        found.append(convolution)
+        shape = convolution.shape
+    return (*found, PoolingHead(config, shape, classes))
+
+
+class Convolution:
+    """A convolution, its norm and its activation."""
+
+    def __init__(
+        self, layer: int, config: ModelConfig, picture: tuple[int, int, int], outputs: int, stride: int
+    ) -> None:
+        self.layer = layer
+        self.tied: dict[str, str] = {}
+        self.activation, self.norm, self.stride = config.activation, config.norm, stride
+        height, width, inputs = self.picture = picture
+        self.shape = output_side(height, stride), output_side(width, stride), outputs
+        self._specs = (
+            TensorSpec(layer, "convolution.weight", (outputs, SIZE, SIZE, inputs)),
+            TensorSpec(layer, "convolution.bias", (outputs,), False),
+            *norm_specs(layer, "norm", outputs, config.norm),
+        )
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the convolution and the norm."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, height, width, outputs)."""
+        return samples, *self.shape
+
+    def input_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, height, width, inputs)."""
+        return samples, *self.picture
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the weight so that variances persist through the layers (He et al. 2015); the norm is the identity."""
+        for spec in self._specs:
+            if spec.adapted:
+                draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))
+            else:
+                parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return (batch, height, width, outputs) for x (batch, height, width, inputs).
+
+        The first layer takes rows of pixels too, (batch, height x width x inputs), and integers, which become [0, 1] by
+        their type. Raises UsageError for pictures of another size.
+        """
+        if self.layer == 0:
+            if x[0:1].size != math.prod(self.picture) and len(x):
+                raise UsageError(
+                    f"got pictures {x.shape[1:]}, the model was built for {self.picture} (height, width, channels)"
+                )
+            x = as_fractions(x, parameters["convolution.weight"].dtype, saved).reshape(-1, *self.picture)
+        y = convolve(parameters, "convolution", x, self.stride, saved)
+        normal = operations.norm.forward(parameters, "norm", y, saved, kind=self.norm)
+        return operations.activation.forward(normal, self.activation, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write the gradients; return dx, None in the first layer."""
+        d = operations.activation.backward(dy, saved)
+        d = operations.norm.backward(parameters, gradients, "norm", d, saved)
+        return convolve_backward(parameters, gradients, "convolution", d, saved, input_gradient=self.layer > 0)
+
+
+class PoolingHead:
+    """The mean over all pixels, dropout of it, and the linear layer to logits."""
+
+    def __init__(self, config: ModelConfig, picture: tuple[int, int, int], classes: int) -> None:
+        self.layer = config.layers
+        self.tied: dict[str, str] = {}
+        self.dropout = config.dropout
+        self._specs = (
+            TensorSpec(self.layer, "head.weight", (classes, picture[2])),
+            TensorSpec(self.layer, "head.bias", (classes,), False),
+        )
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of weight and bias."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, classes)."""
+        return samples, self._specs[0].shape[0]
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the weight; zero the bias."""
+        draw_normal(parameters, self._specs[0], rng_of, 1.0 / math.sqrt(self._specs[0].shape[1]))
+        parameters["head.bias"][...] = 0
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return logits (batch, classes) for x (batch, height, width, channels)."""
+        samples, height, width, channels = x.shape
+        mean = saved.empty("mean", (samples, channels), x.dtype)
+        x.reshape(samples, height * width, channels).mean(axis=1, out=mean)
+        saved.keep("shape", x.shape)
+        mean = operations.dropout.forward(mean, self.dropout, HIDDEN, saved)
+        return operations.linear_column.forward(parameters, "head", mean, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients; return dx (batch, height, width, channels), a scratch array."""
+        d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
+        assert d is not None
+        d = operations.dropout.backward(d, self.dropout, HIDDEN, saved)
+        samples, height, width, channels = saved["shape"]
+        dx = saved.scratch("convnet.dx", (samples, height, width, channels), d.dtype)
+        dx[...] = (d * d.dtype.type(1.0 / (height * width)))[:, None, None, :]
+        return dx

@@ -1,0 +1,143 @@
+"""Activation functions: GELU in its tanh form (Hendrycks, Gimpel 2016), ReLU, and SwiGLU (Shazeer 2020).
+
+One pass over memory in each direction. With ``u = sqrt(2 / pi) (x + 0.044715 x^3)``, GELU is ``x (1 + tanh u) / 2``,
+which is ``x / (1 + exp(-2 u))``. With e the distance of 1 to the next number of the dtype, errors are at most
+
+    GELU                ``2 e |x|``                      its gradient                  ``4 e |dy|``
+    SwiGLU              ``3 e |gate value|``             the gradient of the gates     ``4 e |dy value|``
+                                                         and of the values             ``3 e |dy gate|``
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.jit import jit
+from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp
+from hpcdist.models.stage import Saved
+
+ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
+CUBIC: Final = 0.044715
+_LINEAR, _CUBE = -2 * ROOT, -2 * ROOT * CUBIC  # of -2 u
+_BOUND: Final = 32.0  # of |x|: exp(-2 |u|) is 0 there in both precisions
+IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # a product with a gate that is 0 comes before one that may overflow
+KINDS: Final = ("gelu", "relu", "swiglu")
+
+
+class LocalActivation:
+    """GELU, ReLU or SwiGLU of contiguous arrays, by the kind "gelu", "relu" or "swiglu".
+
+    SwiGLU takes x (..., 2 w), first the gates, then the values, and gives silu(gate) value (..., w).
+    """
+
+    def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
+        """Return the function ``kind`` of x; x is kept and must stay unchanged until backward."""
+        assert kind in KINDS, f"{name} is of the kind {kind!r}; there are {', '.join(KINDS)}"
+        width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
+        y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)
+        saved.keep(f"{name}.x", x)
+        saved.keep(f"{name}.kind", kind)
+        if kind == "relu":
+            cuda_kernels.relu(x, y) if is_device(x) else np.maximum(x, 0, out=y)
+        elif kind == "swiglu":
+            (cuda_kernels.swiglu if is_device(x) else _swiglu)(x.reshape(-1, 2 * width), y.reshape(-1, width))
+        elif is_device(x):
+            cuda_kernels.gelu(x, y)
+        else:
+            _gelu(x.reshape(-1), y.reshape(-1), x.dtype.type(_LINEAR), x.dtype.type(_CUBE))
+        return y
+
+    def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
+        """Return dx, written over the x that was kept."""
+        x: Array = saved[f"{name}.x"]
+        kind = saved[f"{name}.kind"]
+        if kind == "relu":
+            (cuda_kernels.relu_backward if is_device(x) else _relu_backward)(x.reshape(-1), dy.reshape(-1))
+        elif kind == "swiglu":
+            rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+            (cuda_kernels.swiglu_backward if is_device(x) else _swiglu_backward)(rows, drows)
+        elif is_device(x):
+            cuda_kernels.gelu_backward(x, dy)
+        else:
+            of = x.dtype.type
+            _gelu_backward(x.reshape(-1), dy.reshape(-1), of(_LINEAR), of(_CUBE), of(3 * _CUBE), of(_BOUND))
+        return x
+
+
+def _swiglu(x: Array, y: Array) -> None:
+    """Write silu(gate) value to y (rows, w) for x (rows, 2 w)."""
+    flat, width = x.reshape(-1), y.shape[1]
+    _swiglu_rows(flat, flat[width:], y.reshape(-1), width)
+
+
+def _swiglu_backward(x: Array, dy: Array) -> None:
+    """Overwrite x (rows, 2 w) with the gradient for dy (rows, w)."""
+    flat, width = x.reshape(-1), dy.shape[1]
+    _swiglu_rows_backward(flat, flat[width:], dy.reshape(-1), width)
+
+
+# Arguments of a type of their own make the constants: a Python float would turn float32 arithmetic into float64.
+@jit(fastmath=REORDER)
+def _gelu(x: Any, y: Any, linear: Any, cube: Any) -> None:
+    one = x.dtype.type(1)
+    for i in range(x.size):
+        v = x[i]
+        y[i] = v / (one + exp(v * (linear + cube * v * v)))
+
+
+@jit(fastmath=REORDER)
+def _gelu_backward(x: Any, dy: Any, linear: Any, cube: Any, slope: Any, bound: Any) -> None:
+    one = x.dtype.type(1)
+    for i in range(x.size):
+        v = x[i]
+        e = exp(v * (linear + cube * v * v))
+        share = one / (one + e)
+        rest = one - share if e > one else e * share  # 1 - share, without the rounding of a share near 1
+        # Beyond the bound `rest` or `share` is 0, whatever v is, and the square of v must not overflow. A NaN stays.
+        v = bound if v > bound else v
+        v = -bound if v < -bound else v
+        x[i] = dy[i] * share * (one - v * rest * (linear + slope * v * v))
+
+
+@jit(fastmath=REORDER)
+def _relu_backward(x: Any, dy: Any) -> None:
+    # A product with 0 instead of a plain 0: NaN and infinity of dy stay visible.
+    one, zero = x.dtype.type(1), x.dtype.type(0)
+    for i in range(x.size):
+        x[i] = dy[i] * (one if x[i] > zero else zero)
+
+
+# All arrays of SwiGLU's loops are 1-D: `gates` and `values` begin at the first of their kind in the same memory, and
+# follow each other by twice the width. Two views of a row would have the compiler fear that they overlap.
+@jit(fastmath=IN_ORDER)
+def _swiglu_rows(gates: Any, values: Any, y: Any, width: int) -> None:
+    one = y.dtype.type(1)
+    for first in range(0, y.size, width):
+        gate, value, out = gates[2 * first :][:width], values[2 * first :][:width], y[first:][:width]
+        for j in range(width):
+            out[j] = gate[j] / (one + exp(-gate[j])) * value[j]
+
+
+@jit(fastmath=IN_ORDER)
+def _swiglu_rows_backward(gates: Any, values: Any, dy: Any, width: int) -> None:
+    one = dy.dtype.type(1)
+    for first in range(0, dy.size, width):
+        gate, value, given = gates[2 * first :][:width], values[2 * first :][:width], dy[first:][:width]
+        for j in range(width):
+            g, d = gate[j], given[j]
+            e = exp(-g)
+            share = one / (one + e)
+            rest = one - share if e > one else e * share  # 1 - share
+            gate[j] = d * value[j] * share * (one + g * rest)
+            value[j] = d * (g * share)
+
+
+for _dtype in SAMPLE_DTYPES:
+    _one, _line = np.dtype(_dtype).type(1), np.ones(2, _dtype)
+    _gelu.sample(lambda x=_line, s=_one: (x, x.copy(), s, s))
+    _gelu_backward.sample(lambda x=_line, s=_one: (x.copy(), x, s, s, s, s))
+    _relu_backward.sample(lambda x=_line: (x.copy(), x))
+    _swiglu_rows.sample(lambda x=_line: (x, x[1:], x[1:].copy(), 1))
+    _swiglu_rows_backward.sample(lambda x=_line: (x.copy(), x[1:].copy(), x[1:], 1))

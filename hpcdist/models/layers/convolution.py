@@ -1,0 +1,193 @@
+"""Convolution of pictures with their channels last, by matrix products over unfolded neighbourhoods (im2col).
+
+A few samples at a time are unfolded to rows of SIZE x SIZE x inputs numbers, as many as stay in a cache, and multiplied
+with the weight. The rows are not stored, they would be nine times the picture: backward unfolds them once more.
+Letters: n samples, h x w pixels of the input and p x q of the output, c channels.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.models.layers.linear import add_to_rows, gradient_of_bias
+from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+SIZE: Final = 3  # of the window, along both sides: it reaches one pixel beyond its centre, zeros beyond the border
+CACHE_BYTES: Final = 1 << 20  # of rows at a time on a processor
+DEVICE_BYTES: Final = 1 << 28  # on a GPU, where few large products are faster
+
+
+def output_side(side: int, stride: int) -> int:
+    """Return how many windows fit along a side of so many pixels."""
+    return (side - 1) // stride + 1
+
+
+def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
+    """Return y (n, p, q, outputs) for contiguous x (n, h, w, inputs), which must stay unchanged until backward.
+
+    ``PREFIX.weight`` is (outputs, SIZE, SIZE, inputs), ``PREFIX.bias`` (outputs,). The centres of the windows are the
+    pixels at multiples of ``stride``.
+    """
+    weight = _as_matrix(parameters[f"{prefix}.weight"])
+    samples, height, width, _ = x.shape
+    shape = samples, output_side(height, stride), output_side(width, stride), weight.shape[0]
+    y = saved.empty(f"{prefix}.y", shape, x.dtype)
+    saved.keep(f"{prefix}.x", x)
+    saved.keep(f"{prefix}.stride", stride)
+    for part, rows in _unfolded(x, shape, stride, saved):
+        namespace(x).matmul(rows, weight.T, out=y[part].reshape(-1, weight.shape[0]))
+    add_to_rows(y.reshape(-1, weight.shape[0]), parameters[f"{prefix}.bias"])
+    return y
+
+
+def convolve_backward(
+    parameters: Parameters,
+    gradients: Gradients,
+    prefix: str,
+    dy: Array,
+    saved: Saved,
+    input_gradient: bool = True,
+) -> Array | None:
+    """Write or add the gradients of weight and bias; return dx, a scratch array, None without ``input_gradient``."""
+    x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
+    weight = _as_matrix(parameters[f"{prefix}.weight"])
+    given, add = gradients.into(f"{prefix}.weight")
+    into = _as_matrix(given)
+    xp, outputs = namespace(x), dy.shape[-1]
+    product = saved.scratch("convolution.dweight", into.shape, into.dtype)
+    dx = saved.scratch("convolution.dx", x.shape, x.dtype) if input_gradient else None
+    if dx is not None:
+        assert not xp.may_share_memory(dx, dy), f"{prefix} follows a convolution without an operation between them"
+        dx[...] = 0
+    if not add and not len(x):
+        into[...] = 0
+    for part, rows in _unfolded(x, dy.shape, stride, saved):
+        d = dy[part].reshape(-1, outputs)
+        if add or part.start:
+            xp.matmul(d.T, rows, out=product)
+            into += product
+        else:
+            xp.matmul(d.T, rows, out=into)
+        if dx is not None:
+            xp.matmul(d, weight, out=rows)  # the rows are not needed any more
+            _fold(rows, dx[part], dy.shape[1], dy.shape[2], stride)
+    gradient_of_bias(gradients, prefix, dy)
+    return dx
+
+
+def _as_matrix(weight: Array) -> Array:
+    return weight.reshape(weight.shape[0], -1)
+
+
+def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
+    """Yield some samples after the other, and the neighbourhoods of their output pixels: a scratch array, as rows."""
+    samples, high, wide = shape[:3]
+    columns = SIZE * SIZE * x.shape[-1]
+    room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
+    each = min(samples, max(1, room // (high * wide * columns)))
+    for first in range(0, samples, max(1, each)):
+        part = slice(first, min(first + each, samples))
+        rows = saved.scratch("convolution.rows", ((part.stop - first) * high * wide, columns), x.dtype)
+        if is_device(x):
+            _unfold_device(x[part], rows, high, wide, stride)
+        else:
+            _unfold_rows(x[part], rows, high, wide, stride)
+        yield part, rows
+
+
+def _fold(rows: Array, dx: Array, high: int, wide: int, stride: int) -> None:
+    """Add rows of gradients to the pixels that they were taken from."""
+    if is_device(rows):
+        _fold_device(rows, dx, high, wide, stride)
+    else:
+        _fold_rows(rows, dx, high, wide, stride)
+
+
+@jit
+def _unfold_rows(x: Any, rows: Any, high: Any, wide: Any, stride: Any) -> None:
+    # x (n, h, w, c), rows (n p q, SIZE SIZE c). The numbers of a row of a window lie together in both.
+    samples, height, width, channels = x.shape
+    lines = x.reshape(samples, height, width * channels)
+    length = SIZE * channels
+    zero = x.dtype.type(0)
+    for n in range(samples):
+        for p in range(high):
+            for q in range(wide):
+                row = rows[(n * high + p) * wide + q]
+                left = (q * stride - SIZE // 2) * channels
+                for i in range(SIZE):
+                    above = p * stride + i - SIZE // 2
+                    into = row[i * length : (i + 1) * length]
+                    if above < 0 or above >= height:
+                        for k in range(length):
+                            into[k] = zero
+                    elif left >= 0 and left + length <= width * channels:
+                        line = lines[n, above, left : left + length]
+                        for k in range(length):
+                            into[k] = line[k]
+                    else:
+                        for k in range(length):
+                            inside = 0 <= left + k < width * channels
+                            into[k] = lines[n, above, left + k] if inside else zero
+
+
+@jit
+def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
+    # Adds to dx (n, h, w, c).
+    samples, height, width, channels = dx.shape
+    lines = dx.reshape(samples, height, width * channels)
+    length = SIZE * channels
+    for n in range(samples):
+        for p in range(high):
+            for q in range(wide):
+                row = rows[(n * high + p) * wide + q]
+                left = (q * stride - SIZE // 2) * channels
+                first, last = max(0, -left), min(length, width * channels - left)
+                for i in range(SIZE):
+                    above = p * stride + i - SIZE // 2
+                    if above < 0 or above >= height:
+                        continue
+                    line = lines[n, above, left + first : left + last]
+                    given = row[i * length + first : i * length + last]
+                    for k in range(last - first):
+                        line[k] += given[k]
+
+
+def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
+    """Yield, for each place of a window, its number, the output pixels that have it inside, and the input pixels."""
+    for i in range(SIZE):
+        for j in range(SIZE):
+            outputs, inputs = [slice(None)], [slice(None)]
+            for place, count, side in ((i, high, height), (j, wide, width)):
+                before = place - SIZE // 2
+                first = -(before // stride) if before < 0 else 0
+                last = min(count, (side - 1 - before) // stride + 1)
+                outputs.append(slice(first, last))
+                inputs.append(slice(first * stride + before, (last - 1) * stride + before + 1, stride))
+            if all(part.stop > part.start for part in outputs[1:]):
+                yield i * SIZE + j, tuple(outputs), tuple(inputs)
+
+
+def _unfold_device(x: Array, rows: Array, high: int, wide: int, stride: int) -> None:
+    samples, height, width, channels = x.shape
+    windows = rows.reshape(samples, high, wide, SIZE * SIZE, channels)
+    windows[...] = 0
+    for place, outputs, inputs in _shifted(high, wide, height, width, stride):
+        windows[(*outputs, place)] = x[inputs]
+
+
+def _fold_device(rows: Array, dx: Array, high: int, wide: int, stride: int) -> None:
+    samples, height, width, channels = dx.shape
+    windows = rows.reshape(samples, high, wide, SIZE * SIZE, channels)
+    for place, outputs, inputs in _shifted(high, wide, height, width, stride):
+        dx[inputs] += windows[(*outputs, place)]
+
+
+for _dtype in SAMPLE_DTYPES:
+    _pixels, _row = np.ones((1, 1, 1, 1), _dtype), np.ones((1, SIZE * SIZE), _dtype)
+    _unfold_rows.sample(lambda x=_pixels, r=_row: (x, r.copy(), 1, 1, 1))
+    _fold_rows.sample(lambda x=_pixels, r=_row: (r, x.copy(), 1, 1, 1))

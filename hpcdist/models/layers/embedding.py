@@ -1,0 +1,158 @@
+"""Embeddings of tokens, and positions: learned tables and rotations (RoPE; Su et al., arXiv:2104.09864).
+
+A token embedding gathers rows of a table and adds gradients back into them; learned positions are a second table.
+Rotary positions turn queries and keys by angles that grow with their position. The halves of a head are the pairs,
+(i, i + head_size / 2), as in Llama: pair i of position t turns by ``t THETA^(-2 i / head_size)``. A rotation keeps
+lengths, and its gradient is rotated back. With e the distance of 1 to the next number of the dtype, errors are at most
+``2 e (|left| + |right|)`` of the pair, and in float64, which angles are computed in, t times as much.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.jit import jit
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.linear import add_to_rows, column_sums
+from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.models.tokens import as_indices, check_tokens
+
+
+class LocalEmbedding:
+    """A table ``PREFIX.weight`` (vocabulary, hidden)."""
+
+    weight_reads = ("tokens",)
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
+        table = parameters[f"{prefix}.weight"]
+        check_tokens(tokens, table.shape[0], "token")
+        y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
+        rows = y.reshape(-1, table.shape[1])
+        (cuda_kernels.gather if is_device(table) else _gather)(table, as_indices(tokens, saved), rows)
+        saved.keep(f"{prefix}.tokens", tokens)
+        return y
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add the rows of contiguous dy (..., hidden) to the gradient of the table."""
+        into, add = gradients.into(f"{prefix}.weight")
+        if not add:
+            into[...] = 0
+        rows = dy.reshape(-1, dy.shape[-1])
+        indices = as_indices(saved[f"{prefix}.tokens"], saved)
+        (cuda_kernels.scatter if is_device(dy) else _add_rows)(rows, indices, into)
+
+
+class LocalPositions:
+    """A table ``PREFIX.weight`` (positions, hidden), of which every sample gets the first rows."""
+
+    def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
+        """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
+        rows = parameters[f"{prefix}.weight"][:context]
+        add_to_rows(y.reshape(y.shape[0], -1), rows.reshape(-1))
+        return y
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add dy (batch, context, hidden), summed over samples, to the gradient of the table."""
+        into, add = gradients.into(f"{prefix}.weight")
+        context = dy.shape[1]
+        if not add:
+            into[context:] = 0
+        column_sums(dy.reshape(dy.shape[0], -1), into[:context].reshape(-1), add)
+
+
+@jit
+def _gather(table: Any, indices: Any, rows: Any) -> None:
+    for i in range(rows.shape[0]):
+        source = table[indices[i]]
+        for j in range(rows.shape[1]):
+            rows[i, j] = source[j]
+
+
+@jit
+def _add_rows(rows: Any, indices: Any, table: Any) -> None:
+    for i in range(rows.shape[0]):
+        target = table[indices[i]]
+        for j in range(rows.shape[1]):
+            target[j] += rows[i, j]
+
+
+for _dtype in SAMPLE_DTYPES:
+    _block = np.ones((1, 2), _dtype)
+    _gather.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
+    _add_rows.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
+
+
+THETA: Final = 10000.0
+_tables: dict[tuple[int, Any, bool], Array] = {}  # (head size, dtype, on a GPU) -> table of the longest context yet
+
+
+class LocalRotary:
+    """Rotation of the heads that lie in the first columns; position 0 is the first of a sample."""
+
+    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of contiguous x (batch, context, columns), in place; return x.
+
+        ``rotated`` is a multiple of ``head_size``, which is even: ConfigurationError where it is not.
+        """
+        return _turn(x, head_size, rotated, 1)
+
+    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of the gradient (batch, context, columns) back, in place; return it."""
+        return _turn(dx, head_size, rotated, -1)
+
+
+def rotary_table(context: int, head_size: int, like: Array) -> Array:
+    """Return (context, head_size): cosines, then sines, of all positions; where ``like`` is, in its dtype or float32.
+
+    Angles are computed in float64. The table is kept, and grows by doubling: texts grow by a token when sampled.
+    """
+    dtype = accumulation_dtype(like.dtype)
+    key = head_size, dtype, is_device(like)
+    found = _tables.get(key)
+    if found is None or found.shape[0] < context:
+        if head_size % 2:
+            raise ConfigurationError(
+                f"rotary positions turn pairs, and a head of {head_size} has none for its last; "
+                "choose model.heads so that model.hidden / model.heads is even, or model.positions = 'learned'"
+            )
+        xp = namespace(like)
+        longest = context if found is None else max(context, 2 * found.shape[0])
+        frequency = THETA ** (-2.0 * xp.arange(head_size // 2, dtype=np.float64) / head_size)
+        angle = xp.arange(longest, dtype=np.float64)[:, None] * frequency[None, :]
+        found = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)
+    return found[:context]
+
+
+def _turn(x: Array, head_size: int, rotated: int, sign: int) -> Array:
+    _, context, columns = x.shape
+    assert rotated % head_size == 0 and rotated <= columns, f"{rotated} of {columns} columns are no heads"
+    turns = rotary_table(context, head_size, x)
+    if is_device(x):
+        cuda_kernels.rotate(x, rotated, turns, sign)
+    else:
+        _turn_rows(x, rotated, turns, x.dtype.type(sign))
+    return x
+
+
+@jit(fastmath={"contract"})
+def _turn_rows(x: Any, rotated: Any, turns: Any, sign: Any) -> None:
+    half = turns.shape[1] // 2
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            cosine, sine = turns[t, :half], turns[t, half:]
+            for head in range(0, rotated, 2 * half):
+                first, second = x[b, t, head : head + half], x[b, t, head + half : head + 2 * half]
+                for i in range(half):
+                    left, right = first[i], second[i]
+                    first[i] = left * cosine[i] - sign * right * sine[i]
+                    second[i] = right * cosine[i] + sign * left * sine[i]
+
+
+for _rotary_dtype in SAMPLE_DTYPES:
+    _cube = np.ones((1, 1, 2), _rotary_dtype)
+    _turn_rows.sample(lambda x=_cube: (x.copy(), 2, x[0], x.dtype.type(1)))

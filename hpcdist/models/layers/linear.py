@@ -1,0 +1,138 @@
+"""Dense layers: matrix products of the array library, written straight into their destination."""
+
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+
+class LocalLinear:
+    """``y = x weight^T + bias`` with weight (..., inputs) and bias (...): all dims but the last count outputs."""
+
+    weight_reads = ("x",)
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y (..., outputs) for contiguous x (..., inputs)."""
+        saved.keep(f"{prefix}.x", x)
+        return affine(parameters, prefix, x, saved)
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
+        self.backward_weight(parameters, gradients, prefix, dy, saved)
+        return self.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx in the scratch that all linears share."""
+        return gradient_of_input(parameters, prefix, dy, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias."""
+        gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved)
+        if f"{prefix}.bias" in parameters:
+            gradient_of_bias(gradients, prefix, dy)
+
+
+def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    """Return x weight^T + bias (..., outputs), kept as ``PREFIX.y``; x is contiguous, and not kept."""
+    weight = as_matrix(parameters[f"{prefix}.weight"])
+    outputs, inputs = weight.shape
+    y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
+    rows = y.reshape(-1, outputs)
+    namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
+    bias = parameters.get(f"{prefix}.bias")
+    if bias is not None:
+        add_to_rows(rows, bias.reshape(-1))
+    return y
+
+
+def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+    """Return dy weight (..., inputs) in the scratch that all linears share."""
+    xp = namespace(dy)
+    weight = as_matrix(parameters[f"{prefix}.weight"])
+    outputs, inputs = weight.shape
+    dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
+    assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+    xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
+    return dx
+
+
+def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
+    """Write or add dy^T x."""
+    given, add = gradients.into(f"{prefix}.weight")
+    into = as_matrix(given)
+    outputs, inputs = into.shape
+    product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
+    namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
+    if add:
+        into += product
+
+
+def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
+    """Write or add the sums of the rows of dy."""
+    given, add = gradients.into(f"{prefix}.bias")
+    into = given.reshape(-1)
+    column_sums(dy.reshape(-1, into.size), into, add)
+
+
+def as_matrix(weight: Array) -> Array:
+    """View ``weight`` (..., inputs) as (outputs, inputs)."""
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def add_to_rows(rows: Array, row: Array) -> None:
+    """Add ``row`` (columns,) to each of contiguous ``rows`` (n, columns), in place."""
+    (cuda_kernels.add if is_device(rows) else _add_row)(rows, row)
+
+
+def column_sums(rows: Array, into: Array, add: bool) -> None:
+    """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
+    if is_device(rows):
+        cuda_kernels.column_sums(rows, into, add)
+        return
+    if not add:
+        into[...] = 0
+    _add_columns(rows, into)
+
+
+@jit
+def _add_row(rows: Any, row: Any) -> None:
+    # numpy takes a buffer for this each time.
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            rows[i, j] += row[j]
+
+
+@jit(fastmath=REORDER)
+def _add_columns(rows: Any, into: Any) -> None:
+    # As fast as a product with ones, which needs the ones. Eight rows at a time are added up first: less rounding.
+    count, columns = rows.shape
+    whole = count // 8 * 8
+    for i in range(0, whole, 8):
+        a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
+        e, f, g, h = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]
+        for j in range(columns):
+            into[j] += ((a[j] + b[j]) + (c[j] + d[j])) + ((e[j] + f[j]) + (g[j] + h[j]))
+    for i in range(whole, count):
+        for j in range(columns):
+            into[j] += rows[i, j]
+
+
+for _dtype in SAMPLE_DTYPES:
+    _block = np.ones((1, 2), _dtype)
+    _add_row.sample(lambda x=_block: (x.copy(), x[0]))
+    _add_columns.sample(lambda x=_block: (x, x[0].copy()))

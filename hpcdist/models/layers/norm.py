@@ -1,0 +1,179 @@
+"""Layer normalisation (Ba, Kiros, Hinton 2016) and its form without a mean, RMS normalisation (Zhang, Sennrich 2019).
+
+One pass over memory in each direction. Errors, with e the distance of 1 to the next number of the dtype, n a row that
+is normalised, far = 1 + |mean| / deviation of it (1 in RMS), and g = dy scale, are at most
+
+    y        ``4 e far (1 + |n|) |scale| + 2 e |bias|``
+    dx       ``4 e far (|g| + (1 + |n|) rms(g)) / deviation``
+    dscale   ``4 e sum(|dy| far (1 + |n|))`` over some thousand tokens, which are added one after the other
+    dbias    ``4 e sum |dy|``, as far
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.jit import jit
+from hpcdist.models.layers import cuda_kernels
+from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+EPSILON: Final = 1e-5
+KINDS: Final = ("layer", "rms")
+
+
+class LocalNorm:
+    """Normalisation over the last dim, by the kind.
+
+    "layer": ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``;
+    "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, which has no tensor ``PREFIX.bias``.
+    """
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
+        """Return y of the shape of contiguous x, which must stay unchanged until backward."""
+        assert kind in KINDS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(KINDS)}"
+        scale = parameters[f"{prefix}.scale"]
+        y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
+        saved.keep(f"{prefix}.x", x)
+        saved.keep(f"{prefix}.kind", kind)
+        rows, out, epsilon = _rows(x), _rows(y), x.dtype.type(EPSILON)
+        shape = rows.shape[0], 1 if kind == "rms" else 2
+        statistics = saved.empty(f"{prefix}.statistics", shape, accumulation_dtype(x.dtype))
+        if kind == "rms":
+            (cuda_kernels.rms if is_device(x) else _rms)(rows, scale, epsilon, out, statistics)
+        else:
+            run = cuda_kernels.norm if is_device(x) else _forward
+            run(rows, scale, parameters[f"{prefix}.bias"], epsilon, out, statistics)
+        return y
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        residual: Array | None = None,
+    ) -> Array:
+        """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
+        x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
+        dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
+        if residual is None:
+            dx[...] = 0
+        given = (
+            _rows(dy),
+            _rows(x),
+            scale,
+            saved[f"{prefix}.statistics"],
+            _rows(dx),
+            _gradient_target(gradients, prefix, "scale"),
+        )
+        if saved[f"{prefix}.kind"] == "rms":
+            (cuda_kernels.rms_backward if is_device(x) else _rms_backward)(*given)
+        else:
+            run = cuda_kernels.norm_backward if is_device(x) else _backward
+            run(*given, _gradient_target(gradients, prefix, "bias"))
+        return dx
+
+
+def _gradient_target(gradients: Gradients, prefix: str, name: str) -> Array:
+    """Return where the gradient of a tensor goes, to be added to."""
+    into, add = gradients.into(f"{prefix}.{name}")
+    if not add:
+        into[...] = 0
+    return into
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+@jit(fastmath=REORDER)
+def _forward(x: Any, scale: Any, bias: Any, epsilon: Any, y: Any, statistics: Any) -> None:
+    # x, y (tokens, hidden); statistics (tokens, 2): mean and 1 / standard deviation. Constants are built from
+    # `epsilon`, since a Python float would turn float32 arithmetic into float64.
+    hidden = x.shape[1]
+    zero = epsilon - epsilon
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        total = zero
+        for j in range(hidden):
+            total += x[token, j]
+        mean = total * share
+        total = zero
+        for j in range(hidden):
+            total += (x[token, j] - mean) * (x[token, j] - mean)
+        inverse = x.dtype.type(1.0 / np.sqrt(total * share + epsilon))
+        for j in range(hidden):
+            y[token, j] = (x[token, j] - mean) * inverse * scale[j] + bias[j]
+        statistics[token, 0] = mean
+        statistics[token, 1] = inverse
+
+
+@jit(fastmath=REORDER)
+def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any, dbias: Any) -> None:
+    # Adds to dx (tokens, hidden), dscale (hidden,) and dbias (hidden,).
+    hidden = x.shape[1]
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        mean, inverse = statistics[token, 0], statistics[token, 1]
+        sum_g = x.dtype.type(0.0)
+        sum_gx = x.dtype.type(0.0)
+        for j in range(hidden):
+            g = dy[token, j] * scale[j]
+            sum_g += g
+            sum_gx += g * (x[token, j] - mean)
+        offset = sum_g * share
+        slope = sum_gx * share * inverse * inverse
+        for j in range(hidden):
+            centred = x[token, j] - mean
+            dx[token, j] += (dy[token, j] * scale[j] - offset - centred * slope) * inverse
+            dscale[j] += dy[token, j] * centred * inverse
+            dbias[j] += dy[token, j]
+
+
+@jit(fastmath=REORDER)
+def _rms(x: Any, scale: Any, epsilon: Any, y: Any, statistics: Any) -> None:
+    # x, y (tokens, hidden); statistics (tokens, 1): 1 / root of the mean of squares.
+    hidden = x.shape[1]
+    zero = epsilon - epsilon
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        total = zero
+        for j in range(hidden):
+            total += x[token, j] * x[token, j]
+        inverse = x.dtype.type(1.0 / np.sqrt(total * share + epsilon))
+        for j in range(hidden):
+            y[token, j] = x[token, j] * inverse * scale[j]
+        statistics[token, 0] = inverse
+
+
+@jit(fastmath=REORDER)
+def _rms_backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any) -> None:
+    # Adds to dx (tokens, hidden) and dscale (hidden,).
+    hidden = x.shape[1]
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        inverse = statistics[token, 0]
+        total = x.dtype.type(0.0)
+        for j in range(hidden):
+            total += dy[token, j] * scale[j] * x[token, j]
+        slope = total * share * inverse * inverse
+        for j in range(hidden):
+            dx[token, j] += (dy[token, j] * scale[j] - x[token, j] * slope) * inverse
+            dscale[j] += dy[token, j] * x[token, j] * inverse
+
+
+def _sample(dtype: str) -> tuple[Any, ...]:
+    row, block = np.ones(2, dtype), np.ones((1, 2), dtype)
+    return row, block
+
+
+for _dtype in SAMPLE_DTYPES:
+    _row, _block = _sample(_dtype)
+    _forward.sample(lambda r=_row, b=_block: (b, r, r, r.dtype.type(1), b.copy(), b.copy()))
+    _backward.sample(lambda r=_row, b=_block: (b, b, r, b, b.copy(), r.copy(), r.copy()))
+    _rms.sample(lambda r=_row, b=_block: (b, r, r.dtype.type(1), b.copy(), b.copy()))
+    _rms_backward.sample(lambda r=_row, b=_block: (b, b, r, b, b.copy(), r.copy()))

@@ -1,0 +1,156 @@
+"""Split backward: the gradient of the input in a first pass, those of the weights in a second one.
+
+Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass, on which nothing waits.
+
+- Linears and embeddings are put off; all else (norms, positions: sums over what the first pass has in its cache) is
+  done in the first pass. An embedding has no other gradient than that of its table, and the first layer of an mlp none
+  than those of its weight and bias: their whole work is put off.
+- A linear's second pass needs its input, which the forward has kept, and ``dy``. That is copied, a row of ``hidden`` a
+  token, unless it lies in memory that this stage's `Saved` owns and nobody writes any more: as the logits, what an
+  activation writes over its own input, and what attention is told to keep. A gpt copies two rows a token and block, on
+  the way along its residual; both passes together take 1.02 to 1.04 times the joint backward (hidden 256 and 128).
+- `release_first_pass` gives back all other memory between the passes.
+- Bits: a tensor's gradient is a sum in the order in which micro-batches add to it. With second passes in the order of
+  the micro-batches it is the same as that of a joint backward. A tensor that two stages use has one order more: where
+  both add to the same memory, the second passes of both for a micro-batch have to come before those of the next one,
+  the later stage's first. In any other order that tensor differs by rounding.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.models.operations import AttentionOperation, EmbeddingOperation, LinearOperation, Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+_LINEARS: Final = ("linear_column", "linear_row")
+
+
+def split_operations(operations: Operations) -> Operations:
+    """Return ``operations`` whose backward puts off the gradients of weights; see `weight_gradients`."""
+    return replace(
+        operations,
+        linear_column=SplitLinear("linear_column", operations.linear_column),
+        linear_row=SplitLinear("linear_row", operations.linear_row),
+        embed=SplitEmbedding(operations.embed),
+        attention=SplitAttention(operations.attention),
+    )
+
+
+def release_first_pass(saved: Saved) -> None:
+    """Give back what only the first pass needed, once a stage's backward with `splitting` operations is done."""
+    saved.narrow()
+
+
+def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
+    """Write or add the gradients that a backward with `splitting` operations has put off; ``saved`` can be released.
+
+    Local. Of ``parameters`` only the names count: their memory may be freed.
+    """
+    for prefix, name in saved.deferred.items():
+        dy = saved[f"{prefix}.dy"]
+        if name in _LINEARS:
+            linear: LinearOperation = getattr(operations, name)
+            linear.backward_weight(parameters, gradients, prefix, dy, saved)
+        else:
+            operations.embed.backward(gradients, prefix, dy, saved)
+    saved.deferred.clear()
+
+
+@dataclass(frozen=True)
+class SplitLinear:
+    """The linear ``inner``, which the table has under ``name``, without its second pass."""
+
+    name: str
+    inner: LinearOperation
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """As of the inner one."""
+        return self.inner.weight_reads
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y."""
+        return self.inner.forward(parameters, prefix, x, saved)
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Return dx, None without ``input_gradient``; no gradient is written."""
+        dx = self.inner.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+        _defer(self.name, prefix, dy, saved, self.weight_reads)
+        return dx
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx."""
+        return self.inner.backward_input(parameters, prefix, dy, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias."""
+        self.inner.backward_weight(parameters, gradients, prefix, dy, saved)
+
+
+@dataclass(frozen=True)
+class SplitEmbedding:
+    """The embedding ``inner``, with its backward put off as a whole."""
+
+    inner: EmbeddingOperation
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """As of the inner one."""
+        return self.inner.weight_reads
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return the rows of the table."""
+        return self.inner.forward(parameters, prefix, tokens, saved)
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Keep dy; no gradient is written."""
+        _defer("embed", prefix, dy, saved, self.weight_reads)
+
+
+@dataclass(frozen=True)
+class SplitAttention:
+    """The attention ``inner``; its gradient is written to where the linear before it finds it later."""
+
+    inner: AttentionOperation
+
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
+    ) -> Array:
+        """Return (batch, context, width)."""
+        return self.inner.forward(qkv, head_size, saved, name, dropout, part, kv, causal)
+
+    def backward(
+        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = True
+    ) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), which ``saved`` owns."""
+        return self.inner.backward(dy, saved, name, keep=keep)
+
+
+def _defer(name: str, prefix: str, dy: Array, saved: Saved, reads: tuple[str, ...]) -> None:
+    """Keep what the second pass of ``prefix`` needs. Other memory may be written, or belong to others, by then."""
+    if saved.owns(dy):
+        saved.keep(f"{prefix}.dy", dy)
+    else:
+        saved.empty(f"{prefix}.dy", dy.shape, dy.dtype)[...] = dy
+    for needed in ("dy", *reads):
+        saved.hold(f"{prefix}.{needed}")
+    saved.deferred[prefix] = name

@@ -1,0 +1,274 @@
+"""Transformers: the decoder-only GPT (Radford et al. 2019) and the masked encoder (Devlin et al. 2018).
+
+GPT: learned positions, pre-norm blocks, tanh GELU, causal attention. Layers: 0 embeds, 1..L are blocks, L + 1 is the
+last norm and the head. Activations are (batch, context, hidden). As options, those of Llama (Touvron et al.,
+arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and values that queries share, linears without
+bias.
+Encoder: the same stages and options, but every token sees all others, and the training predicts masked tokens. A sample
+has as many targets as `masked_predictions` says; the other places of its targets hold `hpcdist.models.tokens.IGNORED`.
+`hpcdist.training.data` decides which tokens are masked.
+"""
+
+import math
+from typing import Any, Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import (
+    Gradients,
+    Parameters,
+    Saved,
+    Stage,
+    StreamOf,
+    column_specs,
+    draw_normal,
+    norm_specs,
+    row_specs,
+)
+
+INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
+
+
+def gpt_stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
+    """Return the stages of a GPT for at most ``context`` tokens a sample."""
+    return transformer_stages(config, context, causal=True)
+
+
+def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
+    """Return the stages of a transformer; unless ``causal`` every token sees all of its sample."""
+    if context < 1:
+        raise ConfigurationError(f"data.context is {context}; {config.kind} models need at least 1 token of context")
+    if config.dropout and not fits_counter(config.heads * context, context):
+        raise ConfigurationError(
+            f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a "
+            "sample has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
+            "shorter context, or model.dropout = 0"
+        )
+    blocks = (TransformerBlock(layer, config, context, causal) for layer in range(1, config.layers + 1))
+    return (TokenEmbedding(config, context), *blocks, LanguageModelHead(config, context))
+
+
+class TokenEmbedding:
+    """Tokens (batch, context) to activations: token embedding plus position, where positions are learned."""
+
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        self.layer = 0
+        self.tied: dict[str, str] = {}
+        self.context, self.dropout = context, config.dropout
+        self._output = (context, config.hidden)
+        self.learned = config.positions == "learned"
+        tables = (
+            TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden), cut=0),
+            TensorSpec(0, "positions.weight", (context, config.hidden)),
+        )
+        self._specs = tables if self.learned else tables[:1]
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the tables."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, hidden)."""
+        return samples, *self._output
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the tables."""
+        for spec in self._specs:
+            draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return (batch, context, hidden) for integer tokens x (batch, context).
+
+        Any context up to that of the table of positions; without one there is no bound.
+        """
+        context = x.shape[1]
+        if self.learned and context > self.context:
+            raise UsageError(f"got {context} tokens of context, the model has {self.context} positions; pass the last")
+        y = operations.embed.forward(parameters, "tokens", x, saved)
+        if self.learned:
+            y = operations.positions.forward(parameters, "positions", y, context, saved)
+        return operations.dropout.forward(y, self.dropout, EMBEDDING, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> None:
+        """Write the gradients of the tables; tokens have none."""
+        dy = operations.dropout.backward(dy, self.dropout, EMBEDDING, saved)
+        operations.embed.backward(gradients, "tokens", dy, saved)
+        if self.learned:
+            operations.positions.backward(gradients, "positions", dy, saved)
+
+
+class TransformerBlock:
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
+        self.layer = layer
+        self.tied: dict[str, str] = {}
+        self._output = (context, config.hidden)
+        self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
+        self.grouped = config.kv_width != config.hidden
+        self.rotary, self.norm, self.activation = config.positions == "rotary", config.norm, config.activation
+        self._residual_deviation = INITIAL_DEVIATION / math.sqrt(2 * config.layers)
+        hidden, bias = config.hidden, config.bias
+        qkv = column_specs(layer, "qkv", hidden, 3, hidden, bias=bias)  # query, key, value: each is cut by heads
+        if self.grouped:
+            qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
+            qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
+        gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
+        self._specs = (
+            *norm_specs(layer, "norm1", hidden, config.norm),
+            *qkv,
+            *row_specs(layer, "projection", hidden, hidden, bias=bias),
+            *norm_specs(layer, "norm2", hidden, config.norm),
+            *column_specs(layer, "up", hidden, *gated, config.inner, bias=bias),
+            *row_specs(layer, "down", config.inner, hidden, bias=bias),
+        )
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the block."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, hidden)."""
+        return samples, *self._output
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the weights, those that end in the residual smaller; norms start as the identity."""
+        for spec in self._specs:
+            if spec.name.endswith(".weight"):
+                residual = spec.name.startswith(("projection", "down"))
+                draw_normal(parameters, spec, rng_of, self._residual_deviation if residual else INITIAL_DEVIATION)
+            else:
+                parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return (batch, context, hidden); x stays unchanged."""
+        normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm)
+        mixed = self._attention(parameters, normal, operations, saved)
+        middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
+        middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
+        middle += x
+        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm)
+        wide = operations.linear_column.forward(parameters, "up", normal, saved)
+        active = operations.activation.forward(wide, self.activation, saved)
+        y = operations.linear_row.forward(parameters, "down", active, saved)
+        y = operations.dropout.forward(y, self.dropout, DOWN, saved)
+        y += middle
+        return y
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients; return dx in the memory of dy, which runs along the residual."""
+        branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
+        d = operations.linear_row.backward(parameters, gradients, "down", branch, saved)
+        assert d is not None
+        d = operations.activation.backward(d, saved)
+        d = operations.linear_column.backward(parameters, gradients, "up", d, saved)
+        assert d is not None
+        dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
+        branch = operations.dropout.backward(dy, self.dropout, PROJECTION, saved)
+        d = operations.linear_row.backward(parameters, gradients, "projection", branch, saved)
+        assert d is not None
+        d = self._attention_backward(parameters, gradients, d, operations, saved)
+        return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
+
+    def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return what the heads see (batch, context, width), from their linears on."""
+        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
+        how: dict[str, Any] = {"dropout": self.dropout, "causal": self.causal}
+        if not self.grouped:
+            qkv = linear.forward(parameters, "qkv", x, saved)
+            if self.rotary:
+                rotary.forward(qkv, size, qkv.shape[-1] // 3 * 2, saved)
+            return operations.attention.forward(qkv, size, saved, **how)
+        query, kv = linear.forward(parameters, "query", x, saved), linear.forward(parameters, "kv", x, saved)
+        if self.rotary:
+            rotary.forward(query, size, query.shape[-1], saved)
+            rotary.forward(kv, size, kv.shape[-1] // 2, saved)
+        return operations.attention.forward(query, size, saved, kv=kv, **how)
+
+    def _attention_backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients of the linears before the heads; return dx, a scratch array."""
+        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
+        found = operations.attention.backward(dy, saved)
+        if not self.grouped:
+            assert not isinstance(found, tuple)
+            if self.rotary:
+                rotary.backward(found, size, found.shape[-1] // 3 * 2, saved)
+            dx = linear.backward(parameters, gradients, "qkv", found, saved)
+            assert dx is not None
+            return dx
+        dquery, dkv = found
+        if self.rotary:
+            rotary.backward(dquery, size, dquery.shape[-1], saved)
+            rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
+        by_query = linear.backward(parameters, gradients, "query", dquery, saved)
+        assert by_query is not None
+        kept = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
+        kept[...] = by_query  # the next linear writes where this one has
+        dx = linear.backward(parameters, gradients, "kv", dkv, saved)
+        assert dx is not None
+        dx += kept
+        return dx
+
+
+class LanguageModelHead:
+    """The last norm and the matrix to logits, which may be the table of token embeddings."""
+
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        self.layer = config.layers + 1
+        self._output = (context, config.vocabulary)
+        self.tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
+        head = TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
+        self.norm = config.norm
+        self._specs = (*norm_specs(self.layer, "norm", config.hidden, config.norm), *(() if config.tied else (head,)))
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the norm, and of the head unless it is tied."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, vocabulary)."""
+        return samples, *self._output
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the head unless it is tied; the norm starts as the identity."""
+        for spec in self._specs:
+            if spec.name == "head.weight":
+                draw_normal(parameters, spec, rng_of, INITIAL_DEVIATION)
+            else:
+                parameters[spec.name][...] = 1 if spec.name == "norm.scale" else 0
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return logits (batch, context, vocabulary); x stays unchanged."""
+        normal = operations.norm.forward(parameters, "norm", x, saved, kind=self.norm)
+        return operations.linear_column.forward(parameters, "head", normal, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients; return dx (batch, context, hidden)."""
+        d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
+        assert d is not None
+        return operations.norm.backward(parameters, gradients, "norm", d, saved)
+
+
+MASKED_PERCENT: Final = 15  # of the tokens of a sample
+
+
+def encoder_stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
+    """Return the stages of an encoder for at most ``context`` tokens a sample."""
+    return transformer_stages(config, context, causal=False)
+
+
+def masked_predictions(context: int) -> int:
+    """Return how many tokens of a sample of ``context`` tokens are to be said: 15 % of them, rounded, at least one."""
+    return max(1, (MASKED_PERCENT * context + 50) // 100)

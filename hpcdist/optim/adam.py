@@ -1,0 +1,106 @@
+"""AdamW and LAMB: Adam with decoupled weight decay, and its layer-wise variant for large batches.
+
+AdamW is an elementwise optimizer; `Lamb` multiplies the same direction by a trust ratio for each tensor.
+"""
+
+from typing import ClassVar, Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.optim.base import ElementWise, LayerWise, SegmentWise
+from hpcdist.optim.update import fused, kernels
+
+
+class AdamW(ElementWise):
+    """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
+
+    u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
+    the number of applied updates (a skipped one does not count), unless ``bias_correction`` is off: warm-up then does
+    what is left of that. The decay is multiplied by the current rate, warm-up
+    included: PyTorch's convention (the paper multiplies it by its schedule alone, without alpha). It concerns adapted
+    tensors only. u is taken of the weights before the update.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        direction(self, where, weights, gradient, scale, decay)
+
+    def _step(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        scale: float,
+        rate: float,
+        decay: float,
+        working: Array | None,
+    ) -> None:
+        fused.adam(
+            weights,
+            gradient,
+            self.slots["m"].range(where),
+            self.slots["v"].range(where),
+            scale=scale,
+            rate=rate,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            epsilon=self.config.epsilon,
+            decay=decay,
+            count=self.count,
+            corrects=self.config.bias_correction,
+            working=working,
+        )
+
+
+def direction(
+    optimizer: SegmentWise, where: Range, weights: Array, gradient: Array, scale: float, decay: float
+) -> None:
+    """Turn the gradient of one stretch of a tensor into u, in place, and advance the moments of ``optimizer``."""
+    kernels.adam_direction(
+        weights,
+        gradient,
+        optimizer.slots["m"].range(where),
+        optimizer.slots["v"].range(where),
+        scale=scale,
+        beta1=optimizer.config.beta1,
+        beta2=optimizer.config.beta2,
+        epsilon=optimizer.config.epsilon,
+        decay=decay,
+        count=optimizer.count,
+        corrects=optimizer.config.bias_correction,
+    )
+
+
+_LARGEST: Final = 1e30
+
+
+class Lamb(LayerWise):
+    """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled by tensor.
+
+    w -= rate r u with r = ||w|| / ||u||, u that of `hpcdist.optim.adam.AdamW`, decay included, and both norms over the
+    whole tensor, whatever part of it a rank owns. Choices, as implementations differ in them:
+
+    - m and v are corrected for their start at 0, as in the paper; not so with ``bias_correction`` = false.
+    - phi is the identity. r itself, not ||w||, is kept within ``trust_ratio_min`` and ``trust_ratio_max`` where they
+      are not 0; DeepSpeed takes 0.01 and 10, the paper names none.
+    - r is 1, bounds or not, where either norm is 0 and for tensors that are not adapted, which have no decay either;
+      and where it is above 1e30 and not bounded: u is nothing but rounding then, and rate r would overflow in float32.
+    - The gradient is as it comes. With ``normalize_gradient`` all of it is divided by its norm first, as in NVLAMB (S.
+      Sreenivas et al., "A guide to optimizer implementation for BERT at scale", NVIDIA 2019). Only beside epsilon, and
+      between steps, does that make a difference: u does not change with the scale of all gradients.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        direction(self, where, weights, gradient, scale, decay)
+
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
+        if not (weight_norm > 0.0 and step_norm > 0.0):
+            return 1.0
+        config, ratio = self.config, weight_norm / step_norm
+        if config.trust_ratio_max:
+            ratio = min(ratio, config.trust_ratio_max)
+        ratio = max(ratio, config.trust_ratio_min)
+        return ratio if ratio <= _LARGEST else 1.0

@@ -1,0 +1,303 @@
+"""Base classes of the optimizers: state on the owned ranges, elementwise steps, layer-wise steps.
+
+`SegmentWise` has the state on the owned part, the count of updates, and the loop over tensors. `ElementWise` steps
+each element by itself (AdamW, SGD): no norm is needed, so an update is one pass over memory. `LayerWise` has a rate
+that depends on norms of whole tensors (LAMB, LARS): two phases, with a sum over the owners between them.
+
+The tensors of a layer-wise optimizer are those that a model declares. Query, key and value of a block are one, (3, h,
+h), so they share one ratio, as the one `in_proj_weight` of PyTorch and the fused matrix of Megatron-LM do; published
+references of LARS and LAMB that have three matrices take three. They stay one here: the norms are summed over the
+ranks by tensor, the large-batch results were measured so, and a run that goes on must keep the ratios that it began
+with. With ``model.kv_heads`` queries are a tensor of their own. For weight decay it makes no difference: all three
+matrices decay, and none of their biases does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, to_host
+from hpcdist.arrays.dtypes import is_16bit_float
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.optim import rates
+from hpcdist.optim.config import OptimizerConfig, ParameterGroup
+from hpcdist.optim.norms import ExactNorms, Norms
+from hpcdist.optim.update import kernels
+
+
+class SegmentWise(ABC):
+    """State and walk of an optimizer: `hpcdist.optim.base` and `hpcdist.optim.base` give the phases.
+
+    See `hpcdist.optim.optimizer.Optimizer` for the members and for who calls them when.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ()
+    needs_norms: ClassVar[bool] = False
+    slots_in_apply: ClassVar[bool] = False  # whether `apply` advances the slots, instead of `direction`
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        layout: Layout,
+        parts: Range | Sequence[Range],
+        dtype: np.dtype,
+        *,
+        ledger: Ledger | None,
+        total_steps: int,
+        on: str,
+        make_slot: Callable[[str], FlatStore] | None = None,
+    ) -> None:
+        if dtype not in (np.float32, np.float64):
+            raise UsageError(f"master weights in {dtype}: updates would be rounded away; use float32 or float64")
+        self.config = config
+        self.layout = layout
+        self.parts = (parts,) if isinstance(parts, Range) else tuple(parts)
+        self.dtype = np.dtype(dtype)
+        self.count = 0
+        self._factor = self._scale = 1.0
+        make = make_slot or (
+            lambda name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
+        )
+        self.slots = {name: make(name) for name in self._slots_of(config)}
+        self._total_steps = total_steps
+        self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
+        self._norms: Norms | ExactNorms = Norms(len(layout.segments), on)
+        self._groups = grouped(config, layout)
+
+    def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
+        return self.slot_names
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the update that `begin_step` began; of the coming one before the first."""
+        return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
+
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Count one update more, at ``factor`` times its rate, and forget the partial norms of the one before."""
+        self.count += 1
+        self._factor = factor
+        self._norms.clear()
+
+    @abstractmethod
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Do what `apply` on ``piece`` may need of all pieces; see `hpcdist.optim.optimizer.Optimizer`."""
+
+    def sum_exactly(self) -> None:
+        """From now on sum the partial norms in exact accumulators."""
+        self._norms = ExactNorms(len(self.layout.segments))
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
+        """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
+        return to_host(self._norms.sums()).copy()
+
+    @abstractmethod
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy."""
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint needs beside the slots: the number of applied updates."""
+        return {"count": self.count}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue after the update that `state` describes; the slots are filled by the caller."""
+        self.count = int(state["count"])
+
+    def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
+        for segment, where in self.layout.within(piece):
+            yield self._index[segment.range.start], segment.spec, where
+
+    def _decay(self, spec: TensorSpec) -> float:
+        group = self._groups.get(spec.key) if self._groups else None
+        if group is not None and group.weight_decay is not None:
+            return group.weight_decay
+        return self.config.weight_decay if spec.adapted else 0.0
+
+    def _rate_factor(self, spec: TensorSpec) -> float:
+        group = self._groups.get(spec.key) if self._groups else None
+        return 1.0 if group is None else group.rate_factor
+
+
+def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
+    """Return the group of each tensor of ``layout`` that has one, by its name (local).
+
+    Raises ConfigurationError for a group without a tensor.
+    """
+    groups = config.parsed_groups
+    found: dict[str, ParameterGroup] = {}
+    for key in (segment.key for segment in layout.segments) if groups else ():
+        group = next((group for group in groups if group.has(key)), None)
+        if group is not None:
+            found[key] = group
+    for text, group in zip(config.groups, groups, strict=True):
+        if not any(group is taken for taken in found.values()):
+            raise ConfigurationError(
+                f"optimizer.groups has {text!r}, which no tensor matches that an earlier group has not taken; names "
+                f"are such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
+                "--tensors` lists those of a run"
+            )
+    return found
+
+
+BLOCK: Final = 1 << 16  # elements whose gradient, weights and slots stay in the cache of a core: a megabyte of float32
+
+
+class ElementWise(SegmentWise):
+    """`direction` takes note of the scale alone; `apply` unscales, clips, decays, advances the slots and steps.
+
+    Where weights change between the two, as those of gossip do, `direct_before` makes them apart. Gradients may be
+    16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
+    """
+
+    wide: Array | None = None  # float32 memory of one block
+    _before = False
+
+    def direct_before(self) -> None:
+        """From the next update on, `direction` makes the step of the weights as they are then, and `apply` takes it."""
+        self._before = True
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Take note of ``scale``, which is that of the whole update. ``gradient`` must stay until `apply`."""
+        self._scale = scale
+        if self._before:
+            assert master.dtype == self.dtype == gradient.dtype, "gradients of 16 bits are widened by `apply`"
+            for _, spec, where in self._tensors(piece):
+                self._direction(where, master.range(where), gradient.range(where), scale, self._decay(spec))
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Step ``master`` on ``piece`` along the scaled gradient, and round it into ``working`` when given."""
+        assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
+        common_rate = self.learning_rate
+        for _, spec, where in self._tensors(piece):
+            rate = common_rate * self._rate_factor(spec)
+            if self._before:
+                kernels.descend(master.range(where), direction.range(where), rate)
+                if working is not None:
+                    kernels.round_into(master.range(where), working.range(where))
+                continue
+            decay = self._decay(spec)
+            for block in self._blocks(where, direction, working):
+                copy = None if working is None else working.range(block)
+                gradient = self._widened(direction.range(block))
+                self._step(block, master.range(block), gradient, self._scale, rate, decay, copy)
+
+    def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
+        """Return what one loop takes at a time: all, or what stays in a cache where another one follows."""
+        if is_device(direction.array):  # one kernel does all
+            return (where,)
+        if direction.dtype != self.dtype:
+            return cut(where, self._scratch(direction).size)
+        return (where,) if working is None else cut(where, BLOCK)
+
+    def _widened(self, gradient: Array) -> Array:
+        if gradient.dtype == self.dtype or is_device(gradient):
+            return gradient
+        assert self.wide is not None
+        wide = self.wide[: gradient.size]
+        kernels.widen(gradient, wide)
+        return wide
+
+    def _scratch(self, direction: FlatStore) -> Array:
+        if self.wide is None or self.dtype != np.float32 or not is_16bit_float(direction.dtype):
+            raise UsageError(
+                f"a gradient in {direction.dtype} for master weights in {self.dtype}: 16-bit gradients go with float32 "
+                "weights and memory to widen them in, see hpcdist.optim.master_weights.MasterWeights"
+            )
+        return self.wide
+
+    @abstractmethod
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the step, in place, and advance the slots."""
+
+    @abstractmethod
+    def _step(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        scale: float,
+        rate: float,
+        decay: float,
+        working: Array | None,
+    ) -> None:
+        """Make the whole update of one stretch of a tensor, and of its ``working`` copy.
+
+        ``gradient`` is undefined afterwards. On a GPU it may be 16-bit floats beside float32 weights.
+        """
+
+
+NORM_BLOCK: Final = 1 << 16  # elements of which a direction is still in the cache when their squares are summed
+
+
+class LayerWise(SegmentWise):
+    """Directions and the sums of their squares in one pass, the steps in another."""
+
+    needs_norms: ClassVar[bool] = True
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
+        assert master.dtype == self.dtype == gradient.dtype, "widen 16-bit gradients to the master dtype first"
+        for index, spec, where in self._tensors(piece):
+            decay = self._decay(spec)
+            for block in _blocks(where, gradient.array):
+                weights, step = master.range(block), gradient.range(block)
+                self._direction(block, weights, step, scale, decay)
+                if spec.adapted:
+                    self._norms.add(index, block, weights, step)
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
+        assert norms is not None, "the reduced partial norms are missing"
+        common_rate = self.learning_rate
+        for index, spec, where in self._tensors(piece):
+            decay, rate = self._decay(spec), common_rate * self._rate_factor(spec)
+            weight_norm, step_norm = (norms[index] ** 0.5).tolist()
+            ratio = self._ratio(weight_norm, step_norm, decay) if spec.adapted else 1.0
+            for block in _blocks(where, direction.array) if working is not None else (where,):
+                weights = master.range(block)
+                self._update(block, weights, direction.range(block), rate * ratio, decay)
+                if working is not None:
+                    kernels.round_into(weights, working.range(block))
+
+    @abstractmethod
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the direction, in place."""
+
+    @abstractmethod
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
+        """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
+
+    def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
+        """Move the weights of one stretch at the ``rate`` of its tensor."""
+        kernels.descend(weights, step, rate)
+
+
+def _blocks(where: Range, array: Array) -> Iterable[Range]:
+    """Return what is done at a time: on a GPU all of it."""
+    return (where,) if is_device(array) else cut(where, NORM_BLOCK)

@@ -1,0 +1,248 @@
+"""Assemble a calibrated cluster from measurements: device, links and collectives; the rest from a shipped one.
+
+Numbers of the device are those with all ranks of a node at work, as in a training. What is not measured (storage,
+failures, power, prices) is taken from the base cluster, and its source says that it is an assumption.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.calibrate import device_fits, line_fits
+from hpcdist.planner.calibrate.device_fits import MeasuredProduct, MeasuredStep
+from hpcdist.planner.calibrate.line_fits import FittedPieces
+from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, Device, EfficiencyCurve, LinkLevel, MeasuredFit
+from hpcdist.reporting.units import counted, format_bytes
+
+MESSAGE: Final = "message"
+LONG: Final = 8  # messages of at least the longest divided by this tell the bandwidth of a level
+CLOCK_S: Final = 1e-9  # no clock tells less
+_LIBRARY: Final = "mpi"  # messages and collectives of ours
+_KEPT: Final = ("storage", "failures", "site")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingSeries:
+    """Times of an operation over sizes; ``alone_s``: while no others were at work, where that was measured."""
+
+    operation: str
+    algorithm: str
+    level: str
+    ranks: int
+    nbytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    alone_s: tuple[float, ...] = ()
+    borders: tuple[float, ...] = ()  # sizes that were measured to find where a library changes its ways
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterMeasurements:
+    """What was measured, in numbers. ``moves`` are (bytes, seconds) of what reads and writes memory."""
+
+    date: str
+    device: str
+    hosts: int
+    ranks_per_host: int
+    devices_per_host: int
+    memory_bytes: float
+    host_memory_bytes: float
+    products: Mapping[str, Sequence[MeasuredProduct]]
+    moves: Sequence[tuple[float, float]]
+    steps: Sequence[MeasuredStep]
+    series: Sequence[TimingSeries]
+    by: str = ""  # libraries and settings
+    busy: str = ""  # how one saw that the machine did something else meanwhile
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedCluster:
+    """The cluster, and what to say of each fit: the range, the constants, the error where nothing was fitted."""
+
+    cluster: Cluster
+    lines: tuple[str, ...]
+
+
+def assemble(name: str, base: Cluster, found: ClusterMeasurements) -> CalibratedCluster:
+    """Return the cluster called ``name``; what was not measured is that of ``base`` (local). Raises UsageError."""
+    lines: list[str] = []
+    device = _device(base, found, lines)
+    fits, levels, remarks = _links(base, found, lines)
+    if found.busy:
+        lines.append(f"the machine was busy: {found.busy}")
+    devices = found.hosts * found.devices_per_host
+    cluster = Cluster(
+        name=name,
+        about=f"{found.device}, measured on {counted(found.hosts, 'host')} with "
+        f"{counted(found.ranks_per_host, 'rank')} each",
+        devices=devices,
+        device=device,
+        node=replace(
+            base.node if base.node.devices == found.devices_per_host else ClusterNode(devices=found.devices_per_host),
+            host_memory_bytes=found.host_memory_bytes,
+        ),
+        levels=levels,
+        storage=base.storage,
+        failures=base.failures,
+        site=base.site,
+        fits=fits,
+        sources=_sources(base, found, remarks, measured_links=bool(fits)),
+        calibrated=f"{found.date}; {counted(found.hosts, 'host')}; {'; '.join(lines)}",
+    )
+    return CalibratedCluster(cluster=cluster, lines=tuple(lines))
+
+
+def _device(base: Cluster, found: ClusterMeasurements, lines: list[str]) -> Device:
+    if not found.moves:
+        raise UsageError("the bandwidth of memory was not measured; measure copies of arrays larger than the caches")
+    peaks, curves = {}, {}
+    for dtype, products in found.products.items():
+        fitted = device_fits.fit_curve(products)
+        peaks[dtype], curves[dtype] = (
+            fitted.peak_flops,
+            EfficiencyCurve(
+                sizes=tuple(round(size, 1) for size in fitted.curve.sizes),
+                shares=tuple(round(share, 4) for share in fitted.curve.shares),
+            ),
+        )
+        sizes = curves[dtype].sizes
+        lines.append(
+            f"{dtype} products of sizes {sizes[0]:.0f} to {sizes[-1]:.0f}, unseen ones {fitted.error:.1%} off (median)"
+        )
+    nbytes, seconds = max(found.moves)
+    device = Device(
+        name=found.device,
+        peak_flops=peaks,
+        matmul=curves,
+        memory_bytes=found.memory_bytes,
+        memory_bytes_per_s=nbytes / seconds,
+        memory_share=base.device.memory_share,
+        attention_share=base.device.attention_share,
+        kernel_s=base.device.kernel_s,
+        reserved_bytes=base.device.reserved_bytes,
+        idle_w=base.device.idle_w,
+        peak_w=base.device.peak_w,
+    )
+    lines.append(f"memory with {format_bytes(int(nbytes))} moved")
+    if not found.steps:
+        lines.append("no steps of models: shares of memory and attention are assumptions")
+        return device
+    shares = device_fits.fit_shares(found.steps, replace(base, device=device))
+    lines.append(f"{counted(len(found.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)")
+    return replace(
+        device,
+        memory_share=shares.memory_share,
+        attention_share=shares.attention_share,
+        kernel_s=shares.kernel_s,
+    )
+
+
+def _links(
+    base: Cluster, found: ClusterMeasurements, lines: list[str]
+) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
+    """Return the fits of all series, the levels that messages were measured on, and what is assumed of these.
+
+    Without messages the levels are those of ``base``.
+    """
+    fits: list[MeasuredFit] = []
+    levels: list[TimingSeries] = []
+    for series in found.series:
+        pieces = line_fits.fit_pieces(series.nbytes, series.seconds, always=series.borders)
+        fits.append(_fit(series, pieces))
+        first, last = format_bytes(int(pieces.from_bytes)), format_bytes(int(pieces.until_bytes[-1]))
+        what = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"
+        lines.append(
+            f"{what} over {counted(series.ranks, 'rank')}, {series.level}, {first} to {last}, unseen sizes up to "
+            f"{pieces.error:.0%} off"
+        )
+        if series.operation == MESSAGE:
+            levels.append(series)
+    if not levels:
+        return tuple(fits), _borrowed(base, found), ()
+    remarks = []
+    if found.hosts > 1 and len(levels) == 1:
+        remarks.append(f"links inside a node are taken as those of {levels[0].level!r}: a node had one rank")
+    inner = [_level(series, found.devices_per_host) for series in levels[:-1]]
+    outer = _level(levels[-1], 0)
+    if inner and outer.bytes_per_s > inner[-1].bytes_per_s:
+        remarks.append(
+            f"links of {outer.name!r} are as fast as those of {inner[-1].name!r}: they were measured to be faster, at "
+            f"{outer.bytes_per_s:.3g} bytes/s"
+        )
+        outer = replace(outer, bytes_per_s=inner[-1].bytes_per_s)
+    return tuple(fits), (*inner, outer), tuple(remarks)
+
+
+def _borrowed(base: Cluster, found: ClusterMeasurements) -> tuple[LinkLevel, ...]:
+    """Return the levels of ``base``, or the one that joins its nodes, where the others do not nest in nodes here."""
+    box, devices = found.devices_per_host, found.hosts * found.devices_per_host
+    nest = all(level.devices % box == 0 or box % level.devices == 0 for level in base.levels if level.devices)
+    if nest and (base.levels[-1].devices == 0 or base.levels[-1].devices >= devices):
+        return base.levels
+    joins = (level for level in base.levels if level.devices == 0 or level.devices >= base.node.devices)
+    return (replace(next(joins, base.levels[-1]), devices=0),)
+
+
+def _level(series: TimingSeries, devices: int) -> LinkLevel:
+    """Return the level: latency of the fastest message, and the bandwidth of the longest, the latency left out.
+
+    At most half of a long message counts as latency: on a busy machine one of them can be the fastest.
+    """
+    latency_s = min(series.seconds)
+    long_bytes = max(series.nbytes) / LONG
+
+    def rate(seconds: Sequence[float]) -> float:
+        pairs = zip(series.nbytes, seconds, strict=True)
+        return median(size / max(time - min(seconds), time / 2) for size, time in pairs if size >= long_bytes)
+
+    together = rate(series.seconds)
+    return LinkLevel(
+        name=series.level,
+        devices=devices,
+        latency_s=latency_s,
+        bytes_per_s=together,
+        alone_bytes_per_s=max(together, rate(series.alone_s or series.seconds)),
+    )
+
+
+def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
+    return MeasuredFit(
+        operation=series.operation,
+        ranks=series.ranks,
+        until_bytes=pieces.until_bytes,
+        latency_s=tuple(line.latency_s if line.latency_s >= CLOCK_S else 0.0 for line in pieces.lines),
+        s_per_byte=tuple(line.s_per_byte for line in pieces.lines),
+        algorithm=series.algorithm,
+        level=series.level,
+        library=_LIBRARY,
+        from_bytes=pieces.from_bytes,
+        error=0.0 if math.isnan(pieces.error) else round(pieces.error, 4),
+    )
+
+
+def _sources(
+    base: Cluster, found: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
+) -> dict[str, str]:
+    """Return what the numbers of each section are from; what has the word assumption is told with each plan."""
+    measured = f"measured on {found.date}" + (f" with {found.by}" if found.by else "")
+    assumed = f"assumption: as in {base.name}"
+    device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]
+    if found.busy:
+        busy = f"assumption: the machine was busy ({found.busy}), all that was measured is of what others left"
+        device.append(busy.replace(";", ","))
+    if found.ranks_per_host < found.devices_per_host:
+        part = f"measured with {found.ranks_per_host} of {counted(found.devices_per_host, 'device')} of a node"
+        device.append(f"assumption: all are as fast at once, {part}")
+        if measured_links:
+            level.append(f"assumption: all send as fast at once, {part}")
+    level += [f"assumption: {one}" for one in remarks]
+    return {
+        "device": "; ".join(device),
+        "matmul": measured,
+        "node": f"devices and memory: {measured}; power: {assumed}",
+        "level": "; ".join(level),
+        **dict.fromkeys(_KEPT, assumed),
+        **({"fit": measured} if measured_links else {}),
+    }

@@ -1,0 +1,231 @@
+"""Fit a device: the efficiency curve of matrix products, and the shares of bandwidth and of attention.
+
+The curve is the share of the peak that a product reaches, by size; every third size is left out and gives the error.
+Attention's share of the peak is the median, over steps and both passes, of the time of its operations at the peak
+over the measured time. Elementwise operations take
+
+    kernels kernel_s + bytes / (memory bandwidth memory_share)
+
+forward, and in the backward half as many bytes more and the kernels of both gradients: two constants, in the least
+squares of relative differences, with Huber's weights. Numbers, pairs and kernels are those of
+`hpcdist.planner.model.description`, so that `hpcdist.planner.time.compute`, which multiplies with the same, gives
+back what was measured. The error of a whole step, products included, is taken at steps that were left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.calibrate.line_fits import weighted_line
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.stage_split import attention_flops
+from hpcdist.planner.time.compute import MOVED_BACK, TILED_BACK, peak_share_of, unit_seconds
+
+KNOTS_PER_OCTAVE: Final = 1
+TURNS: Final = 20
+HUBER: Final = 0.1  # difference of logarithms from which on a point counts less
+SMOOTH: Final = 0.05  # weight of the bend of the curve at each knot: two knots without a point between them need it
+LEAST_SIZES: Final = 3
+
+
+class MeasuredProduct(NamedTuple):
+    """A product of (m, k) and (k, n) that took ``seconds``."""
+
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Its operations: 2 for each multiplication and addition."""
+        return 2.0 * self.m * self.k * self.n
+
+    @property
+    def size(self) -> float:
+        """The harmonic mean of its extents, as `hpcdist.planner.cluster.hardware.EfficiencyCurve` has it."""
+        return 3.0 / (1.0 / self.m + 1.0 / self.k + 1.0 / self.n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedCurve:
+    """A curve beside its peak; ``errors`` are relative, of the seconds of the products in ``unseen``."""
+
+    peak_flops: float
+    curve: EfficiencyCurve
+    unseen: tuple[MeasuredProduct, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The median of the absolute errors of products that were not fitted; NaN where there was none."""
+        return float(np.median(np.abs(self.errors))) if self.errors else math.nan
+
+
+def curve_share(curve: EfficiencyCurve, size: float) -> float:
+    """Return the share at ``size``, as a plan takes it."""
+    return peak_share_of(curve, size)[0]
+
+
+def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
+    """Return what the curve says that ``product`` takes."""
+    return product.flops / (fitted.peak_flops * curve_share(fitted.curve, product.size))
+
+
+def fit_curve(products: Sequence[MeasuredProduct], *, peak_flops: float = 0.0) -> FittedCurve:
+    """Return the curve through products; every third size is left out, and tells the error.
+
+    ``peak_flops`` is that of the data sheet; 0: the fastest of the products. The curve has knots an octave apart, and
+    the logarithms of its shares have the least Huber loss to those measured. Raises UsageError for fewer than
+    `LEAST_SIZES` sizes.
+    """
+    ordered = sorted(products, key=lambda one: one.size)
+    bad = next((one for one in ordered if not (math.isfinite(one.seconds) and one.seconds > 0)), None)
+    if bad is not None:
+        raise UsageError(f"a product of ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s; measure again")
+    if len({round(one.size, 6) for one in ordered}) < LEAST_SIZES:
+        raise UsageError(f"a curve needs products of {LEAST_SIZES} sizes, got {len(ordered)} products; measure more")
+    unseen = tuple(one for number, one in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
+    kept = [one for one in ordered if one not in unseen]
+    peak = peak_flops or max(one.flops / one.seconds for one in ordered)
+    curve = _curve(kept, peak)
+    found = FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=())
+    errors = tuple(product_seconds(found, one) / one.seconds - 1.0 for one in unseen)
+    return FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=errors)
+
+
+def _curve(products: Sequence[MeasuredProduct], peak: float) -> EfficiencyCurve:
+    """Return the curve with the least loss."""
+    sizes = np.log2([one.size for one in products])
+    shares = np.log([one.flops / (one.seconds * peak) for one in products])
+    octaves = max(1, round((sizes[-1] - sizes[0]) * KNOTS_PER_OCTAVE))
+    knots = np.linspace(sizes[0], sizes[-1], octaves + 1)
+    hats = np.array([np.interp(sizes, knots, row) for row in np.eye(len(knots))]).T  # (products, knots)
+    bends = SMOOTH * np.diff(np.eye(len(knots)), n=2, axis=0)
+    weights, values = np.ones(len(products)), np.zeros(len(knots))
+    for _ in range(TURNS):
+        root = np.sqrt(weights)
+        left = np.vstack([hats * root[:, None], bends])
+        right = np.concatenate([shares * root, np.zeros(len(bends))])
+        values = np.linalg.lstsq(left, right, rcond=None)[0]
+        off = np.abs(hats @ values - shares)
+        weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))
+    return EfficiencyCurve(
+        sizes=tuple(float(2**knot) for knot in knots),
+        shares=tuple(float(min(1.0, math.exp(value))) for value in values),
+    )
+
+
+LEAST_STEPS: Final = 3
+LEFT_OUT: Final = 3  # every third measured step is not fitted
+MOST_KERNEL_S: Final = 10e-3
+SHARES: Final = (0.01, 1.0)
+
+
+class MeasuredStep(NamedTuple):
+    """The seconds of a micro-batch of ``samples``, forward and back, by kinds of operation."""
+
+    description: ModelDescription
+    samples: int
+    products_s: tuple[float, float]
+    attention_s: tuple[float, float]
+    elementwise_s: tuple[float, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum((*self.products_s, *self.attention_s, *self.elementwise_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedShares:
+    """The constants; ``errors`` are relative, of steps that were not fitted, ``products`` of the curve in all steps."""
+
+    memory_share: float
+    attention_share: float
+    kernel_s: float
+    errors: tuple[float, ...]
+    products: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest absolute error; NaN where there was none."""
+        return max(map(abs, self.errors), default=math.nan)
+
+
+def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str = "float32") -> FittedShares:
+    """Return the constants for the device of ``cluster``, whose peak, curve and bandwidth are known (local).
+
+    Raises UsageError for fewer than `LEAST_STEPS` steps.
+    """
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(f"shares need {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
+    unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
+    fitted = [one for number, one in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
+    memory_share, kernel_s = _elementwise(fitted, cluster, precision)
+    found = replace(
+        cluster.device,
+        memory_share=memory_share,
+        attention_share=_attention(fitted, cluster, precision),
+        kernel_s=kernel_s,
+    )
+    named = replace(cluster, device=found)
+    return FittedShares(
+        memory_share=found.memory_share,
+        attention_share=found.attention_share,
+        kernel_s=found.kernel_s,
+        errors=tuple(predicted_s(one, named, precision) / one.seconds - 1 for one in unseen),
+        products=tuple(products_s(one, named, precision) / sum(one.products_s) - 1 for one in steps),
+    )
+
+
+def predicted_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
+    """Return what the planner says of ``step``: forward and back of its units (local)."""
+    layout = ParallelLayout(microbatch=step.samples, precision=precision)
+    found = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
+    return sum(count * (one.forward_s + one.input_s + one.weight_s) for count, one in found)
+
+
+def products_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
+    """Return what the planner says of the products of ``step`` alone, forward and back (local)."""
+    bare = [replace(unit, attention=None, moved=0.0, moved_cut=0.0, kernels=0) for unit in step.description.units]
+    return predicted_s(step._replace(description=replace(step.description, units=tuple(bare))), cluster, precision)
+
+
+def _attention(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str) -> float:
+    shares = []
+    for step in steps:
+        flops = step.samples * sum(unit.count * attention_flops(unit, exact=True) for unit in step.description.units)
+        for factor, took in zip((1.0, TILED_BACK), step.attention_s, strict=True):
+            if flops and took > 0:
+                shares.append(factor * flops / (took * cluster.device.peak_flops[precision]))
+    if not shares:
+        return cluster.device.attention_share
+    return float(np.clip(np.median(shares), *SHARES))
+
+
+def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str) -> tuple[float, float]:
+    """Return the share of the memory's bandwidth, and the time of a kernel."""
+    rows = []
+    for step in steps:
+        units = step.description.units
+        nbytes = ITEM_BYTES[precision] * step.samples * sum(unit.count * unit.moved for unit in units)
+        forward = sum(unit.count * unit.kernels for unit in units)
+        # Gradients of inputs and of weights, but where only one of them is asked for.
+        back = sum(unit.count * unit.kernels * (1 + bool(unit.products and not unit.first)) for unit in units)
+        for kernels, moved, took in zip(
+            (forward, back), (nbytes, MOVED_BACK * nbytes), step.elementwise_s, strict=True
+        ):
+            if took > 0:
+                rows.append((moved / kernels, took / kernels))
+    if not rows:
+        return cluster.device.memory_share, cluster.device.kernel_s
+    line = weighted_line(*np.array(rows).T)
+    share = 1.0 / (line.s_per_byte * cluster.device.memory_bytes_per_s) if line.s_per_byte else SHARES[1]
+    return float(np.clip(share, *SHARES)), min(line.latency_s, MOST_KERNEL_S)

@@ -1,0 +1,201 @@
+"""Fit measured times of messages and collectives by lines in pieces, with the error at sizes left out of the fit.
+
+The time of a message is about alpha + beta n (R. W. Hockney, "The communication challenge for MPP: Intel Paragon and
+Meiko CS-2", Parallel Computing 20 (1994) 389-398), but with other constants where an MPI library changes from eager
+to rendezvous, and where a buffer no longer fits a cache. So sizes are cut into pieces, each with constants of its
+own: the cuts, and how many of them, are those with the least of
+
+    points ln(loss / points) + constants ln(points)
+
+the criterion of G. Schwarz, "Estimating the dimension of a model", Ann. Stat. 6 (1978) 461-464, where the loss is
+Huber's of the relative differences, so that one interrupted measurement does not bend a line. Every other size is
+left out of the fit and gives its error.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hpcdist.errors import UsageError
+
+MOST_PIECES: Final = 12
+LEAST_POINTS: Final = 2  # of a piece, among those that are fitted
+TURNS: Final = 12  # of reweighting
+HUBER: Final = 0.05  # relative difference from which on a point counts less
+FLOOR: Final = 0.02**2  # of the mean loss: lines that are 2 % off are not made better by more of them
+LEAST_SIZES: Final = 5
+
+
+class FittedLine(NamedTuple):
+    """Seconds = ``latency_s`` + ``s_per_byte`` times bytes."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def at(self, nbytes: float) -> float:
+        """Return the seconds for ``nbytes``."""
+        return self.latency_s + self.s_per_byte * nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedPieces:
+    """Lines by size: ``lines[i]`` up to ``until_bytes[i]``, from ``from_bytes`` on.
+
+    ``errors`` are relative, of the sizes in ``unseen_bytes``, which were measured and not fitted.
+    """
+
+    from_bytes: float
+    until_bytes: tuple[float, ...]
+    lines: tuple[FittedLine, ...]
+    unseen_bytes: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The largest error at a size that was not fitted; NaN where there was none."""
+        return max((abs(one) for one in self.errors), default=math.nan)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return what the pieces say of ``nbytes``; beyond their range, what its nearest piece says."""
+        for limit, line in zip(self.until_bytes, self.lines, strict=True):
+            if nbytes <= limit:
+                return line.at(nbytes)
+        return self.lines[-1].at(nbytes)
+
+    def covers(self, nbytes: float) -> bool:
+        """Whether ``nbytes`` lies within what was measured."""
+        return self.from_bytes <= nbytes <= self.until_bytes[-1]
+
+
+def fit_pieces(
+    nbytes: Sequence[float], seconds: Sequence[float], most: int = MOST_PIECES, always: Sequence[float] = ()
+) -> FittedPieces:
+    """Return the pieces fitted to every other of the sizes, first and last included, and their error at the rest.
+
+    Sizes in ``always`` are fitted besides: those that were measured to find where a library changes its ways. Several
+    times of a size count as their median. Raises UsageError for fewer than `LEAST_SIZES` sizes, or times that
+    are none.
+    """
+    sizes, times = _medians(nbytes, seconds)
+    kept = _fitted(np.isin(sizes, always))
+    rest = np.setdiff1d(np.arange(len(sizes)), kept)
+    found = _best(sizes[kept], times[kept], most)
+    errors = [found.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
+    return FittedPieces(
+        from_bytes=float(sizes[0]),
+        until_bytes=found.until_bytes,
+        lines=found.lines,
+        unseen_bytes=tuple(sizes[rest].tolist()),
+        errors=tuple(map(float, errors)),
+    )
+
+
+def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes in order and the median time of each."""
+    size, time = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
+    if size.shape != time.shape or size.ndim != 1:
+        raise UsageError(f"a fit needs a time for each size, got {size.shape} sizes and {time.shape} times")
+    bad = np.flatnonzero(~(np.isfinite(time) & (time > 0) & np.isfinite(size) & (size >= 0)))
+    if bad.size:
+        raise UsageError(
+            f"a fit needs sizes and times above 0, got {time[bad[0]]} s for {size[bad[0]]:g} bytes; measure it again"
+        )
+    sizes = np.unique(size)
+    if len(sizes) < LEAST_SIZES:
+        raise UsageError(f"a fit needs {LEAST_SIZES} sizes, got {len(sizes)}; measure more of them")
+    return sizes, np.array([np.median(time[size == each]) for each in sizes])
+
+
+def _fitted(always: np.ndarray) -> np.ndarray:
+    """Return which of the sizes are fitted: every other one and the last, those ``always`` not counted, and these."""
+    others = np.flatnonzero(~always)
+    return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
+
+
+def _best(sizes: np.ndarray, times: np.ndarray, most: int) -> FittedPieces:
+    """Return the pieces with the least criterion: the best cuts for each number of them by dynamic programming."""
+    count = len(sizes)
+    known: dict[tuple[int, int], tuple[FittedLine, float]] = {}
+
+    def piece(first: int, last: int) -> tuple[FittedLine, float]:
+        if (first, last) not in known:
+            known[first, last] = _line(sizes[first:last], times[first:last])
+        return known[first, last]
+
+    # least[k][i]: the least loss of the first i points in k + 1 pieces, and where the last of these begins
+    least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
+    for _ in range(1, min(most, count // LEAST_POINTS)):
+        least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
+    scores = [_criterion(row[count][0], count, number + 1) for number, row in enumerate(least)]
+    cuts, last = [count], count
+    for row in least[int(np.argmin(scores)) :: -1]:
+        last = row[last][1]
+        cuts.append(last)
+    cuts.reverse()
+    lines = [piece(first, last)[0] for first, last in zip(cuts, cuts[1:], strict=False)]
+    borders = [_border(sizes[cut - 1], sizes[cut], *lines[at : at + 2]) for at, cut in enumerate(cuts[1:-1])]
+    return FittedPieces(from_bytes=float(sizes[0]), until_bytes=(*borders, float(sizes[-1])), lines=tuple(lines))
+
+
+def _cheapest(
+    before: Sequence[tuple[float, int]], stop: int, piece: Callable[[int, int], tuple[FittedLine, float]]
+) -> tuple[float, int]:
+    """Return the least loss of ``stop`` points with one piece more than ``before``, and where that piece begins."""
+    ways = [(before[at][0] + piece(at, stop)[1], at) for at in range(LEAST_POINTS, stop - LEAST_POINTS + 1)]
+    return min(ways, default=(math.inf, 0))
+
+
+def _criterion(loss: float, points: int, lines: int) -> float:
+    """Return Schwarz's criterion: a line has two constants, and each but the first has a border."""
+    return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
+
+
+def weighted_line(sizes: np.ndarray, times: np.ndarray) -> FittedLine:
+    """Return the line through points by Huber's loss of relative differences (local)."""
+    return _line(sizes, times)[0]
+
+
+def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
+    """Return the line through points by Huber's loss of relative differences, and that loss.
+
+    Solved by reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964) 73-101);
+    neither constant becomes negative.
+    """
+    weights = np.ones(len(sizes))
+    line = FittedLine(float(np.median(times)), 0.0)
+    for _ in range(TURNS):
+        line = _least_squares(sizes / times, 1.0 / times, weights)
+        off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
+        weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))
+    off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
+    loss = np.where(off <= HUBER, off**2, 2 * HUBER * off - HUBER**2)
+    return line, float(loss.sum())
+
+
+def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> FittedLine:
+    """Return a, b >= 0 that minimise the weighted sum of (a constant + b slope - 1)^2."""
+    aa, ab, bb = (float((weights * x * y).sum()) for x, y in ((constant, constant), (constant, slope), (slope, slope)))
+    a1, b1 = float((weights * constant).sum()), float((weights * slope).sum())
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if a >= 0 and b >= 0:
+            return FittedLine(a, b)
+    alone = FittedLine(a1 / aa, 0.0), FittedLine(0.0, b1 / bb if bb else 0.0)
+    return min(
+        alone,
+        key=lambda one: float((weights * (one.latency_s * constant + one.s_per_byte * slope - 1) ** 2).sum()),
+    )
+
+
+def _border(below: float, above: float, left: FittedLine, right: FittedLine) -> float:
+    """Return where a piece ends, between its last point and the next one's: where the lines cross, or in the middle."""
+    steeper = left.s_per_byte - right.s_per_byte
+    if steeper:
+        crossing = (right.latency_s - left.latency_s) / steeper
+        if below <= crossing <= above:
+            return crossing
+    return math.sqrt(below * above) if below else above / 2

@@ -1,0 +1,363 @@
+"""Check a layout: each limit that it breaks, by how much, and a change that helps.
+
+A limit has a short name, by which a search counts its refusals, and a text. Values come first, then the degrees on
+the grid (`grid_problems`) and the order of micro-batches (`order_problems`). Memory comes last, and only where all
+else is right: the memory of an impossible layout means nothing.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from hpcdist.planner import layout as known
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import MemoryEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits.unsupported import unsupported
+from hpcdist.planner.memory import device as taken
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.transformer import inner
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+
+
+class LayoutProblem(NamedTuple):
+    """A limit by its name, and what a person reads of it."""
+
+    limit: str
+    text: str
+
+
+def grid_problems(
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
+) -> Iterator[LayoutProblem]:
+    """Yield what is wrong with the degrees, whatever micro-batches there are and in which order (local)."""
+    yield from _devices(layout, cluster)
+    yield from _tensor(description, layout)
+    yield from _context(description, layout)
+    yield from _experts(description, layout)
+    yield from _layers(description, layout, layout.pipeline, "")
+    yield from _replicas(layout, global_batch)
+
+
+def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
+    """Yield what is wrong with the schedule, its chunks and its micro-batches on a possible grid (local)."""
+    if layout.chunks > 1:
+        parts = layout.pipeline * layout.chunks
+        yield from _layers(description, layout, parts, f" x chunks {layout.chunks} = {parts} parts")
+    yield from _passes(layout)
+    yield from _batch(layout, global_batch)
+
+
+def _devices(layout: ParallelLayout, cluster: Cluster) -> Iterator[LayoutProblem]:
+    if layout.devices > cluster.devices:
+        axes = ("data", "pipeline", "tensor", "context")
+        product = " x ".join(f"{name} {getattr(layout, name)}" for name in axes)
+        servers = f" + {layout.servers} servers" if layout.servers else ""
+        yield LayoutProblem(
+            "devices",
+            f"{product}{servers} = {layout.devices} devices, {layout.devices - cluster.devices} more than the "
+            f"{cluster.devices} of {cluster.name}",
+        )
+    if layout.computes_in not in cluster.device.peak_flops:
+        yield LayoutProblem(
+            "precision",
+            f"the device {cluster.device.name!r} of {cluster.name} has no peak for {layout.computes_in}; choose a "
+            f"precision of {', '.join(cluster.device.peak_flops)}, or add it to the cluster's file",
+        )
+    if layout.servers and layout.strategy != "parameter_server":
+        yield LayoutProblem(
+            "devices",
+            f"servers = {layout.servers} with the strategy {layout.strategy!r} would have nothing to do; choose "
+            "'parameter_server', or set it to 0",
+        )
+    if layout.expert > 1 and layout.data % layout.expert:
+        yield LayoutProblem(
+            "experts",
+            f"expert = {layout.expert} does not divide data = {layout.data}, over whose devices experts are cut: "
+            f"{layout.data % layout.expert} are left over",
+        )
+
+
+def _tensor(description: ModelDescription, layout: ParallelLayout) -> Iterator[LayoutProblem]:
+    ranks, shape = layout.tensor, description.shape
+    if layout.sequence_parallel and ranks == 1:
+        yield LayoutProblem(
+            "tokens", "sequence_parallel with tensor = 1 cuts nothing; use several tensor devices, or not"
+        )
+    if ranks == 1:
+        return
+    if shape is None:
+        yield LayoutProblem("heads", f"tensor = {ranks}: {description.name} is no transformer, and has no heads to cut")
+        return
+    for limit, name, size in (
+        ("heads", "heads", shape.heads),
+        ("kv heads", "heads of keys and values", shape.kv_heads),
+    ):
+        if size and size % ranks:
+            yield LayoutProblem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
+    columns = inner(shape)
+    published = layout.implementation == "megatron"
+    if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
+        yield LayoutProblem("feed-forward", f"tensor = {ranks} {_left(columns, ranks, 'columns of the feed-forward')}")
+    if not published and shape.vocabulary < ranks:  # the published one pads it
+        yield LayoutProblem("vocabulary", f"tensor = {ranks} {_left(shape.vocabulary, ranks, 'rows of the embedding')}")
+    tokens = description.tokens // layout.context
+    if layout.sequence_parallel and (tokens % ranks if published else tokens < ranks):
+        yield LayoutProblem(
+            "tokens", f"sequence_parallel: tensor = {ranks} {_left(tokens, ranks, 'tokens of a device')}"
+        )
+
+
+def _context(description: ModelDescription, layout: ParallelLayout) -> Iterator[LayoutProblem]:
+    ranks = layout.context
+    if ranks == 1:
+        return
+    if description.shape is None:
+        yield LayoutProblem(
+            "tokens", f"context = {ranks}: {description.name} is no transformer, and has no tokens to cut"
+        )
+    elif description.tokens % ranks:
+        yield LayoutProblem("tokens", f"context = {ranks} {_left(description.tokens, ranks, 'tokens of a sample')}")
+
+
+def _experts(description: ModelDescription, layout: ParallelLayout) -> Iterator[LayoutProblem]:
+    if layout.expert == 1:
+        return
+    experts = description.shape.experts if description.shape else 1
+    if experts == 1:
+        yield LayoutProblem("experts", f"expert = {layout.expert}: {description.name} has no experts to cut")
+    elif experts % layout.expert:
+        yield LayoutProblem("experts", f"expert = {layout.expert} {_left(experts, layout.expert, 'experts')}")
+
+
+def _layers(description: ModelDescription, layout: ParallelLayout, parts: int, more: str) -> Iterator[LayoutProblem]:
+    """Blocks are cut evenly in the published implementation; hpcdist cuts between any two units."""
+    if parts == 1:
+        return
+    cut = f"pipeline {layout.pipeline}{more}"
+    if layout.implementation == "megatron" and description.shape is not None:
+        layers = description.shape.layers
+        if layers < parts:
+            yield LayoutProblem("layers", f"{cut}: {layers} layers are {parts - layers} too few")
+        elif layers % parts:
+            yield LayoutProblem(
+                "layers",
+                f"{cut} does not divide {layers} layers: {layers % parts} are left over; choose a product among "
+                f"{_divisors(layers)}",
+            )
+    elif description.stages < parts:
+        yield LayoutProblem("layers", f"{cut}: {description.stages} units are {parts - description.stages} too few")
+
+
+def _passes(layout: ParallelLayout) -> Iterator[LayoutProblem]:
+    schedule, pipeline, chunks = SCHEDULES[layout.schedule], layout.pipeline, layout.chunks
+    if pipeline > 1 and not schedule.pipelines:
+        yield LayoutProblem(
+            "schedule", f"the schedule {layout.schedule!r} with pipeline = {pipeline}: all stages but one would wait"
+        )
+    if pipeline == 1 and chunks > 1:
+        yield LayoutProblem("schedule", f"chunks = {chunks} with pipeline = 1: there is nothing to interleave with")
+    elif pipeline > 1 and (chunks < schedule.least or chunks > (schedule.most or chunks)):
+        most = f" to {schedule.most}" if schedule.most not in (None, schedule.least) else ""
+        least = f"{schedule.least}{most}" if schedule.most else f"{schedule.least} or more"
+        s = "" if least == "1" else "s"
+        yield LayoutProblem(
+            "schedule", f"the schedule {layout.schedule!r} has {least} chunk{s} a stage, and not {chunks}"
+        )
+    if schedule.splits and layout.recompute != "none":
+        yield LayoutProblem(
+            "schedule",
+            f"recompute = {layout.recompute!r} with the schedule {layout.schedule!r}: what a weight's gradient needs "
+            "stays until it is computed; choose 'none', or gpipe, 1f1b or interleaved",
+        )
+
+
+def _replicas(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
+    data = layout.data
+    if global_batch < data:
+        yield LayoutProblem(
+            "batch",
+            f"a global batch of {global_batch} samples is {data - global_batch} too few for data = {data}: each "
+            "replica needs one",
+        )
+    elif layout.implementation == "megatron" and global_batch % data:
+        yield _undivided(f"data = {data}", data, global_batch)
+
+
+def _batch(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
+    data, microbatch, pipeline = layout.data, layout.microbatch, layout.pipeline
+    share = -(-global_batch // data)
+    many = layout.microbatches(global_batch)
+    if microbatch > share:
+        yield LayoutProblem(
+            "micro-batches",
+            f"microbatch = {microbatch} is {microbatch - share} more than the {share} samples that a replica has of "
+            f"the global batch of {global_batch}",
+        )
+    elif layout.implementation == "megatron" and global_batch % data == 0 and global_batch % (data * microbatch):
+        whole = data * microbatch
+        yield _undivided(f"data {data} x microbatch {microbatch} = {whole} samples", whole, global_batch)
+    elif pipeline > 1 and layout.implementation != "megatron" and global_batch % many:
+        yield LayoutProblem(
+            "micro-batches",
+            f"{many} micro-batches of the pipeline do not divide the global batch of {global_batch}: "
+            f"{global_batch % many} samples are left over",
+        )
+    if layout.schedule != "interleaved" or pipeline == 1:
+        return
+    if many < pipeline:
+        yield LayoutProblem(
+            "micro-batches",
+            f"micro-batches: {many}, which is {pipeline - many} too few for the schedule 'interleaved' with pipeline = "
+            f"{pipeline}",
+        )
+    elif layout.implementation == "megatron" and many % pipeline:
+        yield LayoutProblem(
+            "micro-batches",
+            f"{many} micro-batches are no multiple of pipeline = {pipeline}, as the schedule 'interleaved' needs: "
+            f"{many % pipeline} are left over",
+        )
+
+
+def _undivided(what: str, size: int, global_batch: int) -> LayoutProblem:
+    left = global_batch % size
+    nearest = [batch for batch in (global_batch - left, global_batch - left + size) if batch]
+    return LayoutProblem(
+        "batch",
+        f"{what} does not divide the global batch of {global_batch}: {left} are left over; the nearest that it divides "
+        f"is {' or '.join(map(str, nearest))}",
+    )
+
+
+def _left(size: int, ranks: int, name: str) -> str:
+    """Return how ``ranks`` fail to divide ``size``."""
+    if size < ranks:
+        return f"is {ranks - size} more than the {size} {name}"
+    return f"does not divide the {size} {name}: {size % ranks} are left over"
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+__all__ = [
+    "LayoutProblem",
+    "flags",
+    "grid_problems",
+    "memory_problem",
+    "order_problems",
+    "problems",
+    "shape_problems",
+    "too_large",
+    "unsupported",
+    "value_problems",
+]
+
+DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
+COUNTS: Final = ("servers", "optimizer_slots")
+SHARES: Final = ("overlap", "tensor_overlap")
+GB: Final = 1e9
+# Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
+MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "context": 1 << 27, "vocabulary": 1 << 30}
+MOST_SAMPLES: Final = 1 << 40
+MOST_DEVICES: Final = 10_000_000
+_CHOICES: Final = {
+    "strategy": known.STRATEGIES,
+    "recompute": known.RECOMPUTE,
+    "precision": known.PRECISIONS,
+    "implementation": known.IMPLEMENTATIONS,
+    "compression": known.COMPRESSIONS,
+    "algorithm": known.ALGORITHMS,
+    "schedule": tuple(SCHEDULES),
+    "main_gradients": ("float32", "working"),
+    "activations": ("float32", "working"),
+    "library": known.LIBRARIES,
+}
+
+
+def problems(
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
+) -> tuple[str, ...]:
+    """Return why the layout cannot be, a text for each limit; nothing for one that can (local)."""
+    found = tuple(shape_problems(description, layout, cluster, global_batch))
+    if not found:
+        full = memory_problem(taken.memory(description, layout, cluster, global_batch))
+        found = (full,) if full else ()
+    return tuple(one.text for one in found)
+
+
+def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
+    """Return what is possible, and seldom wise: messages of an axis that is used all the time between nodes (local)."""
+    found, node = [], cluster.node.devices
+    if layout.tensor > node:
+        found.append(
+            f"tensor = {layout.tensor} is wider than a node of {node} devices: every product waits for messages "
+            "between nodes"
+        )
+    return tuple(found)
+
+
+def shape_problems(
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
+) -> Iterator[LayoutProblem]:
+    """Yield what is wrong beside memory, of values that mean nothing first, and then of those alone (local)."""
+    wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
+    if wrong:
+        yield from wrong
+        return
+    yield from grid_problems(description, layout, cluster, global_batch)
+    yield from order_problems(description, layout, global_batch)
+
+
+def too_large(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
+    """Yield sizes that nothing has, by how much (local)."""
+    for name, most in MOST.items() if description.shape else ():
+        size = getattr(description.shape, name)
+        if size > most:
+            yield LayoutProblem("value", f"{name} = {size}, {size - most} more than the {most} that a plan is made for")
+    if global_batch > MOST_SAMPLES:
+        yield LayoutProblem(
+            "value", f"a global batch of {global_batch} samples; a plan is made for at most {MOST_SAMPLES} of them"
+        )
+    if devices > MOST_DEVICES:
+        yield LayoutProblem("value", f"{devices} devices; a plan is made for at most {MOST_DEVICES} of them")
+
+
+def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
+    """Yield values that mean nothing anywhere (local)."""
+    for name in DEGREES:
+        value = getattr(layout, name)
+        if value < 1:
+            yield LayoutProblem("value", f"{name} = {value}; it must be at least 1")
+    for name in COUNTS:
+        value = getattr(layout, name)
+        if value < 0:
+            yield LayoutProblem("value", f"{name} = {value}; it must be at least 0")
+    if global_batch < 1:
+        yield LayoutProblem("value", f"a global batch of {global_batch} samples; it must be at least 1")
+    for name in SHARES:
+        value = getattr(layout, name)
+        if not 0.0 <= value <= 1.0:
+            yield LayoutProblem("value", f"{name} = {value}; it is a share, from 0 to 1")
+    for name, choices in _CHOICES.items():
+        value = getattr(layout, name)
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            yield LayoutProblem(
+                "value", f"{name} = {value!r}; {hint}choose one of {', '.join(one or repr(one) for one in choices)}"
+            )
+
+
+def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
+    """Return what is too much, where it is, for the device or for a ``limit_bytes`` below it (local). 0: none."""
+    limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
+    if memory.bytes <= limit:
+        return None
+    largest = memory.breaks_first
+    return LayoutProblem(
+        "memory",
+        f"{memory.bytes / GB:.2f} GB on a device of {limit / GB:.2f} GB (10^9 bytes): "
+        f"{(memory.bytes - limit) / GB:.2f} GB too much, with {largest} of {memory.terms[largest] / GB:.2f} GB the "
+        f"most, on stage {memory.stage}",
+    )

@@ -1,0 +1,219 @@
+"""Bytes of activations that a unit stores for its backward, for one sample on one device.
+
+**Published**: Korthikanti et al. (arXiv:2205.05198, section 4 and table 2). A block of width h, with a heads, s
+tokens and t tensor ranks keeps, in 16 bits and with dropout,
+
+    nothing else                        s h (10 + 24 / t + 5 a s / (h t))
+    sequence parallelism                s h / t (34 + 5 a s / h)
+    selective recomputation             s h (10 + 24 / t)
+    both                                34 s h / t
+    full recomputation                  2 s h, and 2 s h / t with sequence parallelism
+
+the embedding s h / t (the mask of its dropout), the head 4 s h / t (1 + v / h): norm, linear and float32 logits. The
+sums behind 10, 24 and 5 are written out in `_published_block`, so that they hold for float32 (4 in the place of 2),
+grouped keys, gated feed-forwards, k experts a token and no dropout: 8 + 24 / t + 2 a s / (h t) are left without
+masks. A fused attention (arXiv:2205.14135) stores no scores and recomputes them: that is "selective". What a context
+axis cuts are the tokens of a sample. Between the halves of a split backward 32 s h are kept, the inputs of linears
+and the gradients of their outputs (arXiv:2401.10241, table 1).
+
+**Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.pipeline.costs.TensorSplit` says.
+Attention keeps no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of
+scratch, but not the tiles of attention; keys and values of one other rank are there at a time, and in the backward
+also their gradients (ring attention, arXiv:2310.01889).
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from hpcdist.models.counts import KeptArray, peak_with_recomputation
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.model.description import ModelDescription, ModelUnit, TransformerShape
+from hpcdist.planner.model.transformer import inner
+from hpcdist.strategies.pipeline.costs import TensorSplit
+
+MASK: Final = 1  # byte an element
+LOGITS: Final = 4  # bytes: float32
+
+
+class UnitActivations(NamedTuple):
+    """Bytes of one unit, for a sample.
+
+    ``kept`` from forward to backward, ``held`` between the halves of a split backward, ``again`` besides while it is
+    computed again, ``border`` in front of it: what a message brings, which is kept apart from the rest.
+    """
+
+    kept: float
+    held: float = 0.0
+    again: float = 0.0
+    border: float = 0.0
+
+
+class BlockActivations(NamedTuple):
+    """A block without recomputation: what norms, linears and masks keep, whole and cut by products, and its scores."""
+
+    between: float
+    cut: float
+    scores: float
+    held_between: float
+    held_cut: float
+
+
+def itemsize(layout: ParallelLayout) -> int:
+    """Return the bytes of a number between two units (local)."""
+    if layout.precision == "float64":
+        return 8
+    is_wide = layout.precision == "float32" or layout.activations == "float32"
+    return 4 if is_wide else 2
+
+
+def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
+    """Return the bytes of each unit of ``description``, in their order (local)."""
+    size, by_tokens = itemsize(layout), layout.sequence_parallel
+    if layout.implementation == "megatron" and description.shape is not None:
+        shape = description.shape
+        return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
+    return _ours(description, layout.tensor, size / layout.context, by_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _published(
+    shape: TransformerShape, tensor: int, context: int, size: int, recompute: str, by_tokens: bool
+) -> tuple[UnitActivations, ...]:
+    around = tensor if by_tokens else 1  # what divides activations between the products
+    tokens, wide = shape.context / context, shape.hidden / around
+    border = size * tokens * wide
+    mask = MASK * tokens * wide if shape.dropout else 0.0
+    block = _published_block(shape, tokens, size)
+    whole = block.between / around + (block.cut + block.scores) / tensor
+    kept = {"none": whole, "selective": whole - block.scores / tensor, "full": border}[recompute]
+    held = block.held_between / around + block.held_cut / tensor
+    logits = LOGITS * tokens * shape.vocabulary / tensor
+    return (
+        UnitActivations(kept=mask),
+        UnitActivations(kept=kept, held=held, again=whole - kept),
+        UnitActivations(kept=2 * border + logits, held=border + logits),
+    )
+
+
+def _published_block(shape: TransformerShape, tokens: float, size: int) -> BlockActivations:
+    """Return the sums of section 4.1 for ``tokens`` of a sample, in numbers of ``size`` bytes."""
+    hidden, wide, often = shape.hidden, inner(shape), shape.experts_per_token
+    kv = (shape.kv_heads or shape.heads) * hidden // shape.heads
+    rises = 2 * wide if shape.gated else wide
+    masks = 2 * MASK * hidden if shape.dropout else 0  # behind attention and feed-forward
+    routed = 1 + often if shape.experts > 1 else 1  # the input of the router, and a copy for each expert
+    norms, inputs = 2 * size * hidden, (1 + routed) * size * hidden
+    heads = size * (hidden + 2 * kv) + size * hidden  # query, key and value; the input of the projection
+    forward = often * size * (rises + wide)  # of the activation, and of the second linear
+    dropped = MASK + size if shape.dropout else 0
+    scores = shape.heads * shape.context * (size + dropped)  # of each token: softmax, mask, dropped softmax
+    return BlockActivations(
+        between=tokens * (norms + inputs + masks),
+        cut=tokens * (heads + forward),
+        scores=tokens * scores,
+        # Gradients of outputs: of query, key and value and of what rises, cut; of both that end in the residual, not.
+        held_between=tokens * (inputs + 2 * size * hidden),
+        held_cut=tokens * (2 * size * hidden + 2 * size * kv + often * size * (wide + rises)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _ours(description: ModelDescription, tensor: int, size: float, by_tokens: bool) -> tuple[UnitActivations, ...]:
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
+    found: list[UnitActivations] = []
+    for number, unit in enumerate(description.units):
+        assert unit.counted is not None, f"{description.name} was made without counts; use `planner.shape`"
+        kept = sum(map(split.elements, unit.counted.kept))
+        held = sum(map(split.elements, _held(unit)))
+        border = 0
+        if number:
+            before = description.units[number - 1].counted
+            assert before is not None
+            border = split.between(before.kept[-1].size if description.shape is None else before.kept[0].size)
+        found.append(UnitActivations(kept=size * kept, held=size * held, border=size * border))
+    return tuple(found)
+
+
+def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
+    """Return what `hpcdist.strategies.pipeline.costs` has of a unit between two passes of its backward."""
+    assert unit.counted is not None
+    if unit.name == "embedding":
+        return unit.counted.kept[:1]
+    if unit.attention is not None:
+        tokens, hidden = unit.products[0].rows, unit.products[0].inner
+        columns = sum(product.inner * product.columns for product in unit.products) // hidden
+        return KeptArray(4 * tokens * hidden), KeptArray(tokens * columns, cut=True)
+    product = unit.products[-1]
+    outputs = KeptArray(product.rows * product.columns, cut=bool(product.cut))
+    inputs = KeptArray(0 if unit.first else product.rows * product.inner)
+    return inputs, outputs
+
+
+def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
+    """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
+    return _again(description, layout.tensor, layout.sequence_parallel) * itemsize(layout) / layout.context
+
+
+@lru_cache(maxsize=1024)
+def _again(description: ModelDescription, tensor: int, by_tokens: bool) -> int:
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
+    units = []
+    for unit in description.units:
+        assert unit.counted is not None
+        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(one)) for one in unit.counted.kept))
+        units += [own] * unit.count
+    return peak_with_recomputation(tuple(units))
+
+
+def scratch_of(
+    description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
+) -> float:
+    """Return what our kernels write and forget on a device that computes the units at ``present`` (local).
+
+    Units share what has one name. Where it ``accumulates`` the gradients of several micro-batches, that of a weight is
+    made beside the sum; 16-bit sums have a whole unit for it (`hpcdist.planner.memory.model_states`).
+    """
+    adds = accumulates and layout.computes_in == layout.precision
+    return _scratch(
+        description,
+        present,
+        layout.tensor,
+        layout.context,
+        itemsize(layout),
+        layout.sequence_parallel,
+        layout.microbatch,
+        adds,
+    )
+
+
+@lru_cache(maxsize=8192)
+def _scratch(
+    description: ModelDescription,
+    present: tuple[int, ...],
+    tensor: int,
+    context: int,
+    size: int,
+    by_tokens: bool,
+    samples: int,
+    adds: bool,
+) -> float:
+    split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
+    largest: dict[str, int] = {}
+    for number in present:
+        unit = description.units[number]
+        assert unit.counted is not None
+        found = {
+            # Of a tile there is as much as there was.
+            name: split.scratch(one if one.most else one._replace(each=-(-one.each // context)), samples)
+            for name, one in unit.counted.scratch.items()
+        }
+        if context > 1 and unit.attention is not None:
+            seen = unit.attention
+            tokens = -(-seen.context // context)
+            found["context.keys"] = samples * split.of(4 * tokens * seen.kv_heads * seen.size)  # and two gradients
+        if adds and unit.products:
+            found["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
+        for name, elements in found.items():
+            largest[name] = max(largest.get(name, 0), elements)
+    return float(size * sum(largest.values()))

@@ -1,0 +1,369 @@
+"""Memory of the fullest device of a layout: states, activations, messages, scratch, and what is reserved.
+
+"messages" are buffers on their way: activations between the ranks of a pipeline
+(`hpcdist.strategies.pipeline.memory`), and what a collective or a server of our own exchanges takes beside the
+gradients (`hpcdist.planner.memory.model_states.exchanged`). "scratch" are units that are whole for a moment, and
+temporary arrays of kernels. Batches, workspaces of a BLAS and fragmentation belong to the device's
+``reserved_bytes``.
+
+A search asks for the memory of many layouts that differ in little. What lasts for a step depends on the strategy, not
+on the micro-batches; what comes and goes with a micro-batch depends on these, not on the strategy: both are cached.
+
+Of the pipeline ranks that have the same units the first and the last may need most memory: those between them have,
+in every schedule, no more micro-batches in flight than one of the two. The micro-batches in flight of each chunk
+follow from the closed forms of `hpcdist.strategies.schedule.generate.registry`: for 1F1B p on the first rank
+(arXiv:2104.04473); for the interleaved schedule with v chunks p v + p - 1 chunks of 1/v of the layers each, which is
+the (1 + (p - 1) / (p v)) of arXiv:2205.05198, section 4.2.3. Short pipelines are counted exactly from the operations
+that are executed (`hpcdist.strategies.pipeline.memory.moments`), chunks of different size included.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import MemoryEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.memory.activations import UnitActivations, itemsize, of_units, recomputed_one_by_one, scratch_of
+from hpcdist.planner.memory.model_states import exchanged, server_bytes, stage_of, states, unsharded, whole_units
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
+from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Moment, moments
+from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
+from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
+
+EXACT_RANKS: Final = 16  # chunks of a pipeline whose operations are looked at
+STEADY_ROUNDS: Final = 4  # times as many micro-batches as ranks: after those every schedule but gpipe repeats itself
+
+
+@lru_cache(maxsize=65536)
+def in_flight(
+    schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
+) -> tuple[Moment, ...]:
+    """Return the moments at which ``rank`` may need most, each by its chunks (local).
+
+    ``recompute``: chunks keep their input only, and are computed again. Raises ConfigurationError for another schedule
+    than those of the catalogue, and for one that cannot run so.
+    """
+    if schedule == FILE:
+        raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
+    each = check_schedule(schedule, ranks, microbatches, chunks)
+    known = SCHEDULES[schedule]
+    if ranks * each <= EXACT_RANKS:
+        steady = microbatches
+        if schedule != "gpipe" and (schedule != "interleaved" or microbatches % ranks == 0):
+            steady = min(microbatches, STEADY_ROUNDS * ranks)
+        return _executed(schedule, ranks, steady, each, rank, recompute)
+    peak = known.peak(rank, ranks, microbatches, each)
+    if recompute and not (schedule == "1f1b" and rank == ranks - 1):
+        waiting = _dealt(schedule, ranks, microbatches, each, peak.both)
+        return tuple(
+            tuple(LiveMicroBatches(inputs=count, kept=int(number == place)) for number, count in enumerate(waiting))
+            for place in range(each)
+        )
+    both = _dealt(schedule, ranks, microbatches, each, peak.both)
+    live = _dealt(schedule, ranks, microbatches, each, peak.live)
+    return (
+        tuple(
+            LiveMicroBatches(inputs=all_of, kept=some, held=all_of - some)
+            for all_of, some in zip(both, live, strict=True)
+        ),
+    )
+
+
+def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int) -> list[int]:
+    """Return ``total`` live chunks by their number: in the order in which the first forwards come."""
+    if chunks == 1:
+        return [total]
+    if schedule != "interleaved":  # forth and back
+        return [total - total // 2, total // 2]
+    size = interleaved_group(ranks, microbatches)
+    found = [min(size, max(0, total - number * size)) for number in range(chunks)]
+    found[0] += total - sum(found)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _executed(
+    schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, recompute: bool
+) -> tuple[Moment, ...]:
+    known = SCHEDULES[schedule]
+    placement = known.place([range(unit, unit + 1) for unit in range(ranks * chunks)], ranks)
+    steps = expand(known.passes(rank, ranks, microbatches, chunks), placement, rank, recompute=recompute)
+    return moments(steps, placement.of(rank))
+
+
+class PipelinePart(NamedTuple):
+    """What a pipeline rank has: numbers of its parameters, and its units.
+
+    ``cut`` parameters are divided by the tensor axis, ``experts`` by the expert axis as well, ``copied`` are tied ones
+    of another rank, and ``longest`` those of its largest unit, without its ``longest_experts``. ``chunks`` are (place
+    of the first unit, ((place, times), ...)), ``present`` all places, and ``borders`` those of units whose input comes
+    or goes as a message.
+    """
+
+    rank: int
+    whole: float
+    cut: float
+    experts: float
+    copied: float
+    longest: float
+    longest_experts: float
+    chunks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    present: tuple[int, ...]
+    borders: tuple[int, ...]
+
+
+@lru_cache(maxsize=8192)
+def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
+    """Return the parts where the worst may be: the first and the last of those that have the same units (local)."""
+    ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
+    for rank, own in enumerate(stages_of_split(description, cut)):
+        ends[own] = ends.get(own, (rank, rank))[0], rank
+    ranks = sorted({rank for both in ends.values() for rank in both})
+    return tuple(part_of(description, cut, rank) for rank in ranks)
+
+
+@lru_cache(maxsize=65536)
+def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
+    """Return what one ``rank`` of the pipeline has (local)."""
+    own = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
+    shares = [share for shares in own for share in shares]
+    last = len(description.units) - 1
+    present = tuple(sorted({share.place for share in shares}))
+    dense = [share.times * (share.unit.parameters - share.unit.expert_parameters) for share in shares]
+    # Biases behind a sum are whole in an expert, too; they are counted as cut.
+    divided = [share.times * max(0, share.unit.cut_parameters - share.unit.expert_parameters) for share in shares]
+    tied = description.tied_parameters if last in present and 0 not in present else 0
+    longest = max((share.unit for share in shares), key=lambda unit: unit.parameters)
+    order = [(chunk.rank, chunk.shares[0].place) for chunk in chunks_of_split(description, cut)]
+    borders = _borders(order, rank) if cut.pipeline > 1 else ()
+    return PipelinePart(
+        rank=rank,
+        whole=sum(dense) - sum(divided),
+        cut=sum(divided),
+        experts=sum(share.times * share.unit.expert_parameters for share in shares),
+        copied=tied,
+        longest=longest.parameters - longest.expert_parameters,
+        longest_experts=longest.expert_parameters,
+        chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in own),
+        present=present,
+        borders=tuple(borders),
+    )
+
+
+def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
+    """Yield the first units of the chunks of ``rank``, and of those behind them.
+
+    ``firsts`` are (rank, place) of all chunks, in the order of the model.
+    """
+    for number, (owner, place) in enumerate(firsts):
+        if number and owner == rank:
+            yield place
+        if number and firsts[number - 1][0] == rank:
+            yield place
+
+
+# The fields that decide, beside the cut, about what lasts, and about what passes.
+_LASTING: Final = (
+    *("data", "tensor", "context", "expert", "strategy", "servers", "compression", "algorithm"),
+    *("precision", "main_gradients", "activations", "optimizer_slots"),
+)
+_PASSING: Final = (
+    *("tensor", "context", "pipeline", "schedule", "chunks", "microbatch", "recompute", "sequence_parallel"),
+    *("precision", "activations", "implementation"),
+)
+_lasting_of, _passing_of = attrgetter(*_LASTING), attrgetter(*_PASSING)
+
+
+Count = tuple[int, int, int]  # of units that are alike: inputs, kept, held
+Alive = tuple[tuple[int, Count], ...]  # by their place
+
+
+class StepMemory(NamedTuple):
+    """Bytes of a part that are there whatever the micro-batches; ``messages`` and ``scratch`` of the exchange."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    messages: float
+    scratch: float
+    total: float
+
+
+class MicrobatchMemory(NamedTuple):
+    """Bytes of a part that come and go with micro-batches; ``added`` is more scratch where these are added up."""
+
+    activations: float
+    messages: float
+    scratch: float
+    added: float
+    total: float  # without what is added
+
+
+def memory(
+    description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
+) -> MemoryEstimate:
+    """Return the memory of the fullest device, and how its parameters are counted (local).
+
+    Raises ConfigurationError where a pipeline has more parts than the model has units, and for a schedule that is that
+    of a file.
+    """
+    many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
+    lasting = _lasting(description, cut, _lasting_of(layout))
+    passing = _passing(description, _passing_of(layout), many)
+    adds = _accumulates(layout, many)
+    totals = [lasts.total + passes.total + adds * passes.added for lasts, passes in zip(lasting, passing, strict=True)]
+    most = max(totals)
+    place = totals.index(most)
+    terms, fullest = _terms(lasting[place], passing[place], adds=adds), parts(description, cut)[place].rank
+    if layout.strategy == "parameter_server" and layout.servers:
+        served = server_bytes(description, layout)
+        if sum(served.values()) > most:
+            terms, fullest = served, 0
+    terms["reserved"] = cluster.device.reserved_bytes
+    return MemoryEstimate(terms=terms, limit_bytes=cluster.device.memory_bytes, rule=states(layout).rule, stage=fullest)
+
+
+def by_rank(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> tuple[dict[str, float], ...]:
+    """Return the terms of each pipeline rank, without what is reserved (local). Raises what `memory` does."""
+    many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
+    found = []
+    for rank in range(layout.pipeline):
+        part = part_of(description, cut, rank)
+        alive = _moments(cut, part, layout.schedule, many, _repeats(description, layout))
+        passes = _passes(description, layout, part, alive, _scratch(description, layout, part.present))
+        found.append(_terms(_lasts(description, layout, part), passes, adds=_accumulates(layout, many)))
+    return tuple(found)
+
+
+def _terms(lasts: StepMemory, passes: MicrobatchMemory, *, adds: bool) -> dict[str, float]:
+    return {
+        "parameters": lasts.parameters,
+        "gradients": lasts.gradients,
+        "optimizer": lasts.optimizer,
+        "activations": passes.activations,
+        "messages": passes.messages + lasts.messages,
+        "scratch": lasts.scratch + passes.scratch + adds * passes.added,
+    }
+
+
+def _accumulates(layout: ParallelLayout, microbatches: int) -> bool:
+    """Whether micro-batches are added up: stages 2 and 3 of ZeRO reduce the gradient of each at once."""
+    return microbatches > 1 and stage_of(layout.strategy) < 2
+
+
+@lru_cache(maxsize=1 << 15)
+def _lasting(description: ModelDescription, cut: SplitKey, fields: tuple[Any, ...]) -> tuple[StepMemory, ...]:
+    layout = cut.layout.but(**dict(zip(_LASTING, fields, strict=True)))
+    return tuple(_lasts(description, layout, part) for part in parts(description, cut))
+
+
+def _lasts(description: ModelDescription, layout: ParallelLayout, part: PipelinePart) -> StepMemory:
+    """Return the states of a part, and what its exchange takes."""
+    is_ours = layout.implementation == "hpcdist" or description.shape is None
+    tensor, each, kept = layout.tensor, unsharded(layout), states(layout)
+    numbers, copied = part.whole + part.cut / tensor, part.copied / tensor
+    parameters = numbers * kept.parameter + copied * each.parameter
+    gradients = numbers * kept.gradient + copied * each.gradient
+    optimizer = numbers * kept.optimizer
+    if part.experts:
+        fewer, own = states(layout, experts=True), part.experts / (tensor * layout.expert)
+        parameters += own * fewer.parameter
+        gradients += own * fewer.gradient
+        optimizer += own * fewer.optimizer
+    longest = part.longest + part.longest_experts / layout.expert
+    messages = exchanged(layout, numbers, longest) if is_ours else 0.0
+    scratch = whole_units(layout, longest)
+    return StepMemory(
+        parameters, gradients, optimizer, messages, scratch, parameters + gradients + optimizer + messages + scratch
+    )
+
+
+@lru_cache(maxsize=1 << 15)
+def _passing(description: ModelDescription, fields: tuple[Any, ...], microbatches: int) -> tuple[MicrobatchMemory, ...]:
+    layout = ParallelLayout(**dict(zip(_PASSING, fields, strict=True)))
+    cut = SplitKey.of(layout)
+    alive = _alive(description, cut, layout.schedule, microbatches, _repeats(description, layout))
+    of_parts = parts(description, cut)
+    scratch = {present: _scratch(description, layout, present) for present in {part.present for part in of_parts}}
+    return tuple(
+        _passes(description, layout, part, moments, scratch[part.present])
+        for part, moments in zip(of_parts, alive, strict=True)
+    )
+
+
+def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
+    """Return what is written and forgotten in the units at ``present``, and how much more where gradients add up."""
+    if layout.implementation == "hpcdist" or description.shape is None:
+        once = scratch_of(description, layout, present, accumulates=False)
+        return once, scratch_of(description, layout, present, accumulates=True) - once
+    units = of_units(description, layout)
+    return layout.microbatch * max([units[place].again for place in present]), 0.0
+
+
+def _passes(
+    description: ModelDescription,
+    layout: ParallelLayout,
+    part: PipelinePart,
+    alive: Sequence[Alive],
+    scratch: tuple[float, float],
+) -> MicrobatchMemory:
+    """Return what the micro-batches take of a part whose units are ``alive`` so."""
+    samples, units = layout.microbatch, of_units(description, layout)
+    if layout.pipeline == 1 and _repeats(description, layout):
+        activations = samples * recomputed_one_by_one(description, layout)
+    else:
+        activations = samples * max([_bytes_of(moment, units) for moment in alive], default=0.0)
+    messages = samples * _on_their_way(description, layout, part, units) if part.borders else 0.0
+    return MicrobatchMemory(activations, messages, *scratch, activations + messages + scratch[0])
+
+
+def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
+    """Whether chunks keep their inputs only."""
+    return layout.recompute == "full" and (layout.implementation == "hpcdist" or description.shape is None)
+
+
+@lru_cache(maxsize=1 << 15)
+def _alive(
+    description: ModelDescription, cut: SplitKey, schedule: str, microbatches: int, recompute: bool
+) -> tuple[tuple[Alive, ...], ...]:
+    """Return the moments of all parts."""
+    return tuple(_moments(cut, part, schedule, microbatches, recompute) for part in parts(description, cut))
+
+
+def _moments(cut: SplitKey, part: PipelinePart, schedule: str, microbatches: int, recompute: bool) -> tuple[Alive, ...]:
+    """Return how many units of a part are alive at the moments when it may need most."""
+    found = []
+    for moment in in_flight(schedule, cut.pipeline, microbatches, cut.chunks, part.rank, recompute=recompute):
+        counts: dict[int, Count] = {}
+        for live, (first, shares) in zip(moment, part.chunks, strict=True):
+            inputs, kept, held = counts.get(first, (0, 0, 0))
+            counts[first] = inputs + live.inputs, kept, held
+            for place, times in shares:
+                inputs, kept, held = counts.get(place, (0, 0, 0))
+                counts[place] = inputs, kept + live.kept * times, held + live.held * times
+        found.append(tuple(counts.items()))
+    return tuple(found)
+
+
+def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
+    """Return the bytes of a sample's activations at one moment."""
+    return sum(
+        [
+            inputs * units[place].border + kept * units[place].kept + held * units[place].held
+            for place, (inputs, kept, held) in moment
+        ]
+    )
+
+
+def _on_their_way(
+    description: ModelDescription, layout: ParallelLayout, part: PipelinePart, units: Sequence[UnitActivations]
+) -> float:
+    """Return the bytes of a sample that are sent, or posted ahead, at the borders of its chunks."""
+    if layout.implementation == "hpcdist" or description.shape is None:
+        return IN_MESSAGES * sum([units[place].border for place in part.borders])
+    size = itemsize(layout) * description.tokens / layout.context * description.width
+    return IN_MESSAGES * len(part.borders) * (size / layout.tensor if layout.sequence_parallel else size)

@@ -1,0 +1,292 @@
+"""Count the units of a transformer: parameters, matrix products, attention and memory traffic of each block.
+
+The source is a shape in numbers (`describe`) or the model of a recipe (`of_config`). Of a sample of s tokens through
+a block of width h, with k columns of keys, inner width f, and f' = 2 f where it is gated, else f:
+
+    products    (s, h) x (h, h + 2 k), (s, h) x (h, h), (s, h) x (h, f'), (s, f) x (f, h)
+    attention   its scores and values; what it reads and writes beside them is with the attention, not in ``moved``
+    moved       two norms 4 s h, two residual sums 6 s h, the activation s (f' + f), turned queries and keys
+                2 s (h + k), dropped numbers 2 s h each
+    parameters  those of `hpcdist.models.counts`, and with e experts a router of h e and e feed-forwards
+
+Each elementwise operation is counted as if it were one kernel that reads its inputs and writes its output once. The
+last two of the products and the activation are there for each expert that a token sees.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models import counts
+from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
+from hpcdist.models.counts import UnitCounts as Counted
+from hpcdist.models.counts import attention_pairs
+from hpcdist.models.layers.convolution import SIZE
+from hpcdist.planner.model.description import (
+    AttentionShape,
+    MatrixProduct,
+    ModelDescription,
+    ModelUnit,
+    TransformerShape,
+)
+
+STORED_BYTES: Final = 4  # of a feature
+
+
+def describe(shape: TransformerShape, name: str) -> ModelDescription:
+    """Return the units of a transformer called ``name``: an embedding, blocks, a head.
+
+    Raises ConfigurationError where the numbers are those of no transformer.
+    """
+    _check(shape)
+    config = config_of(shape)
+    units = _embedding(shape, config), _block(shape, config), _head(shape, config)
+    return ModelDescription(
+        name=name,
+        units=units,
+        tokens=shape.context,
+        width=shape.hidden,
+        tied_parameters=shape.vocabulary * shape.hidden if shape.tied else 0,
+        shape=shape,
+    )
+
+
+def of_config(
+    config: ModelConfig,
+    *,
+    context: int = 0,
+    features: int = 0,
+    height: int = 0,
+    width: int = 0,
+    channels: int = 0,
+    classes: int = 0,
+) -> ModelDescription:
+    """Return the units of the model that a recipe names; the inputs are those of `hpcdist.models.build`.
+
+    Features and pictures are taken to be stored as float32, the widest that is usual.
+    Raises ConfigurationError for a model that only its own code knows.
+    """
+    if config.kind in FOREIGN:
+        raise ConfigurationError(
+            f"model.kind = {config.kind!r}: only the code that makes it knows its layers, and a plan is made without; "
+            "give the numbers of a transformer that is like it, or its name"
+        )
+    if config.kind in TRANSFORMERS:
+        _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
+        return describe(_shape_of(config, context), config.kind)
+    if config.kind == "mlp":
+        _positive("data.features, which an mlp needs,", features)
+        _positive("the number of classes", classes)
+        widths = [features] + [config.hidden] * config.layers + [classes]
+        counted = counts.counts(config, features=features, classes=classes).units
+        numbers = features
+        units = [
+            _dense(one, wide, last=number == config.layers)
+            for number, (one, wide) in enumerate(zip(counted, zip(widths, widths[1:], strict=False), strict=True))
+        ]
+    else:
+        for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
+            _positive(f"the {name} of a picture, which a convnet needs,", value)
+        picture = {"height": height, "width": width, "channels": channels}
+        counted = counts.counts(config, classes=classes, **picture).units
+        numbers = height * width * channels
+        units = list(_convolutions(config, counted, channels))
+    largest = max(product.columns * product.rows for unit in units for product in unit.products)
+    return ModelDescription(
+        name=config.kind,
+        units=tuple(_merged(units)),
+        tokens=1,
+        width=largest,
+        sample_bytes=STORED_BYTES * numbers,
+    )
+
+
+def config_of(shape: TransformerShape) -> ModelConfig:
+    """Return the model of this toolkit that has this ``shape``; with experts, one that keeps as much for a token."""
+    return ModelConfig(
+        kind="gpt" if shape.causal else "encoder",
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        vocabulary=shape.vocabulary,
+        tied=shape.tied,
+        activation="swiglu" if shape.gated else "gelu",
+        dropout=shape.dropout,
+        positions=shape.positions,
+        norm=shape.norm,
+        kv_heads=shape.kv_heads,
+        feed_forward=inner(shape) * shape.experts_per_token,
+        bias=shape.bias,
+    )
+
+
+def inner(shape: TransformerShape) -> int:
+    """Return the inner width of a feed-forward, of one expert."""
+    like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
+    return shape.feed_forward or like.inner
+
+
+def _shape_of(config: ModelConfig, context: int) -> TransformerShape:
+    return TransformerShape(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        vocabulary=config.vocabulary,
+        context=context,
+        kv_heads=config.kv_heads,
+        feed_forward=config.inner,
+        gated=config.activation == "swiglu",
+        tied=config.tied,
+        positions=config.positions,
+        norm=config.norm,
+        bias=config.bias,
+        causal=config.kind == "gpt",
+        dropout=config.dropout,
+    )
+
+
+def _embedding(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
+    counted = counts.embedding_counts(config, shape.context)
+    wide = shape.context * shape.hidden
+    learned = shape.positions == "learned"
+    return ModelUnit(
+        name="embedding",
+        count=1,
+        parameters=counted.parameters,
+        cut_parameters=shape.vocabulary * shape.hidden,
+        moved=wide * (2 + 2 * learned + 2 * bool(shape.dropout)),
+        kernels=1 + learned + bool(shape.dropout),
+        first=True,
+        counted=counted,
+    )
+
+
+def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
+    hidden, tokens, wide = shape.hidden, shape.context, inner(shape)
+    kv = config.kv_width
+    rises = 2 * wide if shape.gated else wide
+    routed = shape.experts, shape.experts_per_token / shape.experts
+    router = (MatrixProduct(tokens, hidden, shape.experts),) if shape.experts > 1 else ()
+    expert = hidden * rises + wide * hidden + (rises + hidden if shape.bias else 0)
+    expert_cut = hidden * rises + wide * hidden + (rises if shape.bias else 0)
+    attention_cut = hidden * (hidden + 2 * kv) + hidden * hidden + (hidden + 2 * kv if shape.bias else 0)
+    rest = (
+        (hidden if shape.bias else 0)
+        + 2 * counts.norm_statistics(config) * hidden
+        + hidden * shape.experts * bool(router)
+    )
+    dropped = 4 if shape.dropout else 0
+    turned = 2 * (hidden + kv) if shape.positions == "rotary" else 0
+    often = shape.experts_per_token
+    return ModelUnit(
+        name="block",
+        count=shape.layers,
+        parameters=attention_cut + rest + shape.experts * expert,
+        cut_parameters=attention_cut + shape.experts * expert_cut,
+        expert_parameters=shape.experts * expert if shape.experts > 1 else 0,
+        products=(
+            MatrixProduct(tokens, hidden, hidden + 2 * kv, "columns"),
+            MatrixProduct(tokens, hidden, hidden, "inner"),
+            *router,
+            MatrixProduct(tokens, hidden, rises, "columns", *routed),
+            MatrixProduct(tokens, wide, hidden, "inner", *routed),
+        ),
+        attention=AttentionShape(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads or shape.heads,
+            size=hidden // shape.heads,
+            context=tokens,
+            pairs=attention_pairs(tokens, causal=shape.causal),
+        ),
+        moved=tokens * ((10 + dropped) * hidden + turned + often * (rises + wide)),
+        moved_cut=tokens * (turned + often * (rises + wide)),
+        kernels=12 + (2 if shape.dropout else 0) + (1 if turned else 0) + (3 if router else 0),
+        counted=counts.block_counts(config, tokens),
+    )
+
+
+def _head(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
+    counted = counts.head_counts(config, shape.context)
+    wide, words = shape.context * shape.hidden, shape.context * shape.vocabulary
+    return ModelUnit(
+        name="head",
+        count=1,
+        parameters=counted.parameters,
+        cut_parameters=0 if shape.tied else shape.vocabulary * shape.hidden,
+        products=(MatrixProduct(shape.context, shape.hidden, shape.vocabulary, "columns"),),
+        # A norm; the softmax reads logits twice and writes once.
+        moved=2 * wide + 3 * words,
+        moved_cut=3 * words,
+        kernels=4,
+        counted=counted,
+    )
+
+
+def _dense(counted: Counted, widths: tuple[int, int], *, last: bool) -> ModelUnit:
+    inputs, outputs = widths
+    return ModelUnit(
+        name="head" if last else "layer",
+        count=1,
+        parameters=counted.parameters,
+        products=(MatrixProduct(1, inputs, outputs),),
+        moved=(3 if last else 2) * outputs,
+        kernels=2,
+        first=counted.first,
+        counted=counted,
+    )
+
+
+def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int) -> Iterator[ModelUnit]:
+    """Yield the convolutions, products over unfolded windows, and the head."""
+    before = channels
+    for layer, one in enumerate(counted[:-1]):
+        outputs = config.hidden << layer // 2
+        window = SIZE * SIZE * before
+        pixels = one.linear // (2 * window * outputs)
+        # Windows are unfolded, written and read; then norm and activation.
+        moved = pixels * (2 * window + 5 * outputs)
+        yield ModelUnit(
+            name="convolution",
+            count=1,
+            parameters=one.parameters,
+            products=(MatrixProduct(pixels, window, outputs),),
+            moved=moved,
+            kernels=4,
+            first=one.first,
+            counted=one,
+        )
+        before = outputs
+    head = counted[-1]
+    classes = head.linear // (2 * before)
+    yield ModelUnit(
+        name="head",
+        count=1,
+        parameters=head.parameters,
+        products=(MatrixProduct(1, before, classes),),
+        moved=before + 3 * classes,
+        kernels=3,
+        counted=head,
+    )
+
+
+def _merged(units: Sequence[ModelUnit]) -> Iterator[ModelUnit]:
+    """Yield units, alike neighbours as one."""
+    for unit, same in groupby(units):
+        yield replace(unit, count=len(list(same)))
+
+
+def _positive(what: str, value: int) -> None:
+    if value < 1:
+        raise ConfigurationError(f"{what} is {value}; give at least 1")
+
+
+def _check(shape: TransformerShape) -> None:
+    for name in ("layers", "hidden", "heads", "vocabulary", "context", "experts", "experts_per_token"):
+        _positive(f"{name} of the model", getattr(shape, name))
+    if shape.experts_per_token > shape.experts:
+        raise ConfigurationError(
+            f"experts_per_token of the model is {shape.experts_per_token}, and it has {shape.experts} experts; a token "
+            "sees as many as there are, or fewer"
+        )

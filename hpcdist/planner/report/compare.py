@@ -1,0 +1,152 @@
+"""Compare layouts: what each takes, and the terms of time and memory that make the difference."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits.checks import problems, shape_problems
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.plan import plan
+from hpcdist.planner.report.quantities import between, figures, joules, nbytes, seconds, share
+
+SMALL: Final = 0.005  # of a step: differences below are not told
+# What a person changes, in the order in which layouts are told.
+_AXES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRow:
+    """One layout: why it cannot be, or what it takes. One that only lacks memory has both."""
+
+    layout: ParallelLayout
+    problems: tuple[str, ...]
+    estimate: PlanEstimate | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutComparison:
+    """Layouts in the order they were given; ``best`` is the place of the fastest one that can be, None without any."""
+
+    rows: tuple[LayoutRow, ...]
+    best: int | None
+
+    def table(self) -> list[str]:
+        """Return the lines that a person reads: a column for each layout (local)."""
+        found = [row.estimate for row in self.rows]
+        cells = [["", *(str(number + 1) for number in range(len(self.rows)))]]
+        cells += [
+            [name, *(str(getattr(row.layout, name)) for row in self.rows)]
+            for name in _changing([row.layout for row in self.rows])
+        ]
+        steps = ("-" if one is None else seconds(one.step_s) + between(one.step_range_s) for one in found)
+        cells.append(["step", *steps])
+        cells += [
+            [f"  {name}", *("-" if one is None else seconds(one.timing.terms.get(name, 0.0)) for one in found)]
+            for name in _terms(one.timing.terms for one in found if one)
+        ]
+        cells.append(["memory", *("-" if one is None else nbytes(one.memory.bytes) for one in found)])
+        cells += [
+            [f"  {name}", *("-" if one is None else nbytes(one.memory.terms.get(name, 0.0)) for one in found)]
+            for name in _terms(one.memory.terms for one in found if one)
+        ]
+        cells.append(["MFU", *("-" if one is None else share(one.mfu) for one in found)])
+        cells.append(["HFU", *("-" if one is None else share(one.hfu) for one in found)])
+        if any(one is not None and one.energy.terms for one in found):
+            cells.append(["energy of a step", *("-" if one is None else joules(one.energy.joules) for one in found)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+        return lines + self._verdict()
+
+    def _verdict(self) -> list[str]:
+        """Return what cannot be, and what makes the best one better than each other."""
+        lines = [f"{number + 1}: {text}" for number, row in enumerate(self.rows) for text in row.problems]
+        if self.best is None:
+            return lines
+        best = self.rows[self.best].estimate
+        assert best is not None, "the best one was estimated"
+        for number, row in enumerate(self.rows):
+            if number != self.best and row.estimate is not None and not row.problems:
+                lines.append(f"{self.best + 1} against {number + 1}: {slowdown_line(best, row.estimate)}")
+        return lines
+
+
+def compare(
+    description: ModelDescription,
+    layouts: Sequence[ParallelLayout],
+    cluster: Cluster,
+    global_batch: int,
+    steps: int = 1,
+    *,
+    simulate: bool = False,
+) -> LayoutComparison:
+    """Return all ``layouts`` side by side, impossible ones with their reasons (local). Raises UsageError for none."""
+    if not layouts:
+        raise UsageError("a comparison of no layouts; give one or more")
+    rows = []
+    for layout in layouts:
+        wrong = tuple(one.text for one in shape_problems(description, layout, cluster, global_batch))
+        found = None
+        if not wrong:  # a layout that is too large has an estimate, too
+            found = plan(description, layout, cluster, global_batch, steps, simulate=simulate)
+            wrong = problems(description, layout, cluster, global_batch)
+        rows.append(LayoutRow(layout=layout, problems=wrong, estimate=found))
+    possible = [
+        (row.estimate.step_s, number)
+        for number, row in enumerate(rows)
+        if row.estimate is not None and not row.problems
+    ]
+    return LayoutComparison(rows=tuple(rows), best=min(possible)[1] if possible else None)
+
+
+def differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return by how much each term of ``one`` is larger than of ``other``, the largest difference first (local)."""
+    found = [(name, one.get(name, 0.0) - other.get(name, 0.0)) for name in _terms((one, other))]
+    return sorted(found, key=lambda item: -abs(item[1]))
+
+
+def slowdown_line(one: PlanEstimate, other: PlanEstimate) -> str:
+    """Return how much longer a step of ``other`` takes, and the terms that decide it, in words (local)."""
+    longer_s = other.step_s - one.step_s
+    shown = [
+        (name, more_s)
+        for name, more_s in differences(one.timing.terms, other.timing.terms)
+        if abs(more_s) > SMALL * one.step_s
+    ]
+    less = [f"{seconds(-more_s)} less of {name}" for name, more_s in shown if more_s < 0]
+    more = [f"{seconds(more_s)} more of {name}" for name, more_s in shown if more_s > 0]
+    if abs(longer_s) <= SMALL * SMALL * one.step_s:
+        how = "as fast"
+    else:
+        how = f"{seconds(abs(longer_s))} ({figures(100 * abs(longer_s) / other.step_s)} %) a step "
+        how += "faster" if longer_s > 0 else "slower"
+    parts = ", ".join(less)
+    if more:
+        parts += f"{', though ' if less else ''}{', '.join(more)}"
+    return f"{how}: {parts}" if parts else how
+
+
+def changes(one: ParallelLayout, other: ParallelLayout) -> str:
+    """Return what of the layout ``one`` is not so in ``other``, in words (local)."""
+    names = _changing((one, other))
+    return ", ".join(f"{name} {getattr(one, name)} instead of {getattr(other, name)}" for name in names)
+
+
+def _changing(layouts: Sequence[ParallelLayout]) -> list[str]:
+    """Return the fields that differ between layouts, degrees first; the degrees of a single one."""
+    if len(layouts) == 1:
+        return list(_AXES[:4])
+    names = [*_AXES, *(name for name in ParallelLayout.__dataclass_fields__ if name not in _AXES)]
+    return [name for name in names if len({getattr(layout, name) for layout in layouts}) > 1]
+
+
+def _terms(mappings: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return all names that are not 0 everywhere, in the order of their first appearance."""
+    found: dict[str, float] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            found[name] = max(found.get(name, 0.0), value)
+    return [name for name, value in found.items() if value > 0]

@@ -1,0 +1,236 @@
+"""Picture of a plan: memory of the fullest device against its limit, terms of a step, and timeline.
+
+Colours differ in brightness as well as in hue, so that they can be told apart without colours. matplotlib is loaded
+when a picture is checked or drawn.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
+from hpcdist.planner.report.quantities import bytes_in_both, nbytes, seconds, share
+from hpcdist.planner.report.text import equation
+
+if TYPE_CHECKING:
+    from hpcdist.planner.report.timeline import StepTimeline, TimelineBar
+
+MEMORY: Final = {
+    "parameters": "#1f3b5c",
+    "gradients": "#4f83b5",
+    "optimizer": "#a9c9e4",
+    "activations": "#d1693a",
+    "messages": "#f0b35a",
+    "scratch": "#f7dfb0",
+    "reserved": "#9a9a9a",
+}
+STEP: Final = {
+    "forward": "#cfe2f3",
+    "backward": "#d1693a",
+    "recompute": "#86a5bd",
+    "tensor": "#3d6b53",
+    "context": "#5f8d74",
+    "expert": "#86b59b",
+    "pipeline": "#b3d6c2",
+    "data": "#7a3f77",
+    "rows": "#a97fa7",
+    "bubble": "#e8e8e8",
+    "update": "#1f3b5c",
+    "input": "#f0b35a",
+}
+TIMELINE: Final = {
+    "forward": "#cfe2f3",
+    "backward": "#d1693a",
+    "input": "#f0b35a",
+    "weight": "#3d6b53",
+    "recompute": "#86a5bd",
+    "message": "#b3d6c2",
+    "input_data": "#9a9a9a",
+    "exchange": "#7a3f77",
+    "update": "#1f3b5c",
+}
+MEANINGS: Final = {
+    "input": "gradient of the input",
+    "weight": "gradients of the weights",
+    "recompute": "computed again",
+    "input_data": "reading of data",
+}
+SUFFIXES: Final = (".png", ".pdf", ".svg")
+_OTHER: Final = "#555555"
+_WIDE: Final = 12.0  # inches
+_MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
+_ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
+_EDGED: Final = 3000  # bars, beyond which lines between them would hide them
+_CHARACTER: Final = 0.007  # of the width
+
+
+def check(file: Path) -> Any:
+    """Return matplotlib's figures where ``file`` can be drawn, before anything is computed for it.
+
+    Raises UsageError for a suffix that is none of a picture, StorageError for a folder that is not there, and
+    MissingCapabilityError without matplotlib.
+    """
+    if file.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {file}: {file.suffix or 'no suffix'} is no picture; choose {', '.join(SUFFIXES)}")
+    if not file.absolute().parent.is_dir():
+        raise StorageError(f"--plot {file}: there is no directory {file.absolute().parent}")
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"--plot {file} needs matplotlib, which cannot be imported ({error}); install hpcdist[analysis]"
+        ) from error
+    return figure
+
+
+def draw(found: PlanEstimate, timeline: "StepTimeline", title: str, cluster: Cluster, file: Path) -> None:
+    """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `check` does, and StorageError."""
+    rows = _rows(timeline)
+    high = [1.0, 1.0, 0.7 + 0.28 * len(rows)]
+    figure = check(file).Figure(figsize=(_WIDE, 2.2 + sum(high)), layout="constrained")
+    spans = _windows(timeline)
+    grid = figure.add_gridspec(3, len(spans), height_ratios=high)
+    figure.suptitle(f"{title} on {cluster.name}: {equation(found.layout)}", fontsize=11, x=0.01, ha="left")
+    _memory(figure.add_subplot(grid[0, :]), found.memory)
+    _step(figure.add_subplot(grid[1, :]), found)
+    axes = [figure.add_subplot(grid[2, place]) for place in range(len(spans))]
+    _timeline(axes, timeline, rows, spans)
+    _save(figure, file)
+
+
+def _memory(axis: Any, memory: MemoryEstimate) -> None:
+    """Draw the terms of the memory as one bar, and the limit as a line."""
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    axis.set_title(
+        f"memory: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)}, {verdict}",
+        fontsize=10,
+        loc="left",
+    )
+    parts = [(name, size / 1e9, MEMORY.get(name, _OTHER), nbytes(size)) for name, size in memory.terms.items() if size]
+    longest = max(memory.bytes, memory.limit_bytes) / 1e9
+    _stacked(axis, parts, longest * 1.02)
+    axis.axvline(memory.limit_bytes / 1e9, color="#b00020", linewidth=2.0)
+    axis.set_xlabel("GB (10^9 bytes); the limit is red", fontsize=8)
+
+
+def _step(axis: Any, found: PlanEstimate) -> None:
+    """Draw the terms of a step, which add up to it, as one bar."""
+    axis.set_title(
+        f"step: {seconds(found.step_s)}, MFU {share(found.mfu)}, HFU {share(found.hfu)}", fontsize=10, loc="left"
+    )
+    terms = found.timing.terms
+    parts = [(name, taken, STEP.get(name, _OTHER), seconds(taken)) for name, taken in terms.items() if taken]
+    _stacked(axis, parts, found.step_s)
+    axis.set_xlabel("seconds on the critical path", fontsize=8)
+
+
+def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: float) -> None:
+    """Draw ``parts`` (name, size, colour, size in words) behind each other; names go into those that have room."""
+    begin = 0.0
+    for name, size, colour, said in parts:
+        axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {said}")
+        if size / longest > 0.012 * len(name):
+            axis.text(begin + size / 2, 0, name, ha="center", va="center", fontsize=8, color=_on(colour))
+        begin += size
+    axis.set_xlim(0, longest)
+    axis.set_yticks([])
+    for side in ("left", "right", "top"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(labelsize=8)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
+
+
+def _rows(timeline: "StepTimeline") -> list[int]:
+    """Return the stages to draw."""
+    if timeline.stages <= _MOST_ROWS:
+        return list(range(timeline.stages))
+    return sorted({round(row * (timeline.stages - 1) / (_MOST_ROWS - 1)) for row in range(_MOST_ROWS)})
+
+
+def _windows(timeline: "StepTimeline") -> list[tuple[float, float]]:
+    """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page.
+
+    The pipeline has filled within its beginning, and its end is as long.
+    """
+    many: dict[int, int] = {}
+    for bar in timeline.bars:
+        many[bar.stage] = many.get(bar.stage, 0) + 1
+    most = max(many.values(), default=0)
+    if most <= _ROOM:
+        return [(0.0, timeline.end_s)]
+    filled_s = max((bar.end_s for bar in timeline.bars if bar.microbatch == 0 and bar.kind != "forward"), default=0.0)
+    part = max(timeline.end_s * _ROOM / most / 2, 1.1 * filled_s)
+    if part > timeline.end_s / 2:
+        return [(0.0, timeline.end_s)]
+    return [(0.0, part), (timeline.end_s - part, timeline.end_s)]
+
+
+def _timeline(
+    axes: Sequence[Any], timeline: "StepTimeline", rows: Sequence[int], spans: Sequence[tuple[float, float]]
+) -> None:
+    """Draw a row for each of the stages in ``rows``: passes above, exchanges as a thin line below; an axis a span."""
+    place = {stage: row for row, stage in enumerate(rows)}
+    drawn: set[str] = set()
+    for axis, (begin_s, end_s) in zip(axes, spans, strict=True):
+        bars = [bar for bar in timeline.bars if bar.stage in place and bar.end_s > begin_s and bar.begin_s < end_s]
+        drawn |= {bar.kind for bar in bars}
+        _bars(axis, bars, place)
+        _number(axis, bars, place, (begin_s, end_s), len(spans))
+        axis.set_xlim(begin_s, end_s)
+        axis.set_ylim(len(rows) - 0.45, -0.55)
+        axis.set_yticks(range(len(rows)), [str(stage) for stage in rows])
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_ylabel("stage", fontsize=8)
+    title = f"timeline of the stages: {seconds(timeline.end_s)}"
+    if len(axes) > 1:
+        title += f", of which the first and the last {seconds(spans[0][1])} are drawn"
+    axes[0].set_title(title, fontsize=10, loc="left")
+    _legend(axes[-1], {kind: colour for kind, colour in TIMELINE.items() if kind in drawn})
+
+
+def _bars(axis: Any, bars: Sequence["TimelineBar"], place: Mapping[int, int]) -> None:
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for bar in bars:
+        spans.setdefault((bar.kind, place[bar.stage]), []).append((bar.begin_s, bar.end_s - bar.begin_s))
+    line = 0.3 if len(bars) <= _EDGED else 0.0
+    for (kind, row), widths in spans.items():
+        height = (row + 0.26, 0.2) if kind == "exchange" else (row - 0.4, 0.62)
+        axis.broken_barh(widths, height, facecolor=TIMELINE[kind], edgecolor="white", linewidth=line)
+
+
+def _number(
+    axis: Any, bars: Iterable["TimelineBar"], place: Mapping[int, int], window: tuple[float, float], axes: int
+) -> None:
+    """Write the number of its micro-batch into each pass that has room for it; so many ``axes`` share the width."""
+    begin_s, end_s = window
+    character_s = _CHARACTER * axes * (end_s - begin_s)
+    for bar in bars:
+        left, right, text = max(bar.begin_s, begin_s), min(bar.end_s, end_s), str(bar.microbatch)
+        if bar.microbatch >= 0 and right - left > character_s * (len(text) + 0.2):
+            centre, row = (left + right) / 2, place[bar.stage] - 0.09
+            axis.text(centre, row, text, ha="center", va="center", fontsize=6, color=_on(TIMELINE[bar.kind]))
+
+
+def _legend(axis: Any, colours: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=MEANINGS.get(kind, kind)) for kind, colour in colours.items()]
+    axis.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=7, frameon=False, handlelength=1.0
+    )
+
+
+def _on(colour: str) -> str:
+    """Return black or white, whichever can be read on ``colour`` (weights of luma: ITU-R BT.601)."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
+
+
+def _save(figure: Any, file: Path) -> None:
+    try:
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,146 @@
+"""Table of several plans: one aligned line each, with the advantage of the best of a search over the next."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.planner.estimate import PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.report.caveats import by_row, layout_caveats
+from hpcdist.planner.report.compare import slowdown_line
+from hpcdist.planner.report.quantities import (
+    between,
+    counted,
+    decimal,
+    figures,
+    large_count,
+    nbytes,
+    seconds,
+    share,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from hpcdist.planner.search.best_layouts import SearchResult
+
+HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "ways")
+_SHORT: Final = {"parameter_server": "servers"}
+_LEFT: Final = ("ways", "cluster", "layout", "")  # columns of words
+
+
+def row(found: PlanEstimate) -> list[str]:
+    """Return the cells of an estimate, in the order of HEADS (local)."""
+    layout, memory = found.layout, found.memory
+    return [
+        seconds(found.step_s) + between(found.step_range_s),
+        share(found.mfu) + ("*" if found.is_capped else ""),
+        share(found.hfu),
+        nbytes(memory.bytes) + ("" if memory.fits else "!"),
+        nbytes(memory.limit_bytes),
+        decimal(found.energy.joules, "J"),
+        *(f"{degree:,}" for degree in (layout.data, layout.pipeline, layout.tensor, layout.context)),
+        f"{layout.microbatches(found.global_batch)} x {layout.microbatch}",
+        strategy_cell(layout),
+    ]
+
+
+def strategy_cell(layout: ParallelLayout) -> str:
+    """Return strategy, schedule and so on of a layout, in a few words (local)."""
+    parts = [_SHORT.get(layout.strategy, layout.strategy)]
+    if layout.servers:
+        parts[0] = f"{layout.servers} servers"
+    if layout.pipeline > 1:
+        parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
+    if layout.recompute != "none":
+        parts.append(f"{layout.recompute} recomputation")
+    if layout.sequence_parallel:
+        parts.append("sequence parallel")
+    if layout.expert > 1:
+        parts.append(f"experts / {layout.expert}")
+    if layout.compression != "none":
+        parts.append(layout.compression)
+    return ", ".join(parts)
+
+
+def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: words to the left, numbers to the right (local)."""
+    cells = [list(heads), *map(list, rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(heads))]
+    lines = []
+    for line in cells:
+        parts = [
+            f"{cell:<{width}}" if head in _LEFT else f"{cell:>{width}}"
+            for head, cell, width in zip(heads, line, widths, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str | None = None) -> str:
+    """Return what a search has found: a table, why each beats the next, and what was refused (local).
+
+    ``again`` is the command that plans the first of them.
+    """
+    devices = counted(result.devices, "device")
+    space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
+    lines = [*capped_rows([one.estimate for one in result.found]), f"least {result.objective} among {space}"]
+    lines += [f"no layout fits: {said}" for said in result.nothing]
+    if result.found:
+        unit = result.found[0].unit
+        heads = ("#", *((f"{result.objective} ({unit})",) if result.objective != "time" else ()), *HEADS)
+        rows = []
+        for place, one in enumerate(result.found, 1):
+            value = [figures(one.value, 4)] if result.objective != "time" else []
+            rows.append([str(place), *value, *row(one.estimate)])
+        lines += ["", *aligned(heads, rows), ""]
+        lines += [
+            *((f"row 1 in full: {again}", "") if again else ()),
+            "why each is ahead of the next, and what limits it",
+        ]
+        for place, one in enumerate(result.found, 1):
+            told = [line for said in (*one.why, *one.limits) for line in wrapped(said, "    ")]
+            lines += [f"{place:>2}{told[0][2:]}", *told[1:]] if told else []
+    refused = [f"{one.limit}: {large_count(one.count)} {one.of}, such as: {one.example}" for one in result.refused]
+    lines += ["", "refused", *(line for said in refused for line in wrapped(said, "  "))] if refused else []
+    if any(not one.estimate.memory.fits for one in result.found):
+        lines.append("!  does not fit")
+    plans = [one.estimate for one in result.found]
+    flags = by_row(
+        [(*one.flags, *layout_caveats(one)) for one in plans], (*result.flags, *notes), [one.layout for one in plans]
+    )
+    said = [line for one in flags for line in wrapped(f"note: {one}")]
+    return "\n".join([*lines, *(["", *said] if said else [])])
+
+
+def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
+    """Return in one line which rows have an MFU that nobody has measured; nothing where there is none (local)."""
+    rows = [str(place) for place, one in enumerate(plans, 1) if one.is_capped]
+    if not rows:
+        return []
+    most = max(one.modelled_mfu for one in plans)
+    limit = " and ".join(dict.fromkeys(share(one.mfu) for one in plans if one.is_capped))
+    whose = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
+    line = f"* MFU of {whose} limited to {limit}, the best published on such devices: formulas give up to {share(most)}"
+    return [line]
+
+
+def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
+    """Return a table of (cluster, estimate), and what makes the fastest that fits faster than each other (local).
+
+    Rates are relative to the first; steps of other batches take other samples, and are not set against each other.
+    """
+    first = rows[0][1]
+    cells = []
+    for place, (cluster, found) in enumerate(rows, 1):
+        rate = (found.global_batch / found.step_s) / (first.global_batch / first.step_s)
+        *numbers, last = row(found)
+        cells.append([str(place), cluster, f"{found.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
+    lines = aligned(("#", "cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
+    if any(not found.memory.fits for _, found in rows):
+        lines.append("!  does not fit into the memory of a device")
+    fitting = [place for place, (_, found) in enumerate(rows) if found.memory.fits]
+    if fitting:
+        best = min(fitting, key=lambda place: rows[place][1].step_s / rows[place][1].global_batch)
+        for place, (_, found) in enumerate(rows):
+            if place != best and found.global_batch == rows[best][1].global_batch:
+                lines += wrapped(f"{best + 1} against {place + 1}: {slowdown_line(rows[best][1], found)}")
+    return lines

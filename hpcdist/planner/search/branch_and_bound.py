@@ -1,0 +1,302 @@
+"""Branch and bound over the space of layouts, best first, with a filter by memory.
+
+Nodes wait in a heap by a bound that none of their layouts beats (`hpcdist.planner.search.bounds`). A family on top of
+the heap is opened into its orders; an order waits once more, by the time of its micro-batches, and then its
+strategies are planned. When the bound on top is no better than the last layout of the result, the search ends.
+Impossible layouts are refused on the way: degrees before anything else, schedules and batches when a family is
+opened, and memory last.
+
+The memory filter asks for as few layouts as possible. What a device needs never shrinks as micro-batches grow, where
+there are several, alike and in groups of one size: what fits with a larger one fits with a smaller one, and where the
+smallest one is too much, all are. Activations of a stage are the same under each strategy: where they alone are too
+much, no strategy helps.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
+from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.limits.checks import LayoutProblem
+from hpcdist.planner.memory.device import memory
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.planner.model.stage_split import step_flops
+from hpcdist.planner.plan import least_s, plan
+from hpcdist.planner.search import bounds, space
+from hpcdist.planner.search.bounds import FamilyTotals
+from hpcdist.planner.search.space import SearchSpec, Strategy, with_strategy
+from hpcdist.planner.time.pipeline import border
+from hpcdist.planner.time.step import MicrobatchFlow, microbatch_flow
+
+ALIKE: Final = ("activations", "reserved")  # terms that no strategy changes
+_STEM: Final = attrgetter(
+    "data",
+    "pipeline",
+    "tensor",
+    "context",
+    "expert",
+    "recompute",
+    "sequence_parallel",
+    "schedule",
+    "chunks",
+)
+_NEVER: Final = 1 << 62
+
+
+class MemoryFilter:
+    """The memory of a device: ``limit_bytes`` of it, or all (0). ``leanest`` is what came nearest to fitting."""
+
+    def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
+        self.leanest: tuple[float, ParallelLayout, MemoryEstimate] | None = None
+        self._description, self._cluster, self._global_batch = description, cluster, global_batch
+        self._limit_bytes = limit_bytes
+        self._fits: dict[object, int] = {}  # the largest micro-batch that is known to fit
+        self._fails: dict[object, int] = {}  # the smallest that is known not to
+
+    def fitting(self, order: ParallelLayout, ways: Sequence[Strategy], sizes: Sequence[int]) -> tuple[Strategy, ...]:
+        """Return those of ``ways`` with which ``order`` fits (local).
+
+        ``sizes`` of micro-batch are those that the order could have, the smallest first: the smallest that this one may
+        be compared with is asked for where this one is too much.
+        """
+        stem: tuple[object, ...] = _STEM(order)
+        if self._is_apart(order, order.microbatch):
+            stem, least = (*stem, order.microbatch), order.microbatch
+        else:
+            least = next(size for size in sizes if not self._is_apart(order, size))
+        found = []
+        for way in ways:
+            if order.microbatch >= self._fails.get(stem, _NEVER):
+                return ()
+            if self._has_room(order, stem, way, least):
+                found.append(way)
+        return tuple(found)
+
+    def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
+        """Whether nothing follows from other sizes: nothing to add up, a smaller one at the end, or odd groups."""
+        many = -(-self._global_batch // (order.data * microbatch))
+        is_uneven = self._global_batch % (order.data * microbatch) != 0
+        return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
+
+    def _has_room(self, order: ParallelLayout, stem: tuple[object, ...], way: Strategy, least: int) -> bool:
+        key, size = (stem, way), order.microbatch
+        if size <= self._fits.get(key, 0):
+            return True
+        if size >= self._fails.get(key, _NEVER):
+            return False
+        if size > least and least > self._fits.get(key, 0) and not self._ask(order, stem, way, least):
+            return False
+        return self._ask(order, stem, way, size)
+
+    def _ask(self, order: ParallelLayout, stem: tuple[object, ...], way: Strategy, microbatch: int) -> bool:
+        """Look at one layout, and remember what follows from it."""
+        layout = with_strategy(order, way, microbatch)
+        needed = memory(self._description, layout, self._cluster, self._global_batch)
+        limit = min(needed.limit_bytes, self._limit_bytes or needed.limit_bytes)
+        over = needed.bytes - limit
+        key = (stem, way)
+        if over <= 0:
+            self._fits[key] = max(microbatch, self._fits.get(key, 0))
+            return True
+        self._fails[key] = min(microbatch, self._fails.get(key, _NEVER))
+        if sum(needed.terms.get(name, 0.0) for name in ALIKE) > limit:
+            self._fails[stem] = min(microbatch, self._fails.get(stem, _NEVER))
+        if self.leanest is None or over < self.leanest[0]:
+            self.leanest = over, layout, needed
+        return False
+
+
+Bound = tuple[float, float]  # of a value, and of what the formulas alone give where an MFU is limited
+Rank = tuple[float, float, int, int]  # both; between equal ones the order, and its way, that were first seen
+
+
+class SearchNode(NamedTuple):
+    """What waits: a family, with all of its units; or an order with its ways, and how its micro-batches flow, later."""
+
+    bound: Bound
+    number: int  # in the order in which they were first seen, which decides between those of one bound
+    layout: ParallelLayout
+    known: FamilyTotals | MicrobatchFlow | None
+    ways: tuple[Strategy, ...] = ()
+
+
+@dataclass
+class Refusals:
+    """How often a limit refused a grid or a layout, with the first text."""
+
+    grids: dict[str, tuple[int, str]] = field(default_factory=dict)
+    layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def grid(self, problem: LayoutProblem) -> None:
+        """Count a grid, whatever may be laid out on it."""
+        self._count(self.grids, problem, 1)
+
+    def layout(self, problem: LayoutProblem, many: int = 1) -> None:
+        """Count ``many`` layouts."""
+        self._count(self.layouts, problem, many)
+
+    @staticmethod
+    def _count(where: dict[str, tuple[int, str]], problem: LayoutProblem, many: int) -> None:
+        before, text = where.get(problem.limit, (0, problem.text))
+        where[problem.limit] = before + many, text
+
+
+@dataclass
+class BranchAndBound:
+    """One search. ``kept`` has the best estimates after `run`, best first."""
+
+    description: ModelDescription
+    cluster: Cluster
+    devices: int
+    global_batch: int
+    wanted: SearchSpec
+    keep: int
+    layouts: int = 0
+    estimated: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
+    kept: list[tuple[float, PlanEstimate]] = field(default_factory=list)
+    _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
+    _heap: list[SearchNode] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s`, by devices
+    _last: Rank = (math.inf, 0.0, 0, 0)  # of those that are kept, when there are enough of them
+
+    def __post_init__(self) -> None:
+        self.limit_bytes = space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
+        self.room = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
+
+    def run(self) -> None:
+        """Walk until nothing that is left can be among the best (local)."""
+        self._sow()
+        while self._heap and self._heap[0].bound < self._last[:2]:
+            node = heapq.heappop(self._heap)
+            if isinstance(node.known, FamilyTotals):
+                self._open(node.layout, node.known)
+            elif node.known is None:
+                self._time(node)
+            else:
+                for place, way in enumerate(node.ways):
+                    self._plan(space.with_strategy(node.layout, way), node.known, (node.number, place))
+        self.kept = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
+
+    def _sow(self) -> None:
+        """Put all families into the heap."""
+        objective = self.wanted.objective
+        nodes = []
+        for grid in space.grids(self.devices, self.wanted):
+            problem = next(checks.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
+            if problem is not None:
+                self.refusals.grid(problem)
+                continue
+            if self.wanted.runnable and (reasons := checks.unsupported(grid)):
+                self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
+                continue
+            orders = len(space.orders(self.description, grid, self.wanted))
+            ways = len(space.strategies(grid, self.wanted))
+            for cut in space.families(grid, self.wanted):
+                if problem := next(checks.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
+                    self.refusals.grid(problem)
+                    continue
+                for microbatch in space.sizes(cut, self.global_batch, self.wanted):
+                    self.layouts += orders * ways
+                    family = cut.but(microbatch=microbatch)
+                    of_all = bounds.family_totals(self.description, family, self.cluster, self.global_batch)
+                    bound = bounds.family_bound(of_all, family, self.cluster, objective)
+                    nodes.append(SearchNode(self._bound(bound, family), next(self._numbers), family, of_all))
+        heapq.heapify(nodes)
+        self._heap = nodes
+
+    def _open(self, family: ParallelLayout, of_all: FamilyTotals) -> None:
+        """Let the orders wait that can be."""
+        sizes = space.sizes(family, self.global_batch, self.wanted)
+        hop_s = border(self.description, family, self.cluster).seconds
+        for schedule, chunks in space.orders(self.description, family, self.wanted):
+            order = family.but(schedule=schedule, chunks=chunks)
+            ways = space.strategies(order, self.wanted)
+            if problem := next(checks.order_problems(self.description, order, self.global_batch), None):
+                self.refusals.layout(problem, len(ways))
+                continue
+            ways = self._runnable(order, ways)
+            fitting = self.room.fitting(order, ways, sizes)
+            if len(fitting) < len(ways):
+                self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
+            if fitting:
+                bound = bounds.schedule_bound(of_all, order, hop_s, self.cluster, self.wanted.objective)
+                self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
+
+    def _time(self, node: SearchNode) -> None:
+        """Let an order wait by what its micro-batches take."""
+        given = node.layout, self.cluster, self.global_batch
+        known = microbatch_flow(self.description, *given)
+        bound = bounds.order_bound(known, self.description, *given, self.wanted.objective)
+        self._wait(node._replace(bound=self._bound(bound, node.layout), known=known))
+
+    def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
+        """Return the bound of layouts whose value by the formulas is ``floor`` at least.
+
+        A limit of MFU makes a step no shorter than on any other layout of as many devices: so many are equal, and the
+        formulas decide between them.
+        """
+        if self.wanted.objective != "time" or not self.cluster.most_mfu:
+            return floor, floor
+        workers = layout.devices - layout.servers
+        if workers not in self._least_s:
+            done = step_flops(self.description, layout, self.global_batch)
+            self._least_s[workers] = least_s(done, layout, self.cluster)
+        return max(floor, self._least_s[workers]), floor
+
+    def _wait(self, node: SearchNode) -> None:
+        """Put a node into the heap, unless it is too late for it."""
+        if node.bound < self._last[:2]:
+            heapq.heappush(self._heap, node)
+
+    def _runnable(self, order: ParallelLayout, ways: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the ways that this version runs, or all where others are wanted as well."""
+        if not self.wanted.runnable:
+            return ways
+        found = []
+        for way in ways:
+            if reasons := checks.unsupported(space.with_strategy(order, way)):
+                self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
+            else:
+                found.append(way)
+        return tuple(found)
+
+    def _full(self, order: ParallelLayout, ways: tuple[Strategy, ...]) -> LayoutProblem:
+        """Return what is too much; the first text is kept, so only that one is made."""
+        if "memory" not in self.refusals.layouts:
+            for way in ways:
+                layout = space.with_strategy(order, way)
+                needed = memory(self.description, layout, self.cluster, self.global_batch)
+                if problem := checks.memory_problem(needed, self.limit_bytes):
+                    return problem
+        return LayoutProblem("memory", "")
+
+    def _plan(self, layout: ParallelLayout, known: MicrobatchFlow, seen: tuple[int, int]) -> None:
+        given = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
+        estimate = plan(*given, limit_bytes=self.limit_bytes, known=known)
+        self.estimated += 1
+        self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
+
+    def _keep(self, rank: Rank, estimate: PlanEstimate) -> None:
+        """Keep the best layouts, or with ``distinct`` the best one of each grid."""
+        if rank >= self._last:
+            return
+        layout = estimate.layout
+        key: Any = rank
+        if self.wanted.distinct:
+            key = (layout.data, layout.pipeline, layout.tensor, layout.context, layout.expert)
+            if key in self._best_of and self._best_of[key][0] <= rank:
+                return
+        self._best_of[key] = rank, estimate
+        if len(self._best_of) > self.keep:
+            del self._best_of[max(self._best_of, key=lambda one: self._best_of[one][0])]
+        if len(self._best_of) == self.keep:
+            self._last = max(rank for rank, _ in self._best_of.values())

@@ -1,0 +1,298 @@
+"""Cost of a collective or message on a cluster: from measured fits, else by formula over the links that it crosses.
+
+`hpcdist.planner.time.topology.span` finds the links that a group of an axis crosses. Measurements
+(`hpcdist.planner.cluster.hardware.MeasuredFit`) come first, where they are of the same algorithm of the same library,
+on as many ranks in the same places: neighbours, over links of the same level. Below the smallest measured size the
+formula holds, and nothing takes longer than that size did. Bytes are those of the whole buffer, in fits too.
+
+p devices, n bytes of the whole buffer, alpha and beta of a tier, h = the sum over the tiers of ceil(log2 fan):
+
+    ring            2 (p-1) alpha + 2 (p-1)/p n beta                   allreduce; half of it reduce_scatter, all_gather
+    tree            2 n beta + 4 h alpha + 2 sqrt(8 h alpha n beta)    allreduce, double binary; half of it broadcast
+    hierarchical    by tier 2 (fan-1) alpha + 2 (fan-1)/fan n' beta    n' = n / (fans of the tiers below)
+    recursive_doubling    log2 p (alpha + n beta)                      allreduce
+    rabenseifner    2 log2 p alpha + 2 (p-1)/p n beta                  allreduce
+    circulant       2 ceil(log2 p) alpha + 2 (p-1)/p n beta            as the ring
+    pairs           (p-1) alpha + (p-1)/p n beta                       all_to_all
+    binomial        ceil(log2 p) (alpha + n beta)                      broadcast
+
+Ring, doubling, Rabenseifner, binomial: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 19 (2005) 49-66, without its gamma: bandwidths are those that collectives
+reach, sums included. That 2 (p-1)/p n is the least an allreduce can send: P. Patarasuk, X. Yuan, JPDC 69 (2009)
+117-124. Tree: P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35 (2009) 581-594: k segments of either half of
+the buffer down trees of depth h take 2 h + 2 k turns of alpha + n / (2 k) beta, least for k = sqrt(h n beta / (2
+alpha)); once up, once down. Hierarchical: H. Mikami et al., arXiv:1811.05233. The others: `hpcdist.collectives`.
+
+A flat ring goes at the pace of its slowest link, `Span.slow`; doubling and its kin have all devices of a box send at
+once. The tiers of a hierarchical allreduce work at the same time, on segments: the slowest one counts, and what a
+segment takes in the others. Its halves, reduce_scatter and all_gather, are segmented with channels only; else tiers
+add up.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from hpcdist.collectives.algorithms.hypercube import HALVES_BYTES
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster.hardware import Cluster, MeasuredFit
+from hpcdist.planner.layout import ALGORITHMS, ParallelLayout
+from hpcdist.planner.time.topology import AXES, GroupSpan, LinkTier, group, span
+
+SEGMENT_BYTES: Final = 256 << 10  # of a message of the hierarchy, as in `hpcdist.collectives.algorithms.hierarchical`
+
+Formula = Callable[
+    [float, GroupSpan], tuple[float, float]
+]  # (n bytes, span) -> (seconds, the most bytes that one sends)
+
+
+def _ring(passes: int) -> Formula:
+    def cost(n: float, span: GroupSpan) -> tuple[float, float]:
+        p = span.size
+        sent = passes * (p - 1) / p * n
+        if not span.channels:  # every turn is as slow as the slowest link of the circle
+            return passes * (p - 1) * span.latency_s + sent * span.slow, sent
+        # NCCL's: nobody waits for a turn, so a chunk meets each link once.
+        hops, latency_s = p, 0.0
+        for tier in span.tiers:
+            left = p // (tier.lanes * tier.fan)  # boxes of this tier, between which the ring has as many hops
+            latency_s += (hops - left) * tier.latency_s
+            hops = left
+        return passes * latency_s + sent * span.slow, sent
+
+    return cost
+
+
+def _tree(passes: int) -> Formula:
+    def cost(n: float, span: GroupSpan) -> tuple[float, float]:
+        depth_s = sum((tier.fan - 1).bit_length() * tier.latency_s for tier in span.tiers)
+        beta_s = n * span.slow
+        sent = n / 2 * min(span.size, 4) if passes == 2 else n
+        return passes * (beta_s + 2 * depth_s + math.sqrt(8 * depth_s * beta_s)), sent
+
+    return cost
+
+
+def _hierarchical(passes: int) -> Formula:
+    def cost(n: float, span: GroupSpan) -> tuple[float, float]:
+        p = span.size
+        latency_s = passes * sum((tier.fan - 1) * tier.latency_s for tier in span.tiers)
+        parts = [passes * (tier.fan - 1) / tier.fan * n / tier.lanes * tier.crowded for tier in span.tiers]
+        seconds = sum(parts)
+        if passes == 2 or span.channels:
+            longest = max(parts)
+            first = min(1.0, SEGMENT_BYTES * span.tiers[-1].lanes / n)  # the share of a segment of all streams
+            seconds = longest + first * (seconds - longest)
+        return latency_s + seconds, passes * (p - 1) / p * n
+
+    return cost
+
+
+def _recursive_doubling(n: float, span: GroupSpan) -> tuple[float, float]:
+    seconds, sent = _fold(n, span)
+    for distance in _bits(span.size):
+        tier = span.tier_at(distance)
+        seconds += tier.latency_s + n * tier.crowded
+        sent += n
+    return seconds, sent
+
+
+def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
+    seconds, sent = _fold(n, span)
+    if sent and n >= HALVES_BYTES:  # pairs exchange halves
+        tier = span.tier_at(1)
+        seconds, sent = 2 * tier.latency_s + n * tier.crowded, n
+    distances = list(_bits(span.size))
+    cube = 2 * distances[-1]
+    for distance in distances:
+        tier, part = span.tier_at(distance), 2 * n * distance / cube
+        seconds += 2 * tier.latency_s + part * tier.crowded
+        sent += part
+    return seconds, sent
+
+
+def _fold(n: float, span: GroupSpan) -> tuple[float, float]:
+    """Return what pairs do first and last where p is no power of two: one sends and waits, the other the reverse."""
+    if span.size & (span.size - 1) == 0:
+        return 0.0, 0.0
+    tier = span.tier_at(1)
+    return 2 * tier.latency_s + 2 * n * tier.crowded, n
+
+
+def _bits(p: int) -> Iterator[int]:
+    distance = 1
+    while 2 * distance <= p:
+        yield distance
+        distance *= 2
+
+
+def _circulant(passes: int) -> Formula:
+    def cost(n: float, span: GroupSpan) -> tuple[float, float]:
+        p = span.size
+        sent = passes * (p - 1) / p * n
+        crowded = max(tier.crowded for tier in span.tiers)
+        return passes * (p - 1).bit_length() * span.latency_s + sent * crowded, sent
+
+    return cost
+
+
+def _pairs(n: float, span: GroupSpan) -> tuple[float, float]:
+    p, near, seconds = span.size, 1, 0.0
+    for tier in span.tiers:
+        peers = tier.lanes * tier.fan - near
+        seconds += peers * (tier.latency_s + n / p * tier.crowded)
+        near += peers
+    return seconds, (p - 1) / p * n
+
+
+def _binomial(n: float, span: GroupSpan) -> tuple[float, float]:
+    turns = [((tier.fan - 1).bit_length(), tier) for tier in span.tiers]
+    return sum(turn * (tier.latency_s + n * tier.single) for turn, tier in turns), n * sum(turn for turn, _ in turns)
+
+
+FORMULAS: Final[dict[str, dict[str, Formula]]] = {
+    "allreduce": {
+        "ring": _ring(2),
+        "tree": _tree(2),
+        "hierarchical": _hierarchical(2),
+        "recursive_doubling": _recursive_doubling,
+        "rabenseifner": _rabenseifner,
+        "circulant": _circulant(2),
+    },
+    "reduce_scatter": {"ring": _ring(1), "hierarchical": _hierarchical(1), "circulant": _circulant(1)},
+    "all_gather": {"ring": _ring(1), "hierarchical": _hierarchical(1), "circulant": _circulant(1)},
+    "broadcast": {"tree": _tree(1), "binomial": _binomial},
+    "all_to_all": {"pairs": _pairs},
+}
+# Of libraries whose rings have channels: what else there is sends all from every device at once, as MPI's may.
+WITH_CHANNELS: Final = ("ring", "tree", "binomial", "pairs")
+
+
+__all__ = [
+    "AXES",
+    "NO_COST",
+    "OPERATIONS",
+    "GroupSpan",
+    "LinkTier",
+    "MessageCost",
+    "collective",
+    "group",
+    "message",
+    "repeated_cost",
+    "span",
+    "substituted",
+]
+
+OPERATIONS: Final = tuple(FORMULAS)
+_NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() for name in formulas}
+
+
+class MessageCost(NamedTuple):
+    """Seconds, the most bytes that a device sends, and by which algorithm; ``flags`` tell what was assumed."""
+
+    seconds: float
+    nbytes: float
+    algorithm: str
+    flags: tuple[str, ...] = ()
+
+
+NO_COST: Final = MessageCost(0.0, 0.0, "none")
+
+
+def repeated_cost(cost: MessageCost, often: float) -> MessageCost:
+    """Return what it takes so often, one after the other (local)."""
+    return MessageCost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)
+
+
+def collective(
+    operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
+) -> MessageCost:
+    """Return what ``operation`` on a buffer of ``nbytes`` takes over ``span``.
+
+    ``nbytes`` is the whole buffer: what reduce_scatter begins with, what all_gather ends with, and all that a device
+    has in all_to_all, its own part included. "auto" is what was measured, else the fastest formula; where an
+    operation has no such algorithm as is asked for (a tree cannot scatter) it is done as the fastest one, too: flagged.
+    Raises UsageError for names that are none.
+    """
+    if span.size <= 1 or nbytes <= 0:
+        return NO_COST
+    if cluster.fits and span.stride == 1:
+        for fit in cluster.fits:
+            known = (fit.operation, fit.ranks, fit.algorithm) == (operation, span.size, algorithm)
+            if known and _on(fit, span, cluster):
+                sent = _least_bytes(operation, nbytes, span.size)
+                measured = MessageCost(_fitted(fit, nbytes), sent, f"measured {algorithm}")
+                return _within(fit, nbytes, measured, _cost(operation, nbytes, span, algorithm))
+    return _cost(operation, nbytes, span, algorithm)
+
+
+def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
+    """Return what a message to the next along ``axis`` takes while all groups send one; of the slowest neighbours."""
+    reach = span(layout, axis, cluster)
+    if reach.size <= 1 or nbytes <= 0:
+        return NO_COST
+    tier = reach.tiers[-1]
+    formula = MessageCost(tier.latency_s + nbytes * tier.single, nbytes, "message", reach.flags)
+    for fit in cluster.fits:
+        if fit.operation == "message" and _on(fit, reach, cluster) and (fit.level or tier.outer == 0):
+            return _within(fit, nbytes, MessageCost(_fitted(fit, nbytes), nbytes, "measured"), formula)
+    return formula
+
+
+def _on(fit: MeasuredFit, span: GroupSpan, cluster: Cluster) -> bool:
+    """Return whether the outermost links of ``span``, and its library, are those that were measured."""
+    if fit.library and (fit.library == "nccl") != span.channels:
+        return False
+    return not fit.level or fit.level == cluster.levels[span.tiers[-1].outer].name
+
+
+def _within(fit: MeasuredFit, nbytes: float, measured: MessageCost, formula: MessageCost) -> MessageCost:
+    """Return what was ``measured``, flagged beyond its sizes; below them the ``formula`` (see above)."""
+    if fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
+        return measured
+    sizes = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
+    if nbytes > fit.until_bytes[-1]:
+        return measured._replace(flags=(f"extrapolated: {fit.operation} over {fit.ranks} ranks, {sizes}",))
+    flag = f"extrapolated by formula: {fit.operation} over {fit.ranks} ranks, {sizes}"
+    return formula._replace(seconds=min(formula.seconds, _fitted(fit, fit.from_bytes)), flags=(*formula.flags, flag))
+
+
+def _fitted(fit: MeasuredFit, nbytes: float) -> float:
+    """Return the seconds of the line that ``nbytes`` lie on."""
+    pieces = len(fit.until_bytes)
+    piece = next((piece for piece in range(pieces) if nbytes <= fit.until_bytes[piece]), pieces - 1)
+    return fit.latency_s[piece] + nbytes * fit.s_per_byte[piece]
+
+
+def _least_bytes(operation: str, nbytes: float, p: int) -> float:
+    """Return what a device has to send at least (Patarasuk and Yuan 2009): of measured ones nobody knows more."""
+    if operation == "broadcast":
+        return nbytes
+    return (2 if operation == "allreduce" else 1) * (p - 1) / p * nbytes
+
+
+@lru_cache(maxsize=1 << 16)
+def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> MessageCost:
+    if operation not in FORMULAS:
+        raise UsageError(f"collective {operation!r}; choose one of {', '.join(OPERATIONS)}")
+    if algorithm not in _NAMES:
+        raise UsageError(f"algorithm {algorithm!r}; choose one of {', '.join(sorted(_NAMES))}")
+    known = FORMULAS[operation]
+    if algorithm in known:
+        return _named(operation, algorithm, nbytes, span)
+    names = [name for name in known if not span.channels or name in WITH_CHANNELS]
+    best = min((_named(operation, name, nbytes, span) for name in names), key=lambda cost: cost.seconds)
+    if algorithm == "auto":
+        return best
+    return best._replace(flags=(*best.flags, substituted(algorithm, operation, best.algorithm)))
+
+
+def substituted(algorithm: str, operation: str, taken: str) -> str:
+    """Return the flag of an ``operation`` that goes another way than by the ``algorithm`` that was asked for."""
+    return f"algorithm = {algorithm}: {operation} has none of that name, and goes by {taken}"
+
+
+def _named(operation: str, name: str, nbytes: float, span: GroupSpan) -> MessageCost:
+    seconds, sent = FORMULAS[operation][name](nbytes, span)
+    return MessageCost(seconds, sent, name, span.flags)

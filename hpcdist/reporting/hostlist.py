@@ -1,0 +1,83 @@
+"""Short lists of numbers and host names: cores 0-3,8, nodes n[001-512] (as Slurm writes host lists).
+
+`group_texts` shows what many nodes have in common once, with the list of those nodes.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+MOST_GROUPS: Final = 6  # a report of a thousand nodes that all differ is read by nobody
+
+_NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Write the ascending (0, 1, 2, 5) as 0-2,5."""
+    return ",".join(_span(first, last) for first, last in _runs(numbers))
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """Return the numbers in ``text``, such as 0-2,5. Raises ValueError."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """Write n1, n2, n4 as n[1-2,4], and n01, n02 as n[01-02]; names that end in no number stay as they are."""
+    plain: list[str] = []
+    numbered: dict[str, list[str]] = {}
+    for name in sorted(set(names)):
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            plain.append(name)
+        else:
+            numbered.setdefault(match[1], []).append(match[2])
+    return ",".join([*(part for prefix in numbered for part in _folded(prefix, numbered[prefix])), *plain])
+
+
+def _folded(prefix: str, digits: list[str]) -> list[str]:
+    """Return the names that begin with ``prefix`` and end in ``digits``, one for each width where zeros pad them."""
+    padded = any(each.startswith("0") for each in digits if len(each) > 1)
+    widths: dict[int, list[int]] = {}
+    for each in digits:
+        widths.setdefault(len(each) if padded else 0, []).append(int(each))
+    texts = [
+        ",".join(_span(first, last, width) for first, last in _runs(sorted(numbers)))
+        for width, numbers in sorted(widths.items())
+    ]
+    return [f"{prefix}{text}" if text.isdigit() else f"{prefix}[{text}]" for text in texts]
+
+
+def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
+    """Say each of ``texts`` once, after the ``labels`` of those it is said of; without labels where all say the same.
+
+    The most frequent comes first. Empty texts are left out, and what is too much is counted.
+    """
+    groups: dict[str, list[str]] = {}
+    for label, text in zip(labels, texts, strict=True):
+        groups.setdefault(text, []).append(label)
+    if len(groups) == 1:
+        return texts[0]
+    groups.pop("", None)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    shown = [f"{fold_names(names)}: {text}" for text, names in ordered[:MOST_GROUPS]]
+    left = sum(len(names) for _, names in ordered[MOST_GROUPS:])
+    return "; ".join([*shown, *([f"and {left} more, each otherwise"] if left else [])])
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _span(first: int, last: int, width: int = 0) -> str:
+    return f"{first:0{width}}" if first == last else f"{first:0{width}}-{last:0{width}}"

@@ -1,0 +1,280 @@
+"""Quantities of a run: the name of every figure, with its unit and meaning, and those derived from the steps.
+
+Names follow the conventions of Prometheus: base units, ``_total`` for what only grows. All sinks use them, so that a
+figure is found under one name everywhere. `DerivedFigures` works out speed, shares of the time and stragglers from the
+rows of steps of all ranks. Axis letters: S steps, W ranks of the world, K ranks of them that compute.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final
+
+import numpy as np
+
+GAUGE: Final = "gauge"
+COUNTER: Final = "counter"
+PREFIX: Final = "hpcdist_"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A figure. ``kind`` is gauge or counter; ``label`` names what tells several of it apart ("": there is one).
+
+    ``unit`` is in UCUM, as in HDF5 files; ``tag`` is the name that TensorBoard shows.
+    """
+
+    name: str
+    unit: str
+    kind: str
+    meaning: str
+    tag: str
+    label: str = ""
+
+    @property
+    def prometheus(self) -> str:
+        """The name of the metric for Prometheus."""
+        return PREFIX + self.name
+
+
+def _gauges(*rows: tuple[str, ...]) -> Iterable[Quantity]:
+    return (Quantity(row[0], row[1], GAUGE, *row[2:]) for row in rows)
+
+
+def _counters(*rows: tuple[str, ...]) -> Iterable[Quantity]:
+    return (Quantity(row[0], row[1], COUNTER, *row[2:]) for row in rows)
+
+
+_ALL: Final = (
+    *_gauges(
+        ("training_loss_nats", "1", "mean training loss of the last step", "loss/training"),
+        ("validation_loss_nats", "1", "mean validation loss, when it was last taken", "loss/validation"),
+        ("learning_rate", "1", "learning rate of the last step", "optimizer/learning_rate"),
+        ("gradient_norm", "1", "norm of the mean gradient before clipping", "optimizer/gradient_norm"),
+        ("loss_scale", "1", "the loss is multiplied with this before the backward", "optimizer/loss_scale"),
+        ("step_seconds", "s", "time of the last step on its slowest rank", "time/step"),
+        ("tokens_per_second", "1/s", "tokens of the last steps over their time", "speed/tokens_per_second"),
+        ("phase_seconds", "s", "time a step in a phase, mean over the ranks that compute", "time/phase", "phase"),
+        ("communication_ratio", "1", "share of a step in communication that nothing hid", "communication/share"),
+        ("hidden_communication_ratio", "1", "share of reductions that nobody waited for", "communication/hidden"),
+        ("straggler_ratio", "1", "compute time of the slowest rank over that of the median one", "stragglers/ratio"),
+        ("straggler_rank", "1", "the rank with the longest compute time", "stragglers/rank"),
+        ("collective_bytes_per_second", "By/s", "bytes of buffers over time, by operation", "communication/bandwidth",
+         "operation"),
+        ("memory_bytes", "By", "arrays that are alive on the rank that holds most", "memory/now", "category"),
+        ("memory_peak_bytes", "By", "the most that was alive at once on a rank", "memory/peak", "category"),
+        ("power_watts", "W", "mean power of the job since the last report", "energy/power", "source"),
+        ("energy_per_token_joules", "J", "joules of training over its tokens, so far", "energy/per_token"),
+        ("utilisation_ratio", "1", "share of a resource in use, mean over the nodes", "utilisation", "resource"),
+        ("checkpoint_seconds", "s", "time for which the last checkpoint held up the steps", "checkpoint/seconds"),
+        ("checkpoint_bytes", "By", "size of the last checkpoint", "checkpoint/bytes"),
+        ("world_ranks", "1", "ranks of the job", "job/ranks"),
+        ("nodes", "1", "nodes of the job", "job/nodes"),
+        ("last_step_timestamp_seconds", "s", "Unix time at the end of the last step", "job/last_step"),
+        ("start_timestamp_seconds", "s", "Unix time of this start of the run", "job/start"),
+    ),
+    *_counters(
+        ("steps_total", "1", "completed optimizer steps", "job/steps"),
+        ("tokens_total", "1", "tokens that were trained on", "job/tokens"),
+        ("skipped_steps_total", "1", "steps without an update, since their gradient overflowed", "job/skipped_steps"),
+        ("sent_bytes_total", "By", "bytes sent in messages, sum over the ranks", "communication/sent"),
+        ("collective_seconds_total", "s", "time in an operation, mean over the ranks", "communication/seconds",
+         "operation"),
+        ("collective_bytes_total", "By", "bytes of buffers in an operation, sum over the ranks", "communication/bytes",
+         "operation"),
+        ("prefetch_hits_total", "1", "gathers ahead that were there when they were waited for", "prefetch/hits"),
+        ("prefetch_misses_total", "1", "gathers ahead that were waited for", "prefetch/misses"),
+        ("anomalies_total", "1", "flags: loss spikes, throughput drops and the like", "anomalies", "kind"),
+        ("energy_joules_total", "J", "energy of the job over all of its starts", "energy/joules", "source"),
+        ("emissions_grams_total", "g", "CO2 equivalents, by the intensity in the recipe", "energy/emissions"),
+        ("network_bytes_total", "By", "bytes over the interfaces of the nodes", "network", "direction"),
+        ("checkpoints_total", "1", "checkpoints that became complete", "checkpoint/count"),
+    ),
+)  # fmt: skip
+
+QUANTITIES: Final = {quantity.name: quantity for quantity in _ALL}
+assert len(QUANTITIES) == len(_ALL)
+
+
+def key(name: str, label: str = "") -> str:
+    """Return the key of a figure in an event: ``name``, or ``name[label]`` where it has a label."""
+    assert bool(QUANTITIES[name].label) == bool(label), name
+    return f"{name}[{label}]" if label else name
+
+
+def split(key: str) -> tuple[str, str | None]:
+    """Return name and label of a `key`; None where there is no label."""
+    name, bracket, rest = key.partition("[")
+    return name, rest.removesuffix("]") if bracket else None
+
+
+WINDOW: Final = 50  # steps over which speed, shares and stragglers are taken
+PER_RANK: Final = (
+    "step_s", "compute_s", "communication_s", "update_s", "data_s", "sent_bytes", "exposed_s", "overlapped_s",
+)  # fmt: skip
+PHASES: Final = ("compute", "communication", "update")
+_COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate", "gradient_norm": "gradient_norm"}
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What all ranks measured of one step; NaN, or left out of ``ranks``, is what nobody measured.
+
+    ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``data_s`` is waiting for the batch;
+    ``exposed_s`` is what a rank gave to reductions that go on beside the computation, ``overlapped_s`` what these took
+    (`Overlap.taken`). ``tokens`` are those of all ranks.
+    """
+
+    step: int
+    time_ns: int
+    loss: float
+    learning_rate: float
+    tokens: float
+    gradient_norm: float = math.nan
+    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class DerivedFigures:
+    """Works out what the last steps say; of one start of a run, whose rows come in order.
+
+    Speed, shares and stragglers are taken over the last ``window`` steps. The first step of the start, which compiles
+    kernels and opens connections, is left out of them as soon as there is another. ``works`` says of each rank whether
+    it computes; None: those that have spent time computing do, so that a rank that only serves is no straggler and
+    waits for nobody. Without ``lock_step`` no rank waits for another, and the longest of their times is that of all.
+    """
+
+    def __init__(self, window: int = WINDOW, works: Sequence[bool] | None = None, *, lock_step: bool = True) -> None:
+        assert window >= 1
+        self.window, self._lock_step = window, lock_step
+        self._works = None if works is None else np.array(works, bool)
+        self._rows: list[StepRow] = []  # at most ``window``, of one world
+        self._begins = True  # whether the first of them is the first of the start
+        self.scores = np.empty(0)  # (W,) see `straggler_scores`, of the last rows
+
+    def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
+        """Return, for each of ``rows``, its figures under the keys of `catalogue`; what is not known is left out.
+
+        Who is a straggler is told with the last of ``rows`` alone: it changes slowly, and takes time to work out.
+        """
+        found: list[dict[str, float]] = []
+        for world, alike in groupby(rows, _world):
+            if self._rows and _world(self._rows[-1]) != world:
+                self._rows, self._begins = [], True  # ranks died or came: their columns are others'
+            known = [*self._rows, *alike]
+            found += self._figures(known)[len(self._rows) :]
+            self._begins = self._begins and len(known) <= self.window
+            self._rows = known[-self.window :]
+        return found
+
+    def _figures(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
+        columns = {name: _column(rows, name) for name in PER_RANK}  # (S, W)
+        works = _computing(columns["compute_s"]) if self._works is None else self._works
+        of = {name: values[:, works] for name, values in columns.items()}  # (S, K)
+        tokens = np.array([row.tokens for row in rows], float)
+        phases = {phase: _mean(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
+        data = _mean(of["data_s"])
+        rest = _mean(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
+        phases |= {"data": data, "other": np.maximum(rest, 0)}
+        # Starting, polling and waiting may take longer than what goes on beside: then nothing of it is hidden.
+        exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
+        series = {
+            **{name: np.array([getattr(row, mine) for row in rows], float) for name, mine in _COMMON.items()},
+            "step_seconds": _most(of["step_s"]),
+            "tokens_per_second": self._speed(tokens, of["step_s"]),
+            "communication_ratio": _ratio(*self._sums(_total(of["communication_s"]), _total(of["step_s"]))),
+            "hidden_communication_ratio": np.maximum(0, 1 - exposed),
+            **{key("phase_seconds", phase): values for phase, values in phases.items()},
+        }
+        found = [{name: float(values[index]) for name, values in series.items()} for index in range(len(rows))]
+        first = 1 if self._begins and len(rows) > 1 else 0
+        self.scores = straggler_scores(np.where(works, columns["compute_s"], math.nan)[first:][-self.window :])
+        if np.isfinite(self.scores).any():
+            rank = int(np.nanargmax(self.scores))
+            found[-1] |= {"straggler_rank": float(rank), "straggler_ratio": float(self.scores[rank])}
+        return [{name: value for name, value in figures.items() if math.isfinite(value)} for figures in found]
+
+    def _speed(self, tokens: np.ndarray, step_s: np.ndarray) -> np.ndarray:
+        """Return tokens a second over the window that ends with each row: (S,)."""
+        if self._lock_step:
+            return _ratio(*self._sums(tokens, _most(step_s)))
+        of_ranks = [self._sums(tokens, column) for column in np.nan_to_num(step_s).T]
+        if not of_ranks:
+            return np.full(len(tokens), math.nan)
+        return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
+
+    def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
+        """Return the sums of ``columns``, each (S,), over the window that ends with each row, where all are known."""
+        known = np.isfinite(columns).all(axis=0)
+        found = []
+        for column in columns:
+            values = np.where(known, column, 0.0)
+            steady = values.copy()
+            if self._begins:
+                steady[0] = 0.0
+            upto = np.concatenate([[0.0], np.cumsum(steady)])
+            last = np.arange(1, len(values) + 1)
+            found.append(upto[last] - upto[np.maximum(last - self.window, 0)])
+            if self._begins:
+                found[-1][0] = values[0]  # there is no other
+        return found
+
+
+def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
+    """Return each rank's time of computing, without waiting, over that of the median rank: (S, W) -> (W,).
+
+    Of each rank it is the median over the steps, so that a step that was disturbed makes no straggler. NaN for a rank
+    that did not compute.
+    """
+    times = np.where(compute_s > 0, compute_s, math.nan)
+    known = np.isfinite(times)
+    own = np.full(times.shape[1], math.nan)
+    always = known.all(axis=0) & known.any(axis=0)
+    own[always] = np.median(times[:, always], axis=0) if always.any() else math.nan
+    for rank in np.flatnonzero(known.any(axis=0) & ~always):
+        own[rank] = np.median(times[known[:, rank], rank])
+    computing = own[np.isfinite(own)]
+    return own / np.median(computing) if computing.size else own
+
+
+def energy_per_token(joules: float, tokens: float) -> float:
+    """Return joules a token; NaN where either is not known, or no token was trained on."""
+    return joules / tokens if tokens > 0 else math.nan
+
+
+def _world(row: StepRow) -> int:
+    return max((len(values) for values in row.ranks.values()), default=0)
+
+
+def _column(rows: Sequence[StepRow], name: str) -> np.ndarray:
+    """Return what each rank measured in each row: (S, W)."""
+    unknown = np.full(_world(rows[-1]), math.nan)
+    return np.array([row.ranks.get(name, unknown) for row in rows], float)
+
+
+def _computing(compute_s: np.ndarray) -> np.ndarray:
+    """Return which ranks compute: (S, W) -> (W,)."""
+    works: np.ndarray = np.nansum(compute_s, axis=0) > 0
+    return works
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Return the mean over the ranks that know: (S, K) -> (S,)."""
+    return _ratio(_total(values), np.isfinite(values).sum(axis=1).astype(float))
+
+
+def _total(values: np.ndarray) -> np.ndarray:
+    """Return the sum over the ranks that know, NaN where none does: (S, K) -> (S,)."""
+    known = np.isfinite(values)
+    return np.where(known.any(axis=1), np.where(known, values, 0.0).sum(axis=1), math.nan)
+
+
+def _most(values: np.ndarray) -> np.ndarray:
+    """Return the maximum over the ranks that know, NaN where none does: (S, K) -> (S,)."""
+    filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
+    return np.where(np.isfinite(filled), filled, math.nan)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Return ``above / below``, NaN where ``below`` is 0 or unknown."""
+    return np.divide(above, below, out=np.full(len(below), math.nan), where=below > 0)

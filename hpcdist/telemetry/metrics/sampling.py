@@ -1,0 +1,99 @@
+"""Sampled rows of a run, in bounded memory: one number a step in full, one number a rank from rows spread evenly.
+
+A million steps of a thousand ranks are 40 GB on the disk. Figures over time and ranks need some thousand of the rows,
+read in blocks that are whole chunks of the file; which part of all that is, is reported with the figures.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files, tables
+from hpcdist.reporting import regular
+from hpcdist.telemetry.metrics import observations
+from hpcdist.telemetry.metrics.observations import Observations
+from hpcdist.telemetry.metrics.step_metrics import READ_ATTEMPTS, SCHEMA, VERSION, MetricsData
+
+WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
+BLOCKS: Final = 1024  # fewer than chunks of a row would be: each is a look into the file's index
+SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
+MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
+
+
+@dataclass(frozen=True)
+class SampledMetrics:
+    """What a metrics file holds.
+
+    ``steps`` has the narrow columns of all steps, ``sample`` every column of the rows ``chosen`` among them, ``tables``
+    those of other services by name, where there are any.
+    """
+
+    steps: dict[str, np.ndarray]
+    chosen: np.ndarray  # (rows,) indices into the columns of ``steps``
+    sample: MetricsData
+    tables: dict[str, dict[str, np.ndarray]]
+    observed: Observations
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sample is all there is."""
+        return len(self.chosen) == len(self.steps["step"])
+
+
+def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
+    """Read the metrics file ``path``; its run may be under way. Raises StorageError."""
+    for attempt in range(READ_ATTEMPTS):
+        with files.open_read(path, SCHEMA, VERSION) as file:
+            try:
+                return _read(file, wide_bytes)
+            except regular.BROKEN_LIBRARY_ERRORS as error:
+                # Read in the moment in which it was changed? Then it is whole a moment later.
+                if attempt == READ_ATTEMPTS - 1:
+                    raise StorageError(f"{path}: is damaged: {error}") from error
+        time.sleep(0.05)
+    raise AssertionError("unreachable")
+
+
+def _read(file: Any, wide_bytes: int) -> SampledMetrics:
+    group = tables.columns(file, "steps")
+    columns = list(group)
+    rows = min(group[name].shape[0] for name in columns)
+    ranks = max((group[name].shape[1] for name in columns if group[name].ndim > 1), default=1)
+    narrow = {name: group[name][:rows] for name in columns if group[name].ndim == 1}
+    chunk = max((group[name].chunks[0] for name in columns if group[name].ndim > 1), default=1)
+    blocks = spread_blocks(rows, chunk, max(1, wide_bytes // (8 * max(1, ranks))))
+    chosen = np.concatenate([np.arange(start, stop) for start, stop in blocks] or [np.zeros(0, np.int64)])
+    wide = {name: _blocks(group[name], blocks) for name in columns if group[name].ndim > 1}
+    sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
+    attributes = files.attributes_of(file)
+    evaluations = tables.read(file, "evaluations")
+    small = {name: tables.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
+    return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))
+
+
+def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
+    """Return blocks of ``rows`` rows, (start, stop): all, or such of whole chunks with about ``most`` rows together.
+
+    They are spread evenly, and the first and the last rows are among them.
+    """
+    if rows <= most:
+        return [(0, rows)] if rows else []
+    chunks = -(-rows // chunk)
+    count = int(np.clip(min(most // chunk, BLOCKS), 2, chunks))
+    width = max(1, min(most // (count * chunk), chunks // count))  # chunks of one block
+    starts = np.unique(np.linspace(0, chunks - width, count).astype(np.int64))
+    return [(int(start) * chunk, min(rows, int(start + width) * chunk)) for start in starts]
+
+
+def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:
+    """Return the rows of ``blocks`` of a column with a second dim."""
+    found = np.empty((sum(stop - start for start, stop in blocks), dataset.shape[1]), dataset.dtype)
+    at = 0
+    for start, stop in blocks:
+        found[at : at + stop - start] = dataset[start:stop]
+        at += stop - start
+    return found

@@ -1,0 +1,331 @@
+"""Charts over steps: loss, learning rate, speed, phases and ranks; and the chart of one step by rank."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.comm.record.spans import Span
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.page.charts import series
+from hpcdist.telemetry.page.charts import series as common
+from hpcdist.telemetry.page.charts import style as draw
+from hpcdist.telemetry.page.charts.style import Chart
+from hpcdist.telemetry.page.run_data import PageData
+from hpcdist.telemetry.page.step_spans import RankLane, StepSpans
+
+ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
+MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
+PHASES: Final = ("compute", "communication", "update")
+MAX_RANK_ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
+
+
+def learning_charts(data: PageData) -> list[Chart]:
+    """Return the charts of loss and learning rate."""
+    return [_loss(data), _rate(data), *_end(data)]
+
+
+def speed_charts(data: PageData) -> list[Chart]:
+    """Return the charts of speed, phases and ranks."""
+    return [_throughput(data), _phases(data), _ranks(data)]
+
+
+def _loss(data: PageData) -> Chart:
+    run, title = data.run, "Loss"
+    if run is None:
+        return Chart("loss", title, reason=data.reason, wide=True)
+    steps, loss = run.steps["step"], run.steps["loss"]
+    window = _window(len(steps))
+    evaluations = run.sample.evaluations
+
+    def picture(axes: Any) -> None:
+        pale = {"color": draw.SKY, "linewidth": 0.7, "alpha": 0.7} if window > 1 else {"color": draw.BLUE}
+        axes.plot(*series.decimate(steps, loss), **pale, label="training")
+        if window > 1:
+            mean = series.smooth(loss, window)
+            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        if len(evaluations["step"]):
+            seen = series.decimate(evaluations["step"], evaluations["val_loss"])
+            marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
+            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
+        for key, stroke in zip(ENTROPIES, (":", "-.", "--"), strict=True):
+            value = data.attributes.get(key)
+            if isinstance(value, float) and np.isfinite(value):
+                name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
+                axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
+        common.mark_resumes(axes, data)
+        known = [value for key in ENTROPIES if isinstance(value := data.attributes.get(key), float)]
+        _limits_of_loss(axes, loss, evaluations["val_loss"], known)
+        common.label_step_axis(axes, "loss (nats)")
+        draw.legend(axes, 7)
+
+    last = data.figures["train_loss_mean"]
+    alt = f"Training loss over {int(steps[-1]):,} steps, {common.format_value(last)} nats at the end"
+    caption = "Thin: each step. " if window > 1 else ""
+    if any(f"{name}" in data.attributes for name in ENTROPIES):
+        caption += "Horizontals: entropies of the training data, which a table of counts can reach."
+    if data.sessions:
+        caption += f" Vertical lines: {counted(len(data.sessions), 'resume')}."
+    return Chart("loss", title, draw.draw_svg("loss", picture, draw.WIDE), caption, alt, wide=True)
+
+
+def _end(data: PageData) -> list[Chart]:
+    """Return the loss of the second half, which the first one flattens."""
+    if data.run is None or len(data.run.steps["step"]) < 40:
+        return []
+    half = len(data.run.steps["step"]) // 2
+    steps, loss = data.run.steps["step"][half:], data.run.steps["loss"][half:]
+    window = _window(2 * len(steps))
+    mean = series.smooth(data.run.steps["loss"], window)[half:]
+    evaluations = data.run.sample.evaluations
+    late = evaluations["step"] >= steps[0]
+
+    def picture(axes: Any) -> None:
+        pale = {"color": draw.SKY, "linewidth": 0.6, "alpha": 0.6} if window > 1 else {"color": draw.BLUE}
+        axes.plot(*series.decimate(steps, loss), **pale, label="training")
+        if window > 1:
+            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        if late.any():
+            seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
+            marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
+            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
+        common.mark_resumes(axes, data, from_step=int(steps[0]))
+        _limits_of_loss(axes, loss, evaluations["val_loss"][late], ())
+        common.label_step_axis(axes, "loss (nats)")
+        draw.legend(axes)
+
+    alt = f"Loss of the second half of the steps, {common.format_value(_last(mean))} nats at the end"
+    return [Chart("end", "Loss, second half", draw.draw_svg("end", picture), alt=alt)]
+
+
+def _window(steps: int) -> int:
+    """Return over how many of so many steps a mean shows the trend; 1: they are too few."""
+    return min(500, steps // 50) if steps >= 200 else 1
+
+
+def _last(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
+
+
+def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, marks: Sequence[float]) -> None:
+    """Let neither the first steps nor a spike flatten what is between."""
+    known = loss[np.isfinite(loss)]
+    if known.size < 10:
+        return
+    known = np.concatenate([known, validation[np.isfinite(validation)]])
+    low, high, top = (float(np.percentile(known, share)) for share in (0.1, 99.5, 100))
+    # Marks that are near stay in the picture.
+    low = min([low, *(mark for mark in marks if low - 0.4 * (high - low) < mark < low)])
+    room = 0.05 * max(high - low, 1e-9)
+    axes.set_ylim(min(low, known.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
+
+
+def _rate(data: PageData) -> Chart:
+    if data.run is None:
+        return Chart("rate", "Learning rate", reason=data.reason)
+    steps, rate = data.run.steps["step"], data.run.steps["learning_rate"]
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(steps, rate), color=draw.GREEN)
+        common.mark_resumes(axes, data)
+        axes.set_ylim(bottom=0)
+        common.label_step_axis(axes, "learning rate")
+
+    alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
+    return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
+
+
+def _throughput(data: PageData) -> Chart:
+    run, title = data.run, "Throughput"
+    if run is None:
+        return Chart("speed", title, reason=data.reason)
+    rows = run.sample.steps
+    if "step_s" not in rows:
+        return Chart("speed", title, reason="a file of the first version, which does not have the time of a step")
+    slowest = np.where(np.isnan(rows["step_s"]), -np.inf, rows["step_s"]).max(axis=1)
+    slowest[~np.isfinite(slowest) | (slowest <= 0)] = np.nan
+    rate = rows["tokens"] / slowest
+    edges = series.bin_edges(rows["step"])
+    # Tokens over time, not a mean of rates: a slow step counts as long as it lasts.
+    mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
+    at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
+
+    def picture(axes: Any) -> None:
+        if len(rate) > series.BINS:
+            axes.plot(*series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step")
+        axes.plot(at, mean, color=draw.BLUE, label="mean")
+        common.mark_resumes(axes, data)
+        axes.set_ylim(0, draw.robust_upper_limit(rate, 99.5))
+        common.label_step_axis(axes, "tokens/s")
+        draw.format_thousands(axes.yaxis)
+        draw.legend(axes)
+
+    alt = f"Tokens per second over the steps, {common.format_value(data.figures['tokens_per_s'], ',.0f')} in the mean"
+    return Chart("speed", title, draw.draw_svg("speed", picture), common.rows_note(run), alt)
+
+
+def _phases(data: PageData) -> Chart:
+    run, title = data.run, "Time of a step by phase"
+    if run is None:
+        return Chart("phases", title, reason=data.reason)
+    rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
+    works = np.nansum(rows["compute_s"], axis=0) > 0
+    parts = {name: series.means(common.mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
+    if "step_s" in rows:
+        whole = series.means(common.mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
+        known = np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)
+        parts["rest"] = np.maximum(whole - known, 0)
+    if not any(np.isfinite(part).any() for part in parts.values()):
+        return Chart("phases", title, reason="no time was measured")
+    at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
+    caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and what no clock covers. "
+
+    def picture(axes: Any) -> None:
+        common.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
+        common.mark_resumes(axes, data)
+        axes.set_ylim(0, draw.robust_upper_limit(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
+        common.label_step_axis(axes, "ms a step")
+        draw.legend(axes)
+
+    alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
+    return Chart("phases", title, draw.draw_svg("phases", picture), caption + common.rows_note(run), alt)
+
+
+def _ranks(data: PageData) -> Chart:
+    run, title = data.run, "Compute time of each rank"
+    if run is None:
+        return Chart("ranks", title, reason=data.reason, wide=True)
+    rows = run.sample.steps
+    compute = np.where(rows["compute_s"] > 0, rows["compute_s"], np.nan)
+    ranks = np.flatnonzero(np.isfinite(compute).any(axis=0))
+    if len(ranks) < 2:
+        return Chart("ranks", title, reason="one rank computes: there is nothing to compare", wide=True)
+    edges = series.bin_edges(rows["step"], 200)
+    per_bin = series.medians(compute[:, ranks], edges)  # (bins, ranks)
+    ratio = per_bin / series.median(per_bin.T)[:, None]
+    groups = np.array_split(np.arange(len(ranks)), min(MAX_RANK_ROWS, len(ranks)))
+    worst = np.array([np.where(np.isnan(ratio[:, own]), -np.inf, ratio[:, own]).max(axis=1) for own in groups])
+    worst[~np.isfinite(worst)] = np.nan
+    limits = (rows["step"][0] - 0.5, rows["step"][-1] + 0.5, float(ranks[-1]) + 0.5, float(ranks[0]) - 0.5)
+
+    def picture(axes: Any) -> None:
+        from matplotlib.colors import TwoSlopeNorm
+
+        # A rank that is always slow sets the scale, a moment in which one was does not.
+        off = np.abs(worst - 1)
+        known = off[np.isfinite(off)]
+        always = series.median(off.T)
+        far = max(np.percentile(known, 99), always[np.isfinite(always)].max()) if known.size else 0.1
+        span = float(np.clip(far, 0.05, 1.0))
+        norm = TwoSlopeNorm(1.0, 1 - span, 1 + span)
+        image = axes.imshow(
+            worst, aspect="auto", interpolation="nearest", cmap="PuOr_r", norm=norm, extent=limits, origin="upper"
+        )
+        axes.grid(False)
+        common.mark_resumes(axes, data)
+        common.label_step_axis(axes, "rank")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+        bar.set_label("time / median rank")
+        bar.outline.set_visible(False)
+
+    slowest, imbalance = data.figures.get("slowest_rank"), data.figures.get("imbalance")
+    together = f" A row is the slowest of up to {len(groups[0])} ranks." if len(groups) < len(ranks) else ""
+    caption = f"Over the median rank of that time, without waiting; orange is slower.{together} " + common.rows_note(
+        run
+    )
+    alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
+    alt += f"{common.format_value(imbalance, '.2f')} times the median rank"
+    size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
+    return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
+
+
+HEIGHT: Final = 0.72  # of a lane
+NAMED_SHARE: Final = 0.014  # share of the step that a span must take to be numbered
+JOINED_SHARE: Final = 0.004  # share of the step between two spans of one micro-batch that are one
+BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler than forward
+
+
+def step_chart(data: PageData) -> Chart:
+    """Return the chart of a step."""
+    found, title = data.timeline, "Timeline of a step"
+    if not found.lanes:
+        return Chart("timeline", title, reason=found.reason, wide=True)
+
+    def picture(axes: Any) -> None:
+        for row, lane in enumerate(found.lanes):
+            _lane(axes, row, lane, found.seconds)
+        ticks = np.unique(np.linspace(0, len(found.lanes) - 1, min(len(found.lanes), 16)).round().astype(int))
+        axes.set_yticks(ticks, [f"rank {found.lanes[row].rank}" for row in ticks])
+        axes.set_ylim(len(found.lanes) - 0.4, -0.6)
+        axes.set_xlim(0, found.seconds * 1e3)
+        axes.set_xlabel("ms since the first rank began the step")
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        _legend(axes, found)
+
+    size = (draw.WIDE[0], float(np.clip(1.1 + 0.3 * len(found.lanes), 1.7, 6.0)))
+    totals = ", ".join(f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in found.totals().items())
+    alt = f"Step {found.step}: {len(found.lanes)} ranks over {found.seconds * 1e3:.3g} ms; in the mean {totals}"
+    return Chart("timeline", title, draw.draw_svg("timeline", picture, size), _caption(found), alt, wide=True)
+
+
+def _caption(found: StepSpans) -> str:
+    text = f"Step {found.step}, of median length among the last that all ranks have."
+    if any(_is_pale(span.name) for lane in found.lanes for _, _, span in lane.spans):
+        text += " Pale: backward. Numbers: micro-batches."
+    if len(found.lanes) < found.world:
+        text += f" {len(found.lanes)} of {counted(found.world, 'rank')}, spread evenly."
+    if found.left_out:
+        text += f" {found.left_out:,} spans are too short to show."
+    return text + (f" Times of different nodes are by {found.clocks}." if found.clocks else "")
+
+
+def _lane(axes: Any, row: int, lane: RankLane, whole_s: float) -> None:
+    from matplotlib.collections import PolyCollection
+
+    axes.plot([lane.begin_s * 1e3, lane.end_s * 1e3], [row, row], color=draw.GRID, linewidth=1, zorder=0)
+    boxes: dict[tuple[str, bool], list[Any]] = {}
+    # What holds others is drawn first, so that they stand before it.
+    for begin, end, span in sorted(_merged(lane, JOINED_SHARE * whole_s), key=lambda spans: spans[0] - spans[1]):
+        left, right = max(begin, lane.begin_s) * 1e3, min(end, lane.end_s) * 1e3
+        low, high = row - HEIGHT / 2, row + HEIGHT / 2
+        box = [(left, low), (right, low), (right, high), (left, high)]
+        boxes.setdefault((span.phase, _is_pale(span.name)), []).append(box)
+        if span.microbatch >= 0 and span.phase == "compute" and right - left > NAMED_SHARE * whole_s * 1e3:
+            place = ((left + right) / 2, row)
+            axes.annotate(
+                str(span.microbatch), place, ha="center", va="center_baseline", fontsize=6.5, color=draw.PAPER
+            )
+    for (phase, pale), own in boxes.items():
+        colour = draw.PHASE_COLOURS.get(phase, draw.GREY)
+        axes.add_collection(
+            PolyCollection(own, facecolors=colour, edgecolors=draw.PAPER, linewidths=0.25, alpha=0.62 if pale else 1.0)
+        )
+
+
+def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
+    """Return the spans of a lane, those that follow each other and do the same as one: units of one forward."""
+    found: list[tuple[float, float, Span]] = []
+    for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0]):
+        if found:
+            first, last, before = found[-1]
+            same = (before.phase, before.name, before.microbatch) == (span.phase, span.name, span.microbatch)
+            if same and span.microbatch >= 0 and -gap_s <= begin - last <= gap_s:
+                found[-1] = (first, max(last, end), before)
+                continue
+        found.append((begin, end, span))
+    return found
+
+
+def _is_pale(name: str) -> bool:
+    return name.upper().startswith(BACKWARD)
+
+
+def _legend(axes: Any, found: StepSpans) -> None:
+    from matplotlib.patches import Patch
+
+    phases = [phase for phase in draw.PHASE_COLOURS if phase in found.totals()]
+    handles = [Patch(color=draw.PHASE_COLOURS[phase], label=phase) for phase in phases]
+    axes.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))

@@ -1,0 +1,192 @@
+"""Charts of resources: memory, bytes, joules, and utilisation of the machine."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.telemetry.metrics.observations import ObservedSeries
+from hpcdist.telemetry.page.charts import series
+from hpcdist.telemetry.page.charts import series as common
+from hpcdist.telemetry.page.charts import style as draw
+from hpcdist.telemetry.page.charts.style import Chart
+from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES, EnergyCurve
+from hpcdist.telemetry.page.run_data import PageData
+
+MIB: Final = 2.0**20
+NO_MEMORY: Final = "the run kept no memory by category: an earlier version, or it did not come so far"
+NO_BYTES: Final = (
+    "no bytes were counted in messages: one rank sends nothing, shared memory of a node needs none, and the MPI "
+    "library's own collectives do not tell; see Moved a step"
+)
+NO_USE: Final = "the run kept no utilisation: an earlier version, or energy.utilisation_s = 0"
+KIND_COLOURS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}
+
+
+def resource_charts(data: PageData) -> list[Chart]:
+    """Return the charts of memory and bytes."""
+    return [_memory(data), _sent(data)]
+
+
+def energy_charts(data: PageData) -> list[Chart]:
+    """Return the charts of power, joules and utilisation."""
+    return [_power(data), _joules(data), *_by_phase(data), _use(data)]
+
+
+def _memory(data: PageData) -> Chart:
+    parts = common.observed_by_label(data, "memory_bytes")
+    title = "Memory by category"
+    if not parts:
+        return Chart("memory", title, reason=NO_MEMORY if data.run is not None else data.reason)
+
+    def picture(axes: Any) -> None:
+        common.stack_observed(
+            axes, {name: ObservedSeries(s.step, s.time_ns, s.value / MIB) for name, s in parts.items()}
+        )
+        common.mark_resumes(axes, data)
+        axes.set_ylim(bottom=0)
+        common.label_step_axis(axes, "MiB")
+        draw.format_thousands(axes.yaxis)
+        draw.legend(axes, 3)
+
+    alt = "Memory by category, stacked: " + ", ".join(f"{k} {v.value[-1] / MIB:.1f} MiB" for k, v in parts.items())
+    caption = "Arrays that are alive, on the rank that holds most."
+    return Chart("memory", title, draw.draw_svg("memory", picture), caption, alt)
+
+
+def _sent(data: PageData) -> Chart:
+    run, title = data.run, "Bytes sent a step"
+    if run is None:
+        return Chart("sent", title, reason=data.reason)
+    sent = run.sample.steps["sent_bytes"]
+    most = np.where(np.isnan(sent), -np.inf, sent).max(axis=1)
+    most[~np.isfinite(most)] = np.nan
+    if not np.nansum(most) > 0:
+        return Chart("sent", title, reason=NO_BYTES)
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(run.sample.steps["step"], most / MIB), color=draw.RED)
+        common.mark_resumes(axes, data)
+        axes.set_ylim(0, draw.robust_upper_limit(most / MIB, 99.5))
+        common.label_step_axis(axes, "MiB, the rank that sends most")
+        draw.format_thousands(axes.yaxis)
+
+    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
+    return Chart("sent", title, draw.draw_svg("sent", picture), common.rows_note(run), alt)
+
+
+def _power(data: PageData) -> Chart:
+    title = "Power"
+    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
+    if not known:
+        return Chart("power", title, reason=_no_energy(data))
+
+    def picture(axes: Any) -> None:
+        for index, (kind, course) in enumerate(known.items()):
+            colour = KIND_COLOURS.get(kind, draw.CYCLE[index % 8])
+            axes.plot(course.hours, course.watts, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
+        axes.set_ylim(bottom=0)
+        _over_hours(axes, "W, all nodes", known)
+        draw.legend(axes)
+
+    means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in known.items())
+    caption = (
+        _label(data)
+        + "Differences of the counters."
+        + (" From blocks of samples, spread evenly." if data.energy.thinned else "")
+    )
+    return Chart("power", title, draw.draw_svg("power", picture), caption, f"Power by source, in the mean {means}")
+
+
+def _joules(data: PageData) -> Chart:
+    title = "Energy so far"
+    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
+    if not known:
+        return Chart("joules", title, reason=_no_energy(data))
+    most = max(float(np.nanmax(course.joules)) for course in known.values())
+    unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
+
+    def picture(axes: Any) -> None:
+        for index, (kind, course) in enumerate(known.items()):
+            colour = KIND_COLOURS.get(kind, draw.CYCLE[index % 8])
+            axes.plot(course.hours, course.joules / unit, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
+        axes.set_ylim(bottom=0)
+        _over_hours(axes, name, known)
+        draw.legend(axes)
+
+    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
+    return Chart("joules", title, draw.draw_svg("joules", picture), _label(data), f"Energy so far by source: {ends}")
+
+
+def _by_phase(data: PageData) -> list[Chart]:
+    rows = list(data.energy.phases)
+    if any(part.joules for part in data.energy.parts):  # what training consists of says more than its sum
+        rows = [*data.energy.parts, *(phase for phase in rows if phase.name != "training")]
+    phases = [(phase.name, phase.joules) for phase in rows if phase.joules]
+    if not phases:
+        return []
+    names, joules = [name for name, _ in phases], [value for _, value in phases if value is not None]
+
+    def picture(axes: Any) -> None:
+        at = np.arange(len(names))
+        axes.barh(at, joules, color=[draw.PHASE_COLOURS.get(name, draw.BLUE) for name in names], height=0.6)
+        axes.set_yticks(at, names)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("J")
+        axes.margins(x=0.15)
+        draw.format_thousands(axes.xaxis)
+        for row, value in zip(at, joules, strict=True):
+            axes.annotate(draw.short_number(value), (value, row), (3, 0), textcoords="offset points", va="center")
+
+    alt = "Energy by phase: " + ", ".join(f"{name} {value:.4g} J" for name, value in phases)
+    return [
+        Chart("by-phase", "Energy by phase", draw.draw_svg("by-phase", picture), f"{_label(data)}Over all starts.", alt)
+    ]
+
+
+def _use(data: PageData) -> Chart:
+    title, use = "Utilisation", data.use
+    if use is None or not use.shares:
+        return Chart("use", title, reason=NO_USE)
+
+    def picture(axes: Any) -> None:
+        for index, (name, shares) in enumerate(use.shares.items()):
+            known = np.isfinite(shares)
+            line = series.decimate(use.hours[known], 100 * shares[known])
+            axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=UTILISATION_NAMES[name])
+        axes.set_ylim(0, 103)
+        _time_axis(axes, float(use.hours[-1]))
+        axes.set_ylabel("%, mean over nodes")
+        draw.legend(axes, 2)
+
+    means = ", ".join(f"{UTILISATION_NAMES[name]} {np.nanmean(shares):.0%}" for name, shares in use.shares.items())
+    return Chart("use", title, draw.draw_svg("use", picture), alt=f"Utilisation over time, in the mean {means}")
+
+
+def _label(data: PageData) -> str:
+    return f"{data.energy.label[:1].upper()}{data.energy.label[1:]}. " if data.energy.label else ""
+
+
+def _over_hours(axes: Any, what: str, known: dict[str, EnergyCurve]) -> None:
+    axes.set_ylabel(what)
+    draw.format_thousands(axes.yaxis)
+    _time_axis(axes, max(float(course.hours[-1]) for course in known.values()))
+
+
+def _time_axis(axes: Any, hours: float) -> None:
+    """Write hours as the unit that fits: the values stay hours."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    unit, name = (1 / 3600, "s") if hours < 0.1 else (1 / 60, "min") if hours < 3 else (1.0, "h")
+    unit, name = (24.0, "days") if hours > 100 else (unit, name)
+    steps = MaxNLocator(nbins=7)
+    axes.xaxis.set_major_locator(steps)
+    ticks = np.asarray(steps.tick_values(0.0, hours / unit)) * unit
+    axes.set_xticks([tick for tick in ticks if 0 <= tick <= hours * 1.001])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:.6g}"))
+    axes.set_xlabel(f"time of the starts ({name})")
+    axes.margins(x=0.01)
+
+
+def _no_energy(data: PageData) -> str:
+    return data.energy.reason or "the run kept no samples of its counters"

@@ -1,0 +1,162 @@
+"""Series of charts: long ones made short enough to draw without losing what stands out, and axes over steps.
+
+Also what the charts have in common: steps along the bottom, resumes, areas that are stacked.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.telemetry.metrics.observations import ObservedSeries
+from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.page.charts import style as draw
+from hpcdist.telemetry.page.run_data import PageData
+
+POINTS: Final = 2000  # of a line
+BINS: Final = 400  # of areas and pictures
+
+
+def decimate(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most ``most`` points of a line, both (n,): of each part its lowest and its highest, in their order.
+
+    Extremes stay what and where they are, and so do the first and the last point. NaN is a gap: a part without any
+    number keeps one of its NaN.
+    """
+    if len(x) <= most:
+        return x, y
+    parts = max(1, (most - 2) // 2)
+    edges = np.linspace(0, len(x), parts + 1).astype(np.int64)
+    starts, part = edges[:-1], np.repeat(np.arange(parts), np.diff(edges))
+    known = np.isfinite(y)
+    low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
+    kept = [np.array([0, len(x) - 1])]
+    for extreme in (low, high):
+        at = np.flatnonzero(known & (y == extreme[part]))
+        _, first = np.unique(part[at], return_index=True)
+        kept.append(at[first])
+    kept.append(starts[~np.isfinite(low)])
+    chosen = np.unique(np.concatenate(kept))
+    return x[chosen], y[chosen]
+
+
+def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
+    """Return where each of at most ``bins`` parts of the rows of ``x`` (n,) begins, and n."""
+    return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
+
+
+def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return the mean over the rows of each part, NaN left out: (n,) -> (parts,), (n, ranks) -> (parts, ranks)."""
+    known = np.isfinite(values)
+    sums = np.add.reduceat(np.where(known, values, 0.0), edges[:-1], axis=0)
+    count = np.add.reduceat(known.astype(np.float64), edges[:-1], axis=0)
+    return np.where(count > 0, sums / np.maximum(count, 1), np.nan)
+
+
+def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return the median over the rows of each part, NaN left out; shapes as `means`."""
+    found = np.full((len(edges) - 1, *values.shape[1:]), np.nan)
+    for part, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        found[part] = median(values[start:stop])
+    return found
+
+
+def median(values: np.ndarray) -> np.ndarray:
+    """Return the median over the first dim, NaN left out and without a warning where there is nothing else."""
+    ordered = np.sort(values, axis=0)  # NaN last
+    count = np.isfinite(values).sum(axis=0)
+    low, high = np.maximum(count - 1, 0) // 2, count // 2
+    high = np.minimum(high, np.maximum(count - 1, 0))
+    pick = [np.take_along_axis(ordered, np.expand_dims(at, 0), axis=0)[0] for at in (low, high)]
+    return np.where(count > 0, (pick[0] + pick[1]) / 2, np.nan)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean over the last ``window`` values that are numbers; at the begin, of those there are."""
+    if window <= 1 or not len(values):
+        return values
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    stop = np.arange(1, len(values) + 1)
+    start = np.maximum(0, stop - window)
+    number = count[stop] - count[start]
+    return np.where(number > 0, (sums[stop] - sums[start]) / np.maximum(number, 1), np.nan)
+
+
+MAX_RESUMES: Final = 40  # that are marked: more would hide everything else
+
+
+def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
+    """Return what was observed of ``name`` by label."""
+    observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
+    found = {key: one for key, one in observed.items() if key.startswith(f"{name}[") and np.isfinite(one.value).any()}
+    return {key.removeprefix(f"{name}[").removesuffix("]"): one for key, one in found.items()}
+
+
+def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
+    """Stack what was seen at different steps: each at the steps of all, as it was seen last."""
+    at = np.unique(np.concatenate([one.step for one in parts.values()]))
+    at = decimate(at, at.astype(float))[0]
+    found = {}
+    for name, one in sorted(parts.items(), key=lambda pair: -float(np.nanmax(pair[1].value))):
+        seen = np.searchsorted(one.step, at, side="right") - 1
+        found[name] = np.where(seen >= 0, one.value[np.maximum(seen, 0)], 0.0)
+    colours = {name: draw.CYCLE[index % len(draw.CYCLE)] for index, name in enumerate(found)}
+    stack_areas(axes, at, found, colours)
+
+
+def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
+    """Stack ``parts`` (points,) over the points ``at``; NaN adds nothing."""
+    shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
+    if len(at) == 1:  # one point has no area
+        at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}
+    if shown:
+        axes.stackplot(
+            at, *shown.values(), labels=list(shown), colors=[colours[name] for name in shown], alpha=0.85, linewidth=0
+        )
+
+
+def mark_resumes(axes: Any, data: PageData, from_step: int = 0) -> None:
+    """Mark where a start went on after another, unless there are so many that nothing else would show."""
+    marked = [step for step in data.sessions if step >= from_step]
+    for step in marked if len(marked) <= MAX_RESUMES else ():
+        axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
+
+
+def label_step_axis(axes: Any, what: str) -> None:
+    """Let the chart be of ``what`` over steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylabel(what)
+    axes.set_xlabel("step")
+    axes.margins(x=0.01)
+    low, high = axes.get_xlim()
+    if high - low < 1:  # one step: no fractions of it
+        middle = round((low + high) / 2)
+        axes.set_xlim(middle - 0.6, middle + 0.6)
+        for line in axes.get_lines():
+            if len(line.get_xdata()) == 1:
+                line.set_marker("o")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    draw.format_thousands(axes.xaxis)
+
+
+def mean_over_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the mean over the ranks that know, (steps, ranks) -> (steps,)."""
+    known = np.isfinite(values)
+    count = known.sum(axis=1)
+    return np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
+
+
+def rows_note(run: SampledMetrics) -> str:
+    """Return which rows a chart is from, "" where from all."""
+    if run.complete:
+        return ""
+    return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
+
+
+def format_value(value: float | None, form: str = ".4f") -> str:
+    """Return ``value`` in words that tell where there is none."""
+    return "not measured" if value is None else format(value, form)

@@ -1,0 +1,184 @@
+"""Style of charts: one look for all, as SVG that is part of the page and takes its colours from it.
+
+Text stays text. Colours are names of CSS variables in the end, so that the page decides what they are in the dark and
+on paper. The palette is that of Okabe and Ito ("Color Universal Design", 2008), which readers with any colour vision
+can tell apart; lines also differ in their strokes.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hpcdist.errors import MissingCapabilityError
+from hpcdist.telemetry.page.markup import printable
+
+NARROW: Final = (6.2, 3.1)  # inches: half of the page,
+WIDE: Final = (12.6, 3.4)  # or all of it
+BLUE, RED, GREEN, SKY = "#0072b2", "#d55e00", "#009e73", "#56b4e9"
+ORANGE, PINK, GREY, BROWN = "#e69f00", "#cc79a7", "#7f8790", "#8c6d46"
+CYCLE: Final = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, GREY)
+STROKES: Final = ("-", "--", "-.", ":")
+INK, MUTED, GRID, PAPER = "#1a1c1f", "#5b6169", "#dfe2e6", "#fefefe"
+VARIABLES: Final = {colour: f"--c{index}" for index, colour in enumerate(CYCLE)} | {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    PAPER: "--paper",
+}
+PHASE_COLOURS: Final = {
+    "compute": BLUE,
+    "communication": RED,
+    "update": GREEN,
+    "data": PINK,
+    "checkpoint": SKY,
+    "validation": ORANGE,
+    "other": GREY,
+    "rest": GREY,
+}
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hpcdist",
+    "text.parse_math": False,  # names of others are no formulas
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.limits": (-4, 6),
+    "axes.formatter.useoffset": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.3,
+    "lines.solid_capstyle": "butt",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.6,
+    "legend.borderaxespad": 0.2,
+    "legend.columnspacing": 1.2,
+    "path.simplify": False,  # what is drawn was made short without losing extremes
+    "image.composite_image": True,
+}
+_STYLE_OF: Final = re.compile(r'style="[^"<>]*"')
+_PLACES: Final = re.compile(r' (?:d|x|y|width|height|transform|points)="[^"<>]*"')
+_FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the page: ``alt`` tells what it shows to whoever cannot see it. Without ``svg`` the ``reason``."""
+
+    key: str
+    title: str
+    svg: str = ""
+    caption: str = ""
+    alt: str = ""
+    reason: str = ""
+    wide: bool = False
+
+
+def require_matplotlib() -> None:
+    """Raise MissingCapabilityError without matplotlib (local)."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"the charts of a page need matplotlib: pip install 'hpcdist[analysis]' ({error})"
+        ) from error
+
+
+@contextmanager
+def chart_style() -> Iterator[None]:
+    """Charts drawn inside look alike."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE):
+        yield
+
+
+def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
+    """Return the SVG that ``draw(axes)`` makes: an element for a page, whose ids begin with ``key``."""
+    from matplotlib.figure import Figure
+
+    with chart_style():
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        return figure_svg(figure, key)
+
+
+def figure_svg(figure: Any, key: str) -> str:
+    """Return ``figure`` as an element for a page."""
+    text = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font of the reader's machine may have it
+        figure.savefig(
+            text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    return embed_svg(text.getvalue(), key)
+
+
+def embed_svg(text: str, key: str) -> str:
+    """Return a drawing of matplotlib as an element: no size, ids of its own, colours and fonts of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
+    text = re.sub(r'\bid="([^"<>]*)"', rf'id="{key}-\1"', text)
+    text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\1{key}-", text)
+    text = _STYLE_OF.sub(lambda found: _coloured(found[0]), text)
+    # A hundredth of a point is less than a pixel. What people read stays as it is.
+    text = _PLACES.sub(lambda found: re.sub(r"(\d+\.\d{2})\d+", r"\1", found[0]), text)
+    text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
+    return printable(re.sub(r"\s*\n\s*", " ", text).strip())
+
+
+def _coloured(text: str) -> str:
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return _FONT.sub("", text)
+
+
+def format_thousands(axis: Any) -> None:
+    """Write the ticks of ``axis`` as 2,000 and 1.5 M."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def short_number(value: float) -> str:
+    """Return a number in few characters: 950, 12,000, 1.5 M, 0.02."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def legend(axes: Any, columns: int = 4) -> None:
+    """Put the legend above the axes, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        rows = -(-len(handles) // columns)
+        axes.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0 + 0.01 * rows))
+
+
+def robust_upper_limit(values: Any, share: float = 98.0, room: float = 1.15) -> float | None:
+    """Return a limit that a few outliers do not raise, as the first step that compiles; None: nothing to see."""
+    import numpy as np
+
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return None
+    top = float(np.percentile(known, share))
+    return max(top * room, 1e-300) if top > 0 else None

@@ -1,0 +1,263 @@
+"""Energy and utilisation of a run: joules by source and phase, power and joules over time, load of the nodes.
+
+Totals come from the record that a run keeps of all of its starts, curves from the raw samples of the counters in the
+metrics file, of which evenly spread blocks are enough: counters add up by themselves. Utilisation is the mean over the
+nodes, from the samples in the metrics file.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.hdf5 import files, tables
+from hpcdist.reporting import regular
+from hpcdist.telemetry.metrics.sampling import spread_blocks
+from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
+from hpcdist.telemetry.page.history import parse_json, read_small_file
+
+USAGE: Final = "usage.json"
+SAMPLES: Final = "energy/samples"
+SOURCES: Final = "energy/sources"
+COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
+MAX_SAMPLES: Final = 1_000_000
+CURVE_POINTS: Final = 400  # points of a course
+KWH_J: Final = 3.6e6
+NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it has not come so far"
+
+
+@dataclass(frozen=True)
+class PhaseEnergy:
+    """What a phase took over all starts; ``joules`` None: not known."""
+
+    name: str
+    joules: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EnergyCurve:
+    """One kind of source over the hours of all starts, pauses between them left out. NaN where not known."""
+
+    hours: np.ndarray
+    joules: np.ndarray
+    watts: np.ndarray
+
+
+@dataclass(frozen=True)
+class RunEnergy:
+    """``joules`` is None where the total is not known, with the ``reason``."""
+
+    joules: float | None = None
+    reason: str = NOT_KEPT
+    j_per_step: float | None = None
+    by_kind: Mapping[str, float | None] = field(default_factory=dict)
+    phases: Sequence[PhaseEnergy] = ()
+    parts: Sequence[PhaseEnergy] = ()  # of training
+    courses: Mapping[str, EnergyCurve] = field(default_factory=dict)
+    thinned: bool = False
+    label: str = ""  # what is to be said with each figure, as that it is a model's
+    renewed: bool = False  # since the run last ended: what was said then is not so any more
+
+    @property
+    def seconds(self) -> float:
+        """What all starts took."""
+        return math.fsum(phase.seconds for phase in self.phases)
+
+
+def read_energy(
+    run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
+) -> RunEnergy:
+    """Return what is known of the energy of the run in ``run_dir``, of which ``last_step`` is the last one made.
+
+    The record of a run that goes on is later than the ``attributes``, which its last start that ended has left.
+    """
+    usage = parse_json(read_small_file(run_dir / USAGE))
+    kept = usage.get("joules") if isinstance(usage, dict) else None
+    kept = kept if isinstance(kept, dict) else {}
+    by_kind = {str(kind): finite_number(joules) for kind, joules in _as_dict(kept.get("by_kind")).items()}
+    phases = _phases(kept.get("phases"))
+    parts = _phases(usage.get("activities")) if isinstance(usage, dict) else []
+    label = kept["label"] if isinstance(kept.get("label"), str) else ""
+    told, step = finite_number(attributes.get("energy_j")), finite_number(attributes.get("j_per_step"))
+    reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
+    renewed = False
+    if by_kind and not reason and None not in by_kind.values():
+        noted = total_joules(by_kind)
+        renewed = step is None or (told is not None and not math.isclose(told, noted, rel_tol=1e-6))
+        told = noted
+    if renewed:
+        training = next((phase.joules for phase in phases if phase.name == "training"), None)
+        steps = last_step - int(finite_number(usage.get("since_step")) or 0)
+        step = None if training is None or steps <= 0 else training / steps
+    courses, thinned = _stored_curves(metrics_path) if metrics_path is not None else ({}, False)
+    if told is None and not reason:
+        reason = NOT_KEPT
+    return RunEnergy(told, reason, step, by_kind, phases, parts, courses, thinned, label, renewed)
+
+
+def _phases(rows: Any) -> list[PhaseEnergy]:
+    return [
+        PhaseEnergy(str(name), finite_number(row.get("joules")), finite_number(row.get("seconds")) or 0.0)
+        for name, row in _as_dict(rows).items()
+        if isinstance(row, dict)
+    ]
+
+
+def total_joules(by_kind: Mapping[str, float | None]) -> float:
+    """Return the sum of all kinds; a counter of whole nodes has the others in it."""
+    if by_kind.get("node") is not None:
+        return float(by_kind["node"] or 0.0)
+    return math.fsum(value for value in by_kind.values() if value is not None)
+
+
+def finite_number(value: Any) -> float | None:
+    """Return ``value`` as a finite number, None where it is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
+    """Return the course of each kind in the metrics file, and whether a part of the samples was read."""
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
+        if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
+            return {}, False
+        columns = {name: file[f"{SAMPLES}/{name}"] for name in COLUMNS}
+        rows = min(column.shape[0] for column in columns.values())
+        blocks = spread_blocks(rows, columns["energy_mj"].chunks[0], MAX_SAMPLES)
+        read = {
+            name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
+        }
+        return energy_curves(read, tables.read(file, SOURCES)), len(read["session"]) < rows
+
+
+def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
+    """Return the course of each kind from samples and sources as `hpcdist.energy.monitor.tables` keeps them."""
+    keys = ("session", "node", "source")
+    kinds = {
+        tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
+        for row in range(len(sources["kind"]))
+    }
+    order = np.lexsort([samples["t_mono_ns"], *(samples[name] for name in reversed(keys))])
+    ordered = {name: column[order] for name, column in samples.items()}
+    changed = np.zeros(len(order), bool)
+    for name in keys:
+        changed[1:] |= np.diff(ordered[name]) != 0
+    bounds = [0, *np.flatnonzero(changed).tolist(), len(order)]
+    parts: dict[int, dict[str, list[tuple[np.ndarray, np.ndarray, int]]]] = {}
+    begins: dict[tuple[int, int], int] = {}
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        if stop - start < 2:
+            continue
+        session, node, source = (int(ordered[name][start]) for name in keys)
+        own = (ordered["t_mono_ns"][start:stop], ordered["energy_mj"][start:stop])
+        parts.setdefault(session, {}).setdefault(kinds.get((session, node, source), "?"), []).append((*own, node))
+        first = int(own[0][0])
+        begins[session, node] = min(begins.get((session, node), first), first)
+    return _joined_sessions(parts, begins)
+
+
+def _joined_sessions(
+    parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
+) -> dict[str, EnergyCurve]:
+    """Put the sessions one after the other; each of ``parts`` has (times, millijoules, node) of its sources."""
+    lasted = {
+        session: max((int(times[-1]) - begins[session, node]) / 1e9 for own in kinds.values() for times, _, node in own)
+        for session, kinds in parts.items()
+    }
+    whole = sum(lasted.values()) or 1.0
+    found: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    names = list(dict.fromkeys(kind for kinds in parts.values() for kind in kinds))
+    base, at = dict.fromkeys(names, 0.0), 0.0
+    for session in sorted(parts):
+        points = max(3, round(CURVE_POINTS * lasted[session] / whole))
+        seconds = np.linspace(0.0, lasted[session], points)
+        for kind in names:
+            joules = np.zeros(points) if kind in parts[session] else np.full(points, np.nan)
+            for times, mj, node in parts[session].get(kind, ()):
+                joules += _on_grid(seconds, (times - begins[session, node]) / 1e9, (mj - mj[0]) / 1e3)
+            watts = np.append(np.diff(joules) / max(seconds[1], 1e-9), np.nan)
+            found.setdefault(kind, []).append(((at + seconds) / 3600, base[kind] + joules, watts))
+            last = joules[np.isfinite(joules)]
+            base[kind] += float(last[-1]) if last.size else 0.0
+        at += lasted[session]
+    return {
+        kind: EnergyCurve(*(np.concatenate(rows) for rows in zip(*own, strict=True))) for kind, own in found.items()
+    }
+
+
+def _on_grid(seconds: np.ndarray, times: np.ndarray, joules: np.ndarray) -> np.ndarray:
+    """Return a counter at ``seconds``; NaN well before its first sample and well behind its last."""
+    near = 2 * (seconds[1] - seconds[0])
+    values = np.interp(seconds, times, joules)
+    values[(seconds < times[0] - near) | (seconds > times[-1] + near)] = np.nan
+    return values
+
+
+UTILISATION_TABLE: Final = "energy/utilisation"
+UTILISATION_KEYS: Final = ("session", "node", "t_mono_ns")
+UTILISATION_NAMES: Final = {
+    "cpu": "processors of the ranks",
+    "node_cpu": "all processors",
+    "gpu": "GPUs",
+    "gpu_memory": "memory of the GPUs",
+    "memory": "memory of the ranks",
+    "node_memory": "all memory",
+}
+MAX_UTILISATION_ROWS: Final = 500_000
+UTILISATION_BINS: Final = 300
+
+
+@dataclass(frozen=True)
+class UtilisationCurves:
+    """``shares`` by what was used, each (points,) of `NAMES`, at ``hours`` of all starts; pauses are left out."""
+
+    hours: np.ndarray
+    shares: Mapping[str, np.ndarray]
+
+
+def read_utilisation(path: Path | None) -> UtilisationCurves | None:
+    """Return what the metrics file ``path`` has; None where it has nothing. Raises StorageError."""
+    if path is None:
+        return None
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
+        if UTILISATION_TABLE not in file or not file[f"{UTILISATION_TABLE}/t_mono_ns"].shape[0]:
+            return None
+        names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in file[UTILISATION_TABLE])]
+        rows = min(file[f"{UTILISATION_TABLE}/{name}"].shape[0] for name in names)
+        blocks = spread_blocks(rows, file[f"{UTILISATION_TABLE}/t_mono_ns"].chunks[0], MAX_UTILISATION_ROWS)
+        found = {
+            name: np.concatenate([file[f"{UTILISATION_TABLE}/{name}"][start:stop] for start, stop in blocks])
+            for name in names
+        }
+        return mean_over_nodes(found)
+
+
+def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
+    """Return the mean over the nodes by time; ``rows`` has columns of `energy.store`, in any order."""
+    seconds, at = np.zeros(len(rows["session"])), 0.0
+    for session in np.unique(rows["session"]):
+        own = rows["session"] == session
+        for node in np.unique(rows["node"][own]):
+            mine = own & (rows["node"] == node)
+            seconds[mine] = at + (rows["t_mono_ns"][mine] - rows["t_mono_ns"][mine].min()) / 1e9
+        at = float(seconds[own].max())
+    # Two samples of a node to a part: none is empty because of where it begins.
+    count = int(np.clip(np.unique(rows["node"], return_counts=True)[1].max() // 2, 1, UTILISATION_BINS))
+    width = max(at, 1e-9) / count
+    part = np.minimum((seconds / width).astype(np.int64), count - 1)
+    shares = {}
+    for name in UTILISATION_NAMES:
+        if name in rows and np.isfinite(rows[name]).any():
+            known = np.isfinite(rows[name])
+            sums = np.bincount(part[known], rows[name][known], minlength=count)
+            number = np.bincount(part[known], minlength=count)
+            shares[name] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
+    return UtilisationCurves((np.arange(count) + 0.5) * width / 3600, shares)

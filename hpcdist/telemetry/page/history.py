@@ -1,0 +1,323 @@
+"""History of a run: its starts and how each ended, its jobs, the last records of its ranks, and its incidents.
+
+`read_state` reads small files only (local) and says how the run stands. `read_incidents` lists what happened beside the
+steps: starts, deaths, skipped steps, silent faults, anomalies, failures.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.comm.record import flight_file
+from hpcdist.reporting import regular
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics.sampling import SampledMetrics
+
+STARTS: Final = "starts.json"
+JOBS: Final = "jobs.jsonl"
+NS: Final = 10**9
+ALIVE_NS: Final = 60 * NS  # a start renews its sign of life every ten seconds
+MAX_FILE_BYTES: Final = 4 << 20  # of a file of text that is read
+RUNNING: Final = "under way"
+FINISHED: Final = "finished"
+STOPPED: Final = "stopped"
+FAILED: Final = "failed"
+KILLED: Final = "ended without a word"
+UNKNOWN: Final = "not known"
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """One start of the run: times in seconds since 1970, ``end`` finished, stopped or "", ranks that died."""
+
+    began: float
+    seen: float
+    end: str
+    deaths: int
+
+
+@dataclass(frozen=True)
+class LastRecord:
+    """What a rank said last: ``kind`` raised, deadline, frozen or finished; wall clock."""
+
+    rank: int
+    kind: str
+    time_ns: int
+    text: str
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """An entry of the ledger of batch jobs."""
+
+    time: str
+    event: str
+    job: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How the run stands. ``kind`` is one of the words above; ``detail`` a sentence, "" where there is none."""
+
+    kind: str
+    detail: str
+    starts: Sequence[RunStart]
+    words: Sequence[LastRecord]
+    jobs: Sequence[JobEntry]
+    world: int
+
+    @property
+    def began(self) -> float | None:
+        """When the first start began; None: nobody knows."""
+        return self.starts[0].began if self.starts else None
+
+    @property
+    def seen(self) -> float | None:
+        """The last sign of life."""
+        return self.starts[-1].seen if self.starts else None
+
+    @property
+    def requeues(self) -> int:
+        """Jobs of a scheduler that began again."""
+        return sum(job.event == "began" and (job.values.get("restart") or 0) > 0 for job in self.jobs)
+
+
+def read_state(run_dir: Path, now_ns: int) -> RunState:
+    """Return how the run in ``run_dir`` stands at ``now_ns``; what cannot be read is left out."""
+    starts, jobs = _read_starts(run_dir / STARTS), _read_jobs(run_dir / JOBS)
+    words, world, gone = _last_records(run_dir / "recorder")
+    kind, detail = _verdict(starts, words, now_ns, gone)
+    return RunState(kind, detail, starts, words, jobs, world)
+
+
+def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: int, gone: bool) -> tuple[str, str]:
+    bad = sorted((word for word in words if word.kind in ("raised", "deadline")), key=lambda word: word.time_ns)
+    cause = f"rank {bad[0].rank} {bad[0].kind} {bad[0].text}" if bad else ""
+    if not starts:
+        return (FAILED, cause) if bad else (UNKNOWN, "its directory does not say how it ended")
+    last = starts[-1]
+    if last.end == "finished":
+        return FINISHED, ""
+    if last.end:
+        return STOPPED, "saved, and left by somebody's wish or the end of the job's time; a resume goes on with it"
+    if bad:
+        return FAILED, cause
+    if now_ns - last.seen * NS < ALIVE_NS and not gone:
+        return RUNNING, ""
+    return (
+        KILLED,
+        f"the last sign of life was at {format_time(last.seen)}: killed from outside, out of memory or a lost node",
+    )
+
+
+def format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as people read it, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return "an impossible time"
+
+
+def read_small_file(path: Path) -> str:
+    """Return what is in a small file; "" where it cannot be read."""
+    try:
+        with open(regular.open_regular(path), "rb") as file:
+            return file.read(MAX_FILE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def parse_json(text: str) -> Any:
+    """Return the JSON value in ``text``; None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_starts(path: Path) -> list[RunStart]:
+    found = parse_json(read_small_file(path))
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    kept = []
+    for row in rows:
+        began, seen = row.get("began"), row.get("seen")
+        if isinstance(began, int | float) and isinstance(seen, int | float):
+            deaths = row.get("deaths")
+            kept.append(RunStart(began, seen, str(row.get("end") or ""), deaths if isinstance(deaths, int) else 0))
+    return kept
+
+
+def _read_jobs(path: Path) -> list[JobEntry]:
+    found = []
+    for line in read_small_file(path).splitlines():
+        row = parse_json(line)
+        if isinstance(row, dict):
+            known = [each for name in ("time", "event", "job") if isinstance(each := row.pop(name, None), str)]
+            if len(known) == 3:
+                found.append(JobEntry(known[0], known[1], known[2], row))
+    return found
+
+
+@dataclass(frozen=True)
+class _RecordHead:
+    """The begin of a rank's record, without its events."""
+
+    rank: int
+    began_ns: int
+    world: int
+    gone: bool  # its process is known to have ended
+    words: Sequence[LastRecord]
+
+
+def _last_records(folder: Path) -> tuple[list[LastRecord], int, bool]:
+    """Return what the ranks said last, the number of ranks in the newest record, and whether all have ended.
+
+    Of each record only the notes are read: the events of a thousand ranks would take seconds.
+    """
+    heads = [head for path in sorted(folder.glob("rank-*.rec")) if (head := _record_head(path)) is not None]
+    if not heads:
+        return [], 0, False
+    world = max(heads, key=lambda head: head.began_ns).world
+    own = [head for head in heads if head.rank < world]
+    return [word for head in own for word in head.words], world, all(head.gone for head in own)
+
+
+def _record_head(path: Path) -> _RecordHead | None:
+    """Return the begin of a record; None where it is none."""
+    try:
+        with open(regular.open_regular(path), "rb") as file:
+            data = file.read(flight_file.TEXTS)
+    except OSError:
+        return None
+    if len(data) < flight_file.TEXTS or not data.startswith(flight_file.MAGIC):
+        return None
+    _, version, rank, world, pid, _, ticks, wall, monotonic, host = flight_file.HEADER.unpack_from(data)
+    if version != flight_file.VERSION:
+        return None
+    words = []
+    for number, kind in enumerate(flight_file.KINDS):
+        start = flight_file.NOTES + number * flight_file.NOTE_BYTES
+        time_ns, length = flight_file.NOTE.unpack_from(data, start)
+        if time_ns and kind in ("raised", "deadline", "frozen"):
+            first = start + flight_file.NOTE.size
+            text = data[first : first + min(length, flight_file.NOTE_BYTES)].decode(errors="replace")
+            words.append(LastRecord(rank, kind, time_ns + wall - monotonic, text))
+    here = host.rstrip(b"\0").decode(errors="replace") == os.uname().nodename[:64]
+    gone = here and ticks > 0 and flight_file.has_ended(pid, ticks)
+    return _RecordHead(rank, wall, world, gone, words)
+
+
+MAX_INCIDENTS: Final = 100  # of a kind; more are counted
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One of them: after ``step`` steps (None: not known), ``time`` as text or "", and a sentence."""
+
+    step: int | None
+    time: str
+    kind: str
+    text: str
+
+
+def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
+    """Return all of them by their steps."""
+    found = [*_failure_incidents(state), *_start_incidents(run, state)]
+    if run is not None:
+        found += [*_death_incidents(run), *_skip_incidents(run), *_fault_incidents(run), *_note_incidents(run)]
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.time))
+
+
+def _start_incidents(run: SampledMetrics | None, state: RunState) -> Iterator[Incident]:
+    """Tell each start, with the step from which it went on where the rows say so."""
+    firsts = _first_steps(run)
+    for number, start in enumerate(state.starts):
+        step = firsts[number] - 1 if len(firsts) == len(state.starts) else (0 if number == 0 else None)
+        lasted = format_duration(start.seen - start.began) if start.seen > start.began else "less than ten seconds"
+        if start.end:
+            ended = f"{start.end} after {lasted}"
+        elif number == len(state.starts) - 1:
+            ended = f"{state.kind}, {lasted} so far" if state.kind == "under way" else f"{state.kind} after {lasted}"
+        else:
+            ended = f"ended by nobody's wish after {lasted}"
+        deaths = f"; {counted(start.deaths, 'death')} outlived" if start.deaths else ""
+        yield Incident(step, format_time(start.began), "start", f"start {number + 1}: {ended}{deaths}")
+
+
+def _first_steps(run: SampledMetrics | None) -> list[int]:
+    """Return the first step of each session that made one."""
+    if run is None or not len(run.steps["step"]):
+        return []
+    new = np.flatnonzero(np.diff(run.steps["session"], prepend=run.steps["session"][0] - 1))
+    return [int(step) for step in run.steps["step"][new]]
+
+
+def _failure_incidents(state: RunState) -> Iterator[Incident]:
+    for word in sorted(state.words, key=lambda word: word.time_ns)[:MAX_INCIDENTS]:
+        yield Incident(None, format_time(word.time_ns / 1e9), "failure", f"rank {word.rank} {word.kind} {word.text}")
+
+
+def _death_incidents(run: SampledMetrics) -> Iterator[Incident]:
+    for row in _rows(run, "lives"):
+        if not row["died"] and not row["added"]:
+            continue
+        parts = [counted(int(row["died"]), "rank") + " died"] if row["died"] else []
+        parts += [counted(int(row["added"]), "process") + " joined"] if row["added"] else []
+        text = f"{', '.join(parts)}; {int(row['world'])} ranks went on"
+        seconds = float(row["seconds"])
+        text += f" after {seconds:.2f} s" if np.isfinite(seconds) else ""
+        yield Incident(
+            int(row["step"]), "", "death" if row["died"] else "growth", text.replace("processs", "processes")
+        )
+
+
+def _skip_incidents(run: SampledMetrics) -> Iterator[Incident]:
+    rows = [row for row in _rows(run, "loss_scale") if row["skipped"]]
+    for row in rows[:MAX_INCIDENTS]:
+        text = f"the gradient overflowed at loss scale {float(row['scale']):g}: nothing was updated"
+        yield Incident(int(row["step"]), "", "skipped step", text)
+    if len(rows) > MAX_INCIDENTS:
+        text = f"and {len(rows) - MAX_INCIDENTS} more steps up to step {int(rows[-1]['step'])}"
+        yield Incident(int(rows[MAX_INCIDENTS]["step"]), "", "skipped step", text)
+
+
+def _fault_incidents(run: SampledMetrics) -> Iterator[Incident]:
+    for row in _rows(run, "recomputed"):
+        if not row["same"]:
+            where = f", on rank {int(row['rank'])}" if row["rank"] >= 0 else ""
+            text = f"two computations of the same step gave other bits{where}: a silent fault, decided by a third"
+            yield Incident(int(row["step"]), "", "silent fault", text)
+
+
+def _note_incidents(run: SampledMetrics) -> Iterator[Incident]:
+    told = [note for note in run.observed.notes if note.kind == "anomaly"]
+    for note in told[:MAX_INCIDENTS]:
+        yield Incident(note.step, format_time(note.time_ns / 1e9), "anomaly", note.text)
+    if len(told) > MAX_INCIDENTS:
+        yield Incident(
+            told[MAX_INCIDENTS].step, "", "anomaly", f"and {len(told) - MAX_INCIDENTS} more up to step {told[-1].step}"
+        )
+
+
+def _rows(run: SampledMetrics, table: str) -> Sequence[dict[str, Any]]:
+    columns = run.tables.get(table, {})
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def format_duration(seconds: float) -> str:
+    """Return a length of time as people say it."""
+    if not np.isfinite(seconds):
+        return "an unknown time"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    days, hours = divmod(seconds / 3600, 24)
+    return f"{int(days)} d {int(hours)} h" if days else f"{hours:.1f} h"

@@ -1,0 +1,241 @@
+"""Key figures of a page, each with its unit and, where it was not measured, the reason."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.telemetry.page import history
+from hpcdist.telemetry.page.charts import series as common
+from hpcdist.telemetry.page.charts.style import short_number
+from hpcdist.telemetry.page.energy_data import KWH_J, finite_number
+from hpcdist.telemetry.page.run_data import PageData
+
+ENTROPIES: Final = ("unigram", "bigram", "trigram")
+NOT_MEASURED: Final = "not measured"
+NO_WARM: Final = "only first steps of a start were made, which compile and allocate: they tell nothing of speed"
+EARLIER: Final = "the run did not note it: it is under way, was stopped, or an earlier version made it"
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """A figure: ``value`` None is not known, and then ``note`` says why."""
+
+    name: str
+    value: str | None
+    note: str = ""
+
+
+def figures(data: PageData) -> list[KeyFigure]:
+    """Return the key figures of a run; none where it made no step."""
+    if data.run is None:
+        return []
+    return [*_losses(data), *_speed(data), *_ranks(data), *_energy(data), *_resources(data), *_mishaps(data)]
+
+
+def _losses(data: PageData) -> Iterator[KeyFigure]:
+    found = data.figures
+    steps = f"after {counted(found['steps'], 'step')}"
+    if data.beside.planned_steps:
+        steps = f"after {found['steps']:,} of {data.beside.planned_steps:,} steps"
+    train = found["train_loss_mean"]
+    count = min(20, len(data.run.steps["step"])) if data.run is not None else 0
+    mean = f"mean of the last {count} steps, " if count > 1 else ""
+    yield KeyFigure("Training loss", _form(train, "{:.4f} nats"), mean + steps)
+    val = found["val_loss"]
+    known = [(name, finite_number(data.attributes.get(f"{name}_nats"))) for name in ENTROPIES]
+    beside = ", ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
+    note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
+    if val is None:
+        note = f"no validation was made yet, or the recipe has no validation data; {note}"
+    yield KeyFigure("Validation loss", _form(val, "{:.4f} nats"), note)
+
+
+def _speed(data: PageData) -> Iterator[KeyFigure]:
+    found = data.figures
+    speed = _form(found["tokens_per_s"], "{:,.0f} " + str(data.attributes.get("speed_unit", "tokens")) + "/s")
+    yield KeyFigure("Throughput", speed, "first steps of each start left out" if speed else NO_WARM)
+    middle, late = found["step_s_median"], found["step_s_p95"]
+    known = middle is not None and late is not None
+    yield KeyFigure(
+        "Step, median",
+        format_seconds(middle) if known else None,
+        f"95 % within {format_seconds(late)}" if known else NO_WARM,
+    )
+    share, compute = found["comm_fraction"], found["compute_fraction"]
+    note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
+    yield KeyFigure("Communication", _form(share, "{:.1%}"), NO_WARM if share is None else note)
+    hidden = finite_number(data.attributes.get("communication_hidden_share"))
+    why = str(data.attributes.get("communication_hidden_reason") or "")
+    if hidden is not None:
+        yield KeyFigure("Overlap", f"{hidden:.0%}", "of the time of reductions was not waited for")
+    elif _setting(data, "communication.overlap") == "none" and not why:
+        yield KeyFigure("Overlap", "none", "communication.overlap = none: reductions come after the computation")
+    else:
+        yield KeyFigure("Overlap", None, why or EARLIER)
+
+
+def _ranks(data: PageData) -> Iterator[KeyFigure]:
+    ratio, rank = data.figures.get("imbalance"), data.figures.get("slowest_rank")
+    if data.world < 2:
+        yield KeyFigure("Straggler score", None, "one rank: there is nothing to compare")
+    else:
+        note = f"rank {rank} over the median rank, compute time without waiting"
+        yield KeyFigure("Straggler score", _form(ratio, "{:.2f}"), note if ratio is not None else NO_WARM)
+    yield _moved(data)
+
+
+def _moved(data: PageData) -> KeyFigure:
+    """Return what a rank moved a step, with the way that it took."""
+    name, moved, sent = "Moved a step", step_metrics.moved_bytes(data.attributes), data.figures["bytes_sent_per_step"]
+    if data.world < 2:
+        return KeyFigure(name, format_bytes(0), "one rank: there is nobody to send to")
+    if moved is not None:
+        unknown = ", of which it does not tell what it sends" if moved.unknown else ""
+        return KeyFigure(name, format_bytes(round(sum(moved))), f"a rank: {moved.described()}{unknown}")
+    if sent:
+        return KeyFigure(
+            name, format_bytes(round(sent)), f"in messages, of the rank that sends most; other ways: {EARLIER}"
+        )
+    return KeyFigure(name, None, EARLIER)
+
+
+def _energy(data: PageData) -> Iterator[KeyFigure]:
+    energy, costs, told = data.energy, data.costs, data.attributes
+    if energy.joules is None:
+        yield KeyFigure("Energy", None, shorten_reason(energy.reason))
+        return
+    # What a model says must not be taken for a measurement, wherever it stands.
+    label = f"{energy.label}. " if energy.label else ""
+    kinds = ", ".join(f"{kind} {format_joules(value)}" for kind, value in energy.by_kind.items() if value is not None)
+    yield KeyFigure("Energy", format_joules(energy.joules), f"{label}{kinds or 'all starts together'}")
+    site, pue = finite_number(costs.get("facility_kwh")), finite_number(costs.get("pue"))
+    note = f"with {pue:g} as PUE of the site" if pue and pue > 1 else "without cooling and losses of the site (PUE 1)"
+    yield KeyFigure("Electricity", f"{short_number(energy.joules / KWH_J if site is None else site)} kWh", label + note)
+    step, per = energy.j_per_step, None if energy.renewed else finite_number(told.get("j_per_token"))
+    if per is None and step is not None and data.run is not None:
+        tokens = float(np.mean(data.run.steps["tokens"]))
+        per = step / tokens if tokens else None
+    note = f"{label}training only; {format_joules(step)} a step" if step is not None else EARLIER
+    yield KeyFigure("Energy a token", None if per is None else format_joules(per), note)
+    grams = finite_number(costs.get("emissions_g"))
+    if grams is None:
+        why = str(costs.get("emissions_reason") or "the intensity is not known (energy.carbon_g_per_kwh)")
+        yield KeyFigure("Emissions", None, why)
+        return
+    source = ", ".join(str(costs[name]) for name in ("carbon_source", "carbon_date") if costs.get(name))
+    yield KeyFigure(
+        "Emissions", f"{short_number(grams)} g CO2e", f"{label}{costs.get('carbon_g_per_kwh'):g} g/kWh ({source})"
+    )
+
+
+def _resources(data: PageData) -> Iterator[KeyFigure]:
+    peak, pss = (
+        finite_number(data.attributes.get("peak_bytes_total")),
+        finite_number(data.attributes.get("pss_bytes_most")),
+    )
+    if peak is None:
+        peak = peak_memory(data)
+    note = "arrays of the rank that holds most" + (f"; its process {format_bytes(round(pss))}" if pss else "")
+    yield KeyFigure(
+        "Peak memory", None if peak is None else format_bytes(round(peak)), note if peak is not None else EARLIER
+    )
+
+
+def peak_memory(data: PageData) -> float | None:
+    """Return the most memory of all categories that was seen at one time; None where nobody looked."""
+    parts = list(common.observed_by_label(data, "memory_bytes").values())
+    if not parts:
+        return None
+    times = {int(moment): 0.0 for part in parts for moment in part.time_ns}
+    for part in parts:
+        for moment, value in zip(part.time_ns.tolist(), part.value.tolist(), strict=True):
+            times[moment] += value if math.isfinite(value) else 0.0
+    return max(times.values())
+
+
+def _mishaps(data: PageData) -> Iterator[KeyFigure]:
+    assert data.run is not None
+    skipped = data.run.tables.get("loss_scale", {}).get("skipped")
+    count = 0 if skipped is None else int(np.sum(skipped))
+    yield KeyFigure("Skipped steps", str(count), "overflows of a gradient in 16 bits")
+    told = [event for event in data.events if event.kind == "anomaly"]
+    yield KeyFigure("Anomalies", str(len(told)), "flags of the run itself: loss spikes, drops of speed")
+    starts = len(data.state.starts)
+    if starts:
+        died = sum(start.deaths for start in data.state.starts)
+        ended = sum(not start.end for start in data.state.starts[:-1]) + (data.state.kind == history.KILLED)
+        note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
+        yield KeyFigure("Starts", str(starts), note)
+
+
+def shorten_reason(reason: str) -> str:
+    """Return the begin of a long reason: the section on energy has all of it."""
+    first, _, details = reason.partition(": ")
+    return f"{first}; details under Energy" if details else first
+
+
+def page_facts(data: PageData) -> list[tuple[str, str]]:
+    """Return what stands at the head of the page: when, where and on what."""
+    from hpcdist.telemetry.page.history import format_duration, format_time
+
+    state, told = data.state, data.attributes
+    found: list[tuple[str, Any]] = [
+        ("Began", format_time(state.began) if state.began is not None else told.get("created_utc")),
+        ("Last sign of life", format_time(state.seen) if state.seen is not None else None),
+        (
+            "Time of all starts",
+            format_duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
+        ),
+        ("Ranks", f"{data.world:,}" if data.world else None),
+        ("Nodes", told.get("nodes") or (len(data.hosts) if data.hosts else None)),
+        ("Strategy", told.get("architecture") or told.get("strategy") or _setting(data, "parallel.strategy")),
+        ("Site", told.get("site") or told.get("slurm_job_partition")),
+        ("Job", told.get("slurm_job_id")),
+        ("Parameters", f"{int(told['parameters']):,}" if finite_number(told.get("parameters")) else None),
+        ("MPI", str(told.get("mpi_library", "")).partition(", ")[0]),
+        ("Version", _version(told)),
+    ]
+    return [(name, str(value)) for name, value in found if value not in (None, "")]
+
+
+def _setting(data: PageData, key: str) -> str | None:
+    return next((setting.value.strip('"') for setting in data.beside.settings if setting.key == key), None)
+
+
+def _version(told: Any) -> str:
+    version, commit = str(told.get("hpcdist_version", "")), str(told.get("git_commit", ""))
+    known = commit and not commit.startswith("unknown")
+    changed = "+changes" if commit.endswith("+changes") else ""
+    return " ".join(part for part in (version, f"({commit[:10]}{changed})" if known else "") if part)
+
+
+def format_seconds(value: float) -> str:
+    """Return a short time as people read it."""
+    for limit, unit, form in ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us")):
+        if value >= limit:
+            return f"{value / unit:.4g} {form}"
+    return f"{value:.4g} s"
+
+
+def format_joules(value: float | None) -> str:
+    """Return an energy as people read it."""
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:.3g} J"
+
+
+def not_measured(found: Sequence[KeyFigure]) -> list[KeyFigure]:
+    """Return the figures that are not known."""
+    return [figure for figure in found if figure.value is None]
+
+
+def _form(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)

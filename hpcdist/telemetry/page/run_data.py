@@ -1,0 +1,169 @@
+"""Data of a page: a run as read from the files of its directory, and from what its caller knows beside them.
+
+The run may be under way, or have failed before its first step; files of earlier versions lack some of it. Whatever is
+missing is None or empty, with the reason, and never zero.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.telemetry.metrics import sampling, step_metrics
+from hpcdist.telemetry.page import energy_data, history, step_spans
+from hpcdist.telemetry.page.energy_data import RunEnergy, UtilisationCurves
+from hpcdist.telemetry.page.history import Incident, RunState
+from hpcdist.telemetry.page.step_spans import StepSpans
+
+METRICS: Final = "metrics.h5"
+RUN_FILES: Final = (METRICS, "recipe.toml", "recorder", history.STARTS)  # a directory with one of them is that of a run
+NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
+NO_ROWS: Final = "no step was completed yet"
+NO_CHECKPOINT: Final = "the run has no checkpoint yet"
+NOT_ASKED: Final = "no sample was asked for"
+_HIDDEN: Final = {"schema", "schema_version", "NX_class", "default"}
+
+
+@dataclass(frozen=True)
+class RecipeSetting:
+    """A key of the recipe with its value and its default, as texts."""
+
+    key: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A checkpoint of the run; ``reason`` says why it cannot be used, "" where it can."""
+
+    name: str
+    step: int
+    state: str
+    written_utc: str
+    nbytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """Text from the model: ``text`` begins with ``prompt``; or the ``reason`` why there is none."""
+
+    text: str = ""
+    prompt: str = ""
+    reason: str = NOT_ASKED
+
+
+@dataclass(frozen=True)
+class ExternalData:
+    """What services know that this one must not ask: the caller does."""
+
+    settings: Sequence[RecipeSetting] = ()
+    settings_reason: str = ""
+    planned_steps: int | None = None
+    checkpoints: Sequence[CheckpointEntry] = ()
+    checkpoints_reason: str = NO_CHECKPOINT
+    sample: TextSample = field(default_factory=TextSample)
+    # From joules (NaN: not known) and seconds to what they cost, under the names of
+    # `hpcdist.energy.accounts.energy_metrics.figures`.
+    costs: Callable[[float, float], Mapping[str, Any]] = field(default=lambda joules, seconds: {})
+
+
+@dataclass(frozen=True)
+class PageData:
+    """A run as a page shows it. ``run`` is None, with the ``reason``, where it has no rows.
+
+    ``attributes`` are those of the metrics file, ``figures`` what `metrics.summarise` makes of the sampled rows.
+    """
+
+    run_dir: Path
+    made_ns: int
+    state: RunState
+    run: sampling.SampledMetrics | None
+    reason: str
+    attributes: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    energy: RunEnergy
+    costs: Mapping[str, Any]
+    use: UtilisationCurves | None
+    timeline: StepSpans
+    events: Sequence[Incident]
+    beside: ExternalData
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.run_dir.absolute().name
+
+    @property
+    def world(self) -> int:
+        """Ranks of the last step, or of the recorder; 0: nobody knows."""
+        return int(self.figures.get("world") or 0) or self.state.world
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the nodes; none where they were left out."""
+        return [name for name in str(self.attributes.get("hosts", "")).split(",") if name]
+
+    @property
+    def sessions(self) -> list[int]:
+        """The first step of each start but the first that has rows."""
+        if self.run is None:
+            return []
+        steps = self.run.steps
+        return [int(step) for step in steps["step"][1:][np.diff(steps["session"]) != 0]]
+
+
+def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None = None) -> PageData:
+    """Read the run in ``run_dir``. Raises StorageError where it is none, or its metrics file is damaged or foreign."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
+        raise StorageError(f"{run_dir} holds no run; give the directory that a training wrote (its --out)")
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    path = run_dir / METRICS
+    run = sampling.read(path) if path.exists() else None
+    reason = NO_FILE if run is None else ""
+    attributes: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    if run is not None:
+        attributes = {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
+        figures = summary_figures(run)
+        if not len(run.steps["step"]):
+            run, reason = None, NO_ROWS
+    state = history.read_state(run_dir, now_ns)
+    last = 0 if run is None else last_step(run)
+    energy = energy_data.read_energy(run_dir, path if path.exists() else None, attributes, last)
+    beside = ExternalData() if beside is None else beside
+    return PageData(
+        run_dir=run_dir,
+        made_ns=now_ns,
+        state=state,
+        run=run,
+        reason=reason,
+        attributes=attributes,
+        figures=figures,
+        energy=energy,
+        costs=beside.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
+        use=energy_data.read_utilisation(path if path.exists() else None),
+        timeline=step_spans.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
+        events=history.read_incidents(run, state),
+        beside=beside,
+    )
+
+
+def last_step(run: sampling.SampledMetrics) -> int:
+    """Return the number of the last step that has a row, 0 where there is none."""
+    return int(run.steps["step"][-1]) if len(run.steps["step"]) else 0
+
+
+def summary_figures(run: sampling.SampledMetrics, last: int = 20) -> dict[str, Any]:
+    """Return the figures of `metrics.summarise`: times from the sampled rows, losses from all."""
+    found = step_metrics.summarise(run.sample, last)
+    loss = run.steps["loss"][-last:]
+    known = loss[np.isfinite(loss)]
+    return found | {"train_loss_mean": float(known.mean()) if known.size else None}

@@ -1,0 +1,326 @@
+"""Metrics for Prometheus: in a file for the node_exporter of a site, on a port of this machine, or at a Pushgateway.
+
+- textfile: ``hpcdist_<jobid or name of the run>.prom``. node_exporter shows what lies in its directory as if it were of
+  now, so the file goes when the run ends, however it does. One that was killed cannot remove it: sites do, in the
+  epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom``), and alerts compare ``hpcdist_last_step_timestamp_seconds``
+  with now.
+- http: on 127.0.0.1 only, since nobody is asked for a password. The address is in ``prometheus/targets.json`` of the
+  run, in the format of ``file_sd_configs``, while the run goes on.
+- push: one group for each job. It is deleted when the run ends in order, as the manual of the Pushgateway asks for, and
+  stays with the last values when it fails, so that there is something to raise an alert from.
+
+`LatestFigures` has the last value of every figure; names and meanings are those of
+`hpcdist.telemetry.metrics.quantities`. No counter ever falls: `CounterTotals` keeps them for the next start of the run.
+"""
+
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.reporting import atomic, regular
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+
+# Totals that a run which goes on has from its checkpoint; all others begin at zero with each start.
+RESTORED: Final = frozenset(
+    ("steps_total", "tokens_total", "skipped_steps_total", "energy_joules_total", "emissions_grams_total")
+)
+INFO: Final = quantities.PREFIX + "job_info"
+
+
+class CounterTotals:
+    """What counters showed last, kept in ``path`` for the next start of the run.
+
+    A run that is killed and goes on from a checkpoint makes steps again. Prometheus would take a counter that falls for
+    one that began anew at zero, and count all of it a second time. It does where ``path`` is gone or damaged, which is
+    no reason not to train.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before: dict[str, float] = {}
+        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError):
+            self._before = {key: float(value) for key, value in regular.json_value(path).items()}
+        self.shown = dict(self._before)
+
+    def show(self, key: str, value: float) -> float:
+        """Return what the counter ``key`` shows, of which this start knows the total ``value``."""
+        if quantities.split(key)[0] not in RESTORED:
+            value += self._before.get(key, 0.0)
+        self.shown[key] = max(value, self.shown.get(key, 0.0))
+        return self.shown[key]
+
+    def keep(self) -> None:
+        """Write the totals. Raises StorageError."""
+        write_atomically(self._path, json.dumps(self.shown).encode(), "free space, or set telemetry.prometheus = 'off'")
+
+
+class LatestFigures:
+    """The last value of every figure: a collector of prometheus_client, which may read from another thread.
+
+    Every metric has the labels ``jobid`` (the name of the run, outside of a job) and ``run``, and at most one more:
+    there are as many series as figures, however many ranks and steps there are. Whose job it is stands in the labels of
+    one metric alone, INFO, whose value is 1: all others are joined with it.
+    """
+
+    def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        self._counter: Any = CounterMetricFamily
+        self._gauge: Any = GaugeMetricFamily
+        self._labels = {"jobid": job_identity(run), "run": run.name}
+        self._owner = run.owner
+        self._totals = totals
+        self._values: Mapping[str, float] = dict(totals.shown)
+
+    def update(self, events: Sequence[RunEvent]) -> None:
+        """Take the figures of ``events``; a gauge that is not known any more (NaN) is not shown any more."""
+        values = dict(self._values)
+        for event in events:
+            for key, value in event.values.items():
+                quantity = QUANTITIES.get(quantities.split(key)[0])
+                if quantity is None or isinstance(value, str):
+                    continue
+                if not math.isnan(value):
+                    values[key] = self._totals.show(key, value) if quantity.kind == COUNTER else float(value)
+                elif quantity.kind != COUNTER:
+                    values.pop(key, None)
+        self._values = values  # at once: a reader has the old ones or the new ones
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the owner of the job, and the metrics in the order of the catalogue."""
+        if self._owner:
+            about = self._gauge(INFO, "Whose job this is, in its labels (1)", labels=[*self._labels, *self._owner])
+            about.add_metric([*self._labels.values(), *self._owner.values()], 1.0)
+            yield about
+        by_name: dict[str, list[tuple[str | None, float]]] = {}
+        for key, value in self._values.items():
+            name, label = quantities.split(key)
+            by_name.setdefault(name, []).append((label, value))
+        for name, quantity in QUANTITIES.items():
+            if name not in by_name:
+                continue
+            labels = [*self._labels, *([quantity.label] if quantity.label else [])]
+            family = self._counter if quantity.kind == COUNTER else self._gauge
+            metric = family(quantity.prometheus, f"{quantity.meaning} ({quantity.unit})", labels=labels)
+            for label, value in by_name[name]:
+                metric.add_metric([*self._labels.values(), *([label] if label is not None else [])], value)
+            yield metric
+
+    def describe(self) -> Iterable[Any]:
+        """Return no names: which figures there will be is not known yet."""
+        return ()
+
+
+def job_identity(run: RunInfo) -> str:
+    """Return the number of the job, or the name of the run where there is none."""
+    return run.jobid or run.name
+
+
+def write_atomically(path: Path, content: bytes, cure: str) -> None:
+    """Put ``content`` into ``path`` so that a reader, whoever it is, sees all of it or what was there before.
+
+    Raises StorageError, which ends with ``cure``.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replacing(path) as file:
+            os.fchmod(file.fileno(), 0o644)  # an exporter runs as another user
+            file.write(content)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; {cure}") from error
+
+
+DIRECTORY: Final = "prometheus"  # of the run
+TOTALS: Final = "counters.json"
+TARGETS: Final = "targets.json"
+ADDRESS: Final = "127.0.0.1"
+PUSH_JOB: Final = "hpcdist"  # at a Pushgateway
+PUSH_S: Final = 5.0  # a gateway that has not answered by then is away
+
+
+class _Exporter(Protocol):
+    where: str
+
+    def publish(self) -> None: ...
+
+    def close(self, normal: bool) -> None: ...
+
+
+class PrometheusSink:
+    """Shows the last figures of a run in the way that the recipe names; ``where`` tells a person where they are.
+
+    Raises MissingCapabilityError without the package, ConfigurationError for a port or a gateway that cannot be used,
+    StorageError for a directory that cannot be written to.
+    """
+
+    name = "Prometheus"
+
+    def __init__(self, run: RunInfo, config: TelemetryConfig) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+        except ImportError as error:
+            raise MissingCapabilityError(
+                "telemetry.prometheus needs the package prometheus_client: pip install 'hpcdist[prometheus]', or set "
+                f"telemetry.prometheus = 'off' ({error})"
+            ) from error
+        self._totals = CounterTotals(run.directory / DIRECTORY / TOTALS)
+        self._figures = LatestFigures(run, self._totals)
+        registry = CollectorRegistry()  # our own: nothing about the process of rank 0 comes along
+        registry.register(self._figures)
+        self._way = EXPORTERS[config.prometheus](run, config, registry)
+        self.where = self._way.where
+
+    def write(self, events: Sequence[RunEvent]) -> None:
+        """Take the figures of ``events``, and show them."""
+        self._figures.update(events)
+        try:
+            self._way.publish()
+        finally:
+            self._totals.keep()
+
+    def close(self, normal: bool) -> None:
+        """End; see above what stays."""
+        self._way.close(normal)
+
+
+class _TextFile:
+    def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
+        folder = Path(config.textfile_directory) if config.textfile_directory else run.directory / DIRECTORY
+        if config.textfile_directory and not folder.is_dir():  # one that we made would be looked into by nobody
+            raise StorageError(
+                f"telemetry.textfile_directory = {config.textfile_directory!r}: there is no such directory on this "
+                "node; give the one after --collector.textfile.directory of its node_exporter"
+            )
+        self._path = folder / f"hpcdist_{re.sub(r'[^A-Za-z0-9_.-]', '_', job_identity(run))}.prom"
+        self._registry = registry
+        self._cure = "choose another telemetry.textfile_directory, or set telemetry.prometheus = 'off'"
+        self.where = str(self._path)
+        self.publish()  # what cannot be written is told of now
+
+    def publish(self) -> None:
+        from prometheus_client import generate_latest
+
+        write_atomically(self._path, generate_latest(self._registry), self._cure)
+
+    def close(self, normal: bool) -> None:
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be removed: {error.strerror}; remove it by hand") from error
+
+
+class _Server:
+    def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
+        from prometheus_client import start_http_server
+
+        try:
+            self._server, self._thread = start_http_server(config.port, ADDRESS, registry)
+        except OSError as error:
+            raise ConfigurationError(
+                f"telemetry.port = {config.port}: {ADDRESS}:{config.port} cannot be opened ({error.strerror}); choose "
+                "another port, or 0 for any free one"
+            ) from error
+        address = f"{ADDRESS}:{self._server.server_port}"
+        self.where = f"http://{address}/metrics"
+        self._targets = run.directory / DIRECTORY / TARGETS
+        try:
+            write_atomically(self._targets, json.dumps([{"targets": [address]}]).encode(), "free space")
+        except StorageError:
+            self._end()
+            raise
+
+    def publish(self) -> None:
+        """Nothing to do: who asks is answered with the last figures."""
+
+    def _end(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def close(self, normal: bool) -> None:
+        self._end()
+        self._targets.unlink(missing_ok=True)
+
+
+class _Gateway:
+    """Pushes in a thread: what is due when a push ends are the figures of then, so nothing ever queues."""
+
+    def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
+        self._registry, self._address = registry, config.gateway
+        self._group = {"jobid": job_identity(run)}
+        self.where = f"{self._address}, job {PUSH_JOB!r}, jobid {job_identity(run)!r}"
+        self._failure = self._push()
+        if self._failure:
+            raise ConfigurationError(
+                f"telemetry.gateway: {self._failure}; start it, correct the address (variables such as http_proxy "
+                "count, no_proxy takes hosts out), or set telemetry.prometheus = 'off'"
+            )
+        self._changed = threading.Condition()
+        self._due = self._ends = False
+        self._thread = threading.Thread(target=self._work, name="hpcdist-push", daemon=True)
+        self._thread.start()
+
+    def _push(self) -> str:
+        """Push all there is; return why it failed, "" where it did not."""
+        from prometheus_client import push_to_gateway
+
+        try:
+            push_to_gateway(self._address, PUSH_JOB, self._registry, grouping_key=self._group, timeout=PUSH_S)
+        except (OSError, HTTPException, ValueError) as error:
+            return f"the Pushgateway at {self._address} does not take what is pushed ({error})"
+        return ""
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._ends)
+                if self._ends:
+                    return
+                self._due = False
+            self._failure = self._push()
+
+    def publish(self) -> None:
+        """Let the thread push what there is by then; raise what became of the push before."""
+        with self._changed:
+            self._due = True
+            self._changed.notify()
+        if self._failure:
+            raise StorageError(self._failure)
+
+    def close(self, normal: bool) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join()  # no longer than a push
+        if not normal:
+            failure = self._push()
+            if failure:
+                raise StorageError(failure)
+            return
+        from prometheus_client import delete_from_gateway
+
+        try:
+            delete_from_gateway(self._address, PUSH_JOB, grouping_key=self._group, timeout=PUSH_S)
+        except (OSError, HTTPException, ValueError) as error:
+            raise StorageError(
+                f"the Pushgateway at {self._address} keeps the group {self._group} of job {PUSH_JOB!r} ({error}); "
+                "delete it"
+            ) from error
+
+
+EXPORTERS: Final[dict[str, Callable[[RunInfo, TelemetryConfig, Any], _Exporter]]] = {
+    "textfile": _TextFile,
+    "http": _Server,
+    "push": _Gateway,
+}

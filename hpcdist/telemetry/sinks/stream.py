@@ -1,0 +1,165 @@
+"""Event stream of a run, the protocol of its sinks, and the append-only file that sinks write. Rank 0 has it.
+
+Every sink sees the same events in the same order. A sink that fails is reported once and tried again with what comes
+next: a full disk or a gateway that is away must not cost a training.
+`AppendOnlyFile` grows by whole pieces while others read it: all of a piece gets there, or nothing of it.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+
+PENDING_BYTES: Final = 4 << 20  # of pieces that wait for the disk to have room again
+_PROBE: Final = b" " * 4096
+
+
+class AppendOnlyFile:
+    """Appends to ``path`` from one thread. A new file begins with ``header``; ``cure`` completes every message.
+
+    Raises StorageError where the file cannot be written, also by its constructor: a disk that is full now is told of
+    now. What could not be written is kept, up to `PENDING_BYTES`, and goes before the next piece.
+    """
+
+    def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:
+        self.path, self._cure, self._header = path, cure, header
+        self._pending: list[bytes] = []
+        self._descriptor = -1
+        try:
+            self._open()
+            if not header:
+                self._write(_PROBE)
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - len(_PROBE))
+        except OSError as error:
+            self.close()
+            raise self._failure(error) from error
+
+    def _open(self) -> None:
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o644)
+        if self._header and os.fstat(self._descriptor).st_size == 0:
+            self._write(self._header)
+
+    def append(self, piece: bytes) -> None:
+        """Add ``piece`` with one write, which no reader sees half of for longer than that."""
+        self._pending.append(piece)
+        while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
+            del self._pending[0]
+        try:
+            if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:  # somebody has removed it
+                self._open()
+            self._write(b"".join(self._pending))
+        except OSError as error:
+            raise self._failure(error) from error
+        self._pending.clear()
+
+    def _write(self, data: bytes) -> None:
+        size = os.fstat(self._descriptor).st_size
+        written = os.write(self._descriptor, data)
+        if written < len(data):  # the disk or the quota is full: no half of a piece stays
+            os.ftruncate(self._descriptor, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _failure(self, error: OSError) -> StorageError:
+        return StorageError(f"{self.path} cannot be written: {error.strerror or error}; {self._cure}")
+
+    def close(self) -> None:
+        """Close the file; a later `append` opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+KINDS: Final = (
+    "begin", "step", "evaluation", "checkpoint", "skipped", "anomaly", "energy", "utilisation", "memory",
+    "collectives", "end",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that became known after ``step`` steps, at ``time_ns`` of the wall clock.
+
+    ``values`` has figures under the keys of `catalogue` (a counter's value is its total so far) and, under any other
+    key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. What is not known is left out.
+    """
+
+    kind: str
+    step: int
+    values: Mapping[str, float | int | str] = field(default_factory=dict)
+    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    time_ns: int = field(default_factory=time.time_ns)
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What sinks know of the run. ``resumed_step`` is None in its first start; ``owner`` is that of `jobs.owner`."""
+
+    name: str
+    directory: Path
+    jobid: str
+    world: int
+    nodes: int
+    strategy: str
+    resumed_step: int | None = None
+    started_ns: int = field(default_factory=time.time_ns)
+    owner: Mapping[str, str] = field(default_factory=dict)
+
+
+class EventSink(Protocol):
+    """Takes events somewhere. Its constructor raises, with the cure, what keeps it from beginning."""
+
+    name: str
+
+    def write(self, events: Sequence[RunEvent]) -> None:
+        """Take ``events``. Any exception means that they may be lost."""
+        ...
+
+    def close(self, normal: bool) -> None:
+        """End; ``normal``: the run came to its end, and was not stopped."""
+        ...
+
+
+class EventStream:
+    """Hands events to ``sinks``. ``warn`` tells a person, once for each sink that fails until it works again."""
+
+    def __init__(self, sinks: Sequence[EventSink], warn: Callable[[str], None]) -> None:
+        self.sinks = tuple(sinks)
+        self._warn = warn
+        self._failing: set[str] = set()
+
+    def publish(self, events: Sequence[RunEvent]) -> None:
+        """Give ``events`` to every sink; never raises what a sink raises."""
+        if not events:
+            return
+        for sink in self.sinks:
+            self._try(sink, lambda sink=sink: sink.write(events))  # type: ignore[misc]
+
+    def close(self, normal: bool) -> None:
+        """End all sinks."""
+        for sink in self.sinks:
+            self._try(sink, lambda sink=sink: sink.close(normal))  # type: ignore[misc]
+
+    def _try(self, sink: EventSink, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run goes on
+            if sink.name not in self._failing:
+                self._failing.add(sink.name)
+                self._warn(f"{sink.name}: {error}; the run goes on, and it is tried again with what comes next")
+            return
+        if sink.name in self._failing:
+            self._failing.discard(sink.name)
+            self._warn(f"{sink.name}: works again")

@@ -1,0 +1,224 @@
+"""Chrome trace format (also Perfetto) of a timeline: a process for each node, two threads for each rank, or more.
+
+What a thread has must nest, so calls that go on beside other things go to further threads. Times in the file are
+microseconds from the begin of the trace, to the nanosecond.
+"""
+
+import gzip
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
+from hpcdist.telemetry.trace.rank_log import RecordedCall
+from hpcdist.telemetry.trace.summary import Trace, clock_figures
+from hpcdist.telemetry.trace.timeline import RunTimeline, hosts
+
+# Of a rank: numbers of threads are (rank + 1) * THREADS + n, n = 0 and so on for what it does, COMMUNICATES and so on
+# for its calls, BEHIND and so on for those that go on beside.
+THREADS: Final = 1000
+COMMUNICATES: Final = 200
+NONBLOCKING: Final = 400
+SENDING: Final = "bytes being sent"
+# Names of the palette of chrome://tracing; Perfetto colours by name, so that an operation has one colour there, too.
+COLOURS: Final = {
+    "compute": "good",
+    "communication": "thread_state_iowait",
+    "update": "rail_response",
+    "data": "rail_load",
+    "checkpoint": "olive",
+    "validation": "rail_animation",
+    "other": "grey",
+    "step": "generic_work",
+    "collective": "thread_state_uninterruptible",
+    "message": "thread_state_iowait",
+}
+# What counts as bytes under way: an operation that sends a message of its own, from its begin to its end.
+_SENDS: Final = frozenset({"send", "isend", "sendrecv", "put"})
+
+
+@dataclass(frozen=True)
+class _Row:
+    begin_ns: int
+    end_ns: int
+    name: str
+    category: str
+    args: dict[str, Any]
+    call: RecordedCall | None = None
+
+
+def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
+    """Return for each of ``bars``, its begin and end, the first lane in which it nests with those before it.
+
+    ``bars`` are in the order of their begins, of equal ones the longest first.
+    """
+    stacks: list[list[int]] = []
+    found = []
+    for begin, end in bars:
+        for lane, stack in enumerate(stacks):  # noqa: B007 - used behind the loop
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            if not stack or stack[-1] >= end:
+                break
+        else:
+            lane = len(stacks)
+            stacks.append([])
+        stacks[lane].append(end)
+        found.append(lane)
+    return found
+
+
+def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
+    """Yield the events of the file."""
+    zero = timeline.begin_ns
+    processes = {rank: number for number, ranks in enumerate(hosts(timeline).values(), 1) for rank in ranks}
+    threads: dict[int, int] = {}  # of a call, by its id
+    for number, ranks in enumerate(hosts(timeline).values(), 1):
+        name = f"node {timeline.lines[ranks[0]].name}"
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        for rank in ranks:
+            base, calls = (rank + 1) * THREADS, timeline.lines[rank].calls
+            blocking, behind = ([one for one in calls if one.behind is wanted] for wanted in (False, True))
+            for first, label, rows in (
+                (0, "computes", _spans(timeline, rank)),
+                (COMMUNICATES, "communicates", _calls(blocking)),
+                (NONBLOCKING, "has under way", _calls(behind)),
+            ):
+                if rows or first < NONBLOCKING:
+                    yield from _threads(rows, number, base + first, f"rank {rank} {label}", zero, threads)
+        yield from _sending(timeline, ranks, number, zero)
+    yield from _arrows(timeline, processes, threads, zero)
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _threads(
+    rows: Sequence[_Row], pid: int, first: int, label: str, zero: int, threads: dict[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the bars of ``rows``, on as many threads as they need, and the names of these."""
+    places = lanes([(row.begin_ns, row.end_ns) for row in rows])
+    for lane in range(max(places, default=0) + 1):
+        tid, name = first + lane, label if lane == 0 else f"{label} ({lane + 1})"
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+    for row, lane in zip(rows, places, strict=True):
+        if row.call is not None:
+            threads[id(row.call)] = first + lane
+        yield {
+            "ph": "X", "name": row.name, "cat": row.category, "pid": pid, "tid": first + lane,
+            "ts": _us(row.begin_ns - zero), "dur": _us(row.end_ns - row.begin_ns),
+            "cname": COLOURS.get(row.category, COLOURS["communication"]), "args": row.args,
+        }  # fmt: skip
+
+
+def _spans(timeline: RunTimeline, rank: int) -> list[_Row]:
+    line = timeline.lines[rank]
+    rows = [_Row(begin, end, f"step {step}", "step", {"step": step}) for step, (begin, end) in line.steps.items()]
+    for span in line.spans:
+        numbers = {"step": span.step, "microbatch": span.microbatch, "unit": span.unit}
+        args = {name: number for name, number in numbers.items() if number >= 0}
+        rows.append(_Row(span.begin_ns, span.end_ns, span.name, span.phase, args))
+    # Sorting is stable: of equal times the step, which comes first, goes around the span.
+    return sorted(rows, key=lambda row: (row.begin_ns, -row.end_ns))
+
+
+def _calls(calls: Iterable[RecordedCall]) -> list[_Row]:
+    rows = []
+    for call in calls:
+        args: dict[str, Any] = {"comm": call.comm, "number": call.sequence, "elements": call.count, "dtype": call.dtype}
+        if call.sent_bytes >= 0:
+            args["sent_bytes"] = call.sent_bytes
+        if call.peer >= 0:
+            args["root" if call.collective else "peer"] = call.peer
+        if not call.collective:
+            args["tag"] = call.tag
+        args["at"] = call.site
+        if call.is_open:
+            args["unfinished"] = True
+        category = "collective" if call.collective else "message"
+        rows.append(_Row(call.begin_ns, call.end_ns, call.op, category, args, call))
+    return sorted(rows, key=lambda row: (row.begin_ns, -row.end_ns))
+
+
+def _arrows(
+    timeline: RunTimeline, processes: Mapping[int, int], threads: Mapping[int, int], zero: int
+) -> Iterator[dict[str, Any]]:
+    """Yield arrows from each send to its receive, and from who came last to a collective to all others."""
+    pairs: list[tuple[str, RecordedCall, RecordedCall]] = [
+        ("message", one.send, one.receive) for one in timeline.matches.messages if not one.receive.is_open
+    ]
+    for meeting in timeline.matches.meetings:
+        last = meeting.released_by()
+        if last is not None:
+            pairs += [("last to come", last, call) for call in meeting.calls if call is not last and not call.is_open]
+    for number, (name, cause, effect) in enumerate(pairs):
+        common = {"name": name, "cat": name, "id": number}
+        at = max(effect.begin_ns, effect.end_ns - 1)  # within the bar that it points at
+        for phase, call, ns in (("s", cause, cause.begin_ns), ("f", effect, at)):
+            place = {"pid": processes[call.rank], "tid": threads[id(call)], "ts": _us(ns - zero)}
+            yield common | {"ph": phase, **place} | ({"bp": "e"} if phase == "f" else {})
+
+
+def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -> Iterator[dict[str, Any]]:
+    """Yield how many bytes of messages the ``ranks`` of a node have under way, as far as that is known."""
+    changes: dict[int, int] = defaultdict(int)
+    for rank in ranks:
+        for call in timeline.lines[rank].calls:
+            if call.op in _SENDS and call.sent_bytes > 0:
+                changes[call.begin_ns] += call.sent_bytes
+                changes[call.end_ns] -= call.sent_bytes
+    under_way = 0
+    for ns in sorted(changes):
+        under_way += changes[ns]
+        yield {"ph": "C", "name": SENDING, "pid": pid, "ts": _us(ns - zero), "args": {"bytes": under_way}}
+
+
+def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the file says of itself: the run, how clocks were put right, and what is missing."""
+    return {
+        "run": str(trace.run_dir),
+        **about,
+        "world": trace.world,
+        "ranks": sorted(trace.timeline.lines),
+        "steps": list(trace.timeline.steps),
+        "time": f"microseconds since {trace.timeline.begin_ns} ns of the monotonic clock of rank 0's node",
+        "clocks": clock_figures(trace),
+        "order": str(trace.timeline.order),
+        "notes": list(trace.notes),
+    }
+
+
+def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
+    """Write the trace into ``file``, compressed where that ends with .gz; return its events. Raises StorageError.
+
+    ``about`` is added to what the file says of itself.
+    """
+    try:
+        with (
+            atomic.replacing(file) as raw,
+            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as whole,
+            io.TextIOWrapper(whole, encoding="utf-8") as out,
+        ):
+            count = _write(out, events(trace.timeline), metadata(trace, about))
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror or error}") from error
+    return count
+
+
+def _write(out: IO[str], found: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> int:
+    out.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(about) + ',"traceEvents":[')
+    count = 0
+    for event in found:
+        out.write((",\n" if count else "\n") + json.dumps(event, separators=(",", ":")))
+        count += 1
+    out.write("\n]}\n")
+    return count

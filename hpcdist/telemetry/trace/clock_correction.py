@@ -1,0 +1,296 @@
+"""Clock correction: the clock of every host of a run becomes rank 0's, by measured readings or by messages.
+
+Between two readings the offset is interpolated; before the first and after the last it goes on as between the nearest
+two. All numbers are whole nanoseconds: days of uptime have more digits than a float keeps.
+
+Without measurements, what is known of causes bounds the offset of two clocks: no message is received before it was
+sent, and no member leaves a collective before the last has come. Within these bounds, members are taken to leave a
+collective at the same time. That is known anew for every step, so drift does not add up.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Final
+
+from hpcdist.comm.record.clock_offsets import ClockReading
+from hpcdist.telemetry.metrics.side_tables import ClockSession
+from hpcdist.telemetry.trace.matching import MatchedCollective, Matches
+from hpcdist.telemetry.trace.rank_log import NO_STEP, RankLog, RecordedCall
+
+DRIFT_PPM: Final = 50  # of a quartz, where one reading tells nothing about it
+MAX_PPM: Final = 500  # the kernel slews a clock no faster
+MILLION: Final = 1_000_000
+MEASURED: Final = "measured"
+MESSAGES: Final = "messages"
+WALL: Final = "wall clocks"
+
+
+class HostClock:
+    """The clock of one host, by its ``readings``; without any it is rank 0's own.
+
+    ``source`` says where they come from: "measured", "messages", or "wall clocks", of which nobody knows how well they
+    agree.
+    """
+
+    def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
+        self.source = source
+        self._knots: list[ClockReading] = []
+        for reading in sorted(readings, key=lambda one: one.t_ns):
+            # A clock goes forward: of two readings that say otherwise, the one that is known better stays.
+            while self._knots and not self._follows(self._knots[-1], reading):
+                if self._knots[-1].rtt_ns <= reading.rtt_ns:
+                    break
+                self._knots.pop()
+            else:
+                self._knots.append(reading)
+        self._own = [knot.t_ns + knot.offset_ns for knot in self._knots]
+
+    @staticmethod
+    def _follows(before: ClockReading, after: ClockReading) -> bool:
+        """Whether both clocks went on between the two, the one about as fast as the other."""
+        passed = after.t_ns - before.t_ns
+        drifted = abs(after.offset_ns - before.offset_ns) - before.bound_ns - after.bound_ns
+        ahead = passed > 0 and passed + after.offset_ns - before.offset_ns > 0
+        return ahead and drifted * MILLION <= MAX_PPM * passed
+
+    @property
+    def readings(self) -> tuple[ClockReading, ...]:
+        """Those that are used."""
+        return tuple(self._knots)
+
+    @property
+    def drift_ppm(self) -> float | None:
+        """How much faster than rank 0's it went from the first to the last reading; None where that is not known."""
+        if len(self._knots) < 2:
+            return None
+        first, last = self._knots[0], self._knots[-1]
+        return (last.offset_ns - first.offset_ns) / (last.t_ns - first.t_ns) * MILLION
+
+    def offset_ns(self, own_ns: int) -> int:
+        """Return how far it was ahead of rank 0's clock when it showed ``own_ns``."""
+        if not self._knots:
+            return 0
+        place = bisect_right(self._own, own_ns)
+        if len(self._knots) == 1:
+            return self._knots[0].offset_ns
+        nearest = min(max(place, 1), len(self._knots) - 1)
+        a, b = self._knots[nearest - 1], self._knots[nearest]
+        begin, rise, run = (
+            self._own[nearest - 1],
+            b.offset_ns - a.offset_ns,
+            self._own[nearest] - self._own[nearest - 1],
+        )
+        if 0 < place < len(self._own):
+            return a.offset_ns + (own_ns - begin) * rise // run
+        limit = run * MAX_PPM // MILLION
+        rise = max(-limit, min(limit, rise))
+        knot, at = (a, begin) if place == 0 else (b, self._own[nearest])
+        return knot.offset_ns + (own_ns - at) * rise // run
+
+    def offset_at(self, reference_ns: int) -> int:
+        """Return how far it was ahead of rank 0's clock when that one showed ``reference_ns``."""
+        if not self._knots:
+            return 0
+        nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
+        return self.offset_ns(reference_ns + nearest.offset_ns)
+
+    def reference_ns(self, own_ns: int) -> int:
+        """Return rank 0's clock when this one showed ``own_ns``. What is later here is not earlier there."""
+        return own_ns - self.offset_ns(own_ns)
+
+    def bound_ns(self, own_ns: int) -> int | None:
+        """Return by how much `reference_ns` may be wrong, where drift is steady between readings; None: not known."""
+        if not self._knots:
+            return 0
+        if self.source == WALL:
+            return None
+        place = bisect_right(self._own, own_ns)
+        if 0 < place < len(self._own):
+            return max(self._knots[place - 1].bound_ns, self._knots[place].bound_ns)
+        nearest = 0 if place == 0 else -1
+        distance, bound = abs(own_ns - self._own[nearest]), self._knots[nearest].bound_ns
+        if len(self._knots) == 1:
+            return bound + distance * DRIFT_PPM // MILLION
+        other = self._knots[1 if place == 0 else -2]
+        run = abs(self._own[nearest] - self._own[1 if place == 0 else -2])
+        return bound + min(distance * (bound + other.bound_ns) // run, distance * MAX_PPM // MILLION)
+
+
+@dataclass(frozen=True)
+class ClockCorrections:
+    """The clock of each host by `RankLog.host`; ``reference`` is that of rank 0. ``notes``: a sentence each."""
+
+    reference: str
+    clocks: Mapping[str, HostClock]
+    notes: tuple[str, ...]
+
+
+def find_corrections(
+    logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
+) -> ClockCorrections:
+    """Return the clocks of the hosts of ``logs``; ``matches`` are theirs, in their own clocks (local)."""
+    hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
+    measured = _measured_clocks(hosts, sessions)
+    if measured is not None:
+        return measured
+    reference = hosts[0]
+    clocks = {reference: HostClock()}
+    if len(hosts) == 1:
+        return ClockCorrections(reference, clocks, ())
+    inferred = _inferred_clocks(logs, matches, reference)
+    walls = {log.host: log.wall_ns for log in logs.values()}
+    for host in hosts[1:]:
+        readings = inferred.get(host)
+        if readings is not None:
+            clocks[host] = readings
+        else:
+            clocks[host] = HostClock([ClockReading(0, 0, walls[reference] - walls[host], 0)], WALL)
+    by_messages = sum(clock.source == MESSAGES for clock in clocks.values())
+    notes = ["the metrics have no readings of these hosts' clocks: "]
+    if by_messages:
+        notes[0] += f"those of {by_messages} are taken from when messages and collectives ended"
+    if by_messages < len(hosts) - 1:
+        notes[0] += f"{' and ' if by_messages else ''}{len(hosts) - 1 - by_messages} by wall clocks, however they agree"
+    return ClockCorrections(reference, clocks, tuple(notes))
+
+
+def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
+    """Return the clocks by the readings of all starts of the run that were led from the same host."""
+    for last in reversed(sessions):
+        if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
+            continue
+        reference = last.hosts.boots[last.hosts.of_rank[0]]
+        readings: dict[str, list[ClockReading]] = defaultdict(list)
+        for session in sessions:
+            if session.hosts.of_rank and session.hosts.boots[session.hosts.of_rank[0]] == reference:
+                for reading in session.readings:
+                    readings[session.hosts.boots[reading.host]].append(reading)
+        if all(readings[host] for host in hosts if host != reference):
+            clocks = {host: HostClock(readings[host]) for host in hosts if host != reference}
+            return ClockCorrections(reference, {reference: HostClock(), **clocks}, ())
+    return None
+
+
+@dataclass
+class _OffsetBounds:
+    """What is known of how far one clock is ahead of another about one time."""
+
+    at_ns: list[int] = field(default_factory=list)  # of the one clock
+    least_ns: list[int] = field(default_factory=list)
+    most_ns: list[int] = field(default_factory=list)
+    together_ns: list[int] = field(default_factory=list)  # where both are taken to do something at once
+
+    def reading(self) -> tuple[int, int, int] | None:
+        """Return (time of the one clock, how far the other is ahead, the width of what is possible)."""
+        if not self.least_ns or not self.most_ns:
+            return None
+        least, most = sorted((max(self.least_ns), min(self.most_ns)))
+        guess = median_low(self.together_ns) if self.together_ns else (least + most) // 2
+        offset = max(least, min(most, guess))
+        return median_low(self.at_ns), offset, 2 * max(most - offset, offset - least)
+
+
+def _inferred_clocks(logs: Mapping[int, RankLog], matches: Matches, reference: str) -> dict[str, HostClock]:
+    host = {rank: log.host for rank, log in logs.items()}
+    known: dict[tuple[str, str], dict[int, _OffsetBounds]] = defaultdict(lambda: defaultdict(_OffsetBounds))
+    for message in matches.messages:
+        send, receive = message.send, message.receive
+        there, here = host[send.rank], host[receive.rank]
+        if there != here and not receive.is_open:
+            took = receive.end_ns - send.begin_ns
+            ahead, behind = known[there, here][send.step], known[here, there][send.step]
+            ahead.most_ns.append(took)
+            ahead.at_ns.append(send.begin_ns)
+            behind.least_ns.append(-took)
+            behind.at_ns.append(receive.end_ns)
+    for meeting in matches.meetings:
+        _add_collective(meeting, host, known)
+    clocks = {reference: HostClock()}
+    waiting = [reference]
+    while waiting:  # from the reference on, each host by one that is known
+        near = waiting.pop(0)
+        for (one, other), spans in known.items():
+            if one != near or other in clocks:
+                continue
+            # What lies outside of steps may lie hours apart.
+            inside = [span for step, span in spans.items() if step != NO_STEP] or list(spans.values())
+            readings = _readings(clocks[near], inside)
+            if readings:
+                clocks[other] = HostClock(readings, MESSAGES)
+                waiting.append(other)
+    del clocks[reference]
+    return clocks
+
+
+def _readings(near: HostClock, spans: Iterable[_OffsetBounds]) -> list[ClockReading]:
+    found = []
+    for span in spans:
+        reading = span.reading()
+        if reading is not None:
+            at, offset, width = reading
+            bound = near.bound_ns(at) or 0
+            found.append(ClockReading(0, near.reference_ns(at), near.offset_ns(at) + offset, width + 2 * bound))
+    return found
+
+
+def _add_collective(
+    meeting: MatchedCollective, host: Mapping[int, str], known: Mapping[tuple[str, str], Mapping[int, _OffsetBounds]]
+) -> None:
+    if meeting.root is not None or any(call.is_open for call in meeting.calls):
+        return
+    by_host: dict[str, list[RecordedCall]] = defaultdict(list)
+    for call in meeting.calls:
+        by_host[host[call.rank]].append(call)
+    names = list(by_host)
+    ends = {name: min(call.end_ns for call in calls) for name, calls in by_host.items()}
+    begins = {name: max(call.begin_ns for call in calls) for name, calls in by_host.items()}
+    for other in names[1:]:
+        for a, b in ((names[0], other), (other, names[0])):
+            span = known[a, b][meeting.calls[0].step]
+            span.at_ns.append(ends[a])
+            span.most_ns.append(ends[b] - begins[a])
+            span.least_ns.append(begins[b] - ends[a])
+            span.together_ns.append(ends[b] - ends[a])
+
+
+@dataclass(frozen=True)
+class CausalOrder:
+    """How causes and effects lie in one time: ``wrong`` of ``pairs`` are the wrong way round, by ``most_ns`` at most.
+
+    ``beyond`` of them are so by more than the bounds of the clocks allow; None where these are not known.
+    """
+
+    pairs: int
+    wrong: int
+    most_ns: int
+    beyond: int | None
+
+    def __str__(self) -> str:
+        if not self.wrong:
+            return f"all of {self.pairs} messages and collectives end after what they waited for"
+        text = f"{self.wrong} of {self.pairs} messages and collectives end before what they waited for, "
+        text += f"at most {self.most_ns / 1e3:.1f} us"
+        if self.beyond is None:
+            return f"{text}: how well the clocks agree is not known"
+        return f"{text}: " + (
+            f"{self.beyond} by more than the bound of the clocks" if self.beyond else "within the bound"
+        )
+
+
+def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
+    """Return how the ``matches``, now in one time, lie; ``bounds_ns`` are those of the ranks' clocks (local)."""
+    pairs = [(one.send, one.receive) for one in matches.messages if not one.receive.is_open]
+    for meeting in matches.meetings:
+        last = meeting.released_by()
+        ended = [call for call in meeting.calls if not call.is_open and call is not last]
+        if last is not None and ended:
+            pairs.append((last, min(ended, key=lambda call: call.end_ns)))
+    wrong = [(a, b, a.begin_ns - b.end_ns) for a, b in pairs if a.begin_ns > b.end_ns]
+    most = max((by for _, _, by in wrong), default=0)
+    bounds = [(bounds_ns[a.rank], bounds_ns[b.rank], by) for a, b, by in wrong]
+    if any(x is None or y is None for x, y, _ in bounds):
+        return CausalOrder(len(pairs), len(wrong), most, None)
+    return CausalOrder(len(pairs), len(wrong), most, sum(by > (x or 0) + (y or 0) for x, y, by in bounds))

@@ -1,0 +1,192 @@
+"""Critical path of a step over the ranks, waits between ranks, and communication hidden behind computation.
+
+The path is walked from the last end back. As long as a rank worked, the path stays on it; where it got something that
+another rank gave later than it was waited for, the path goes over to that rank at that time, and what lies between is
+the transfer. So there is no gap in it, and shortening anything beside it shortens nothing. Everything here works on
+`hpcdist.telemetry.trace.timeline.TimelinePiece`s in one time, of any origin.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.telemetry.trace.timeline import TimelinePiece
+
+UNKNOWN: Final = "unknown"
+COMPUTES: Final = ("compute", "update")
+
+
+@dataclass(frozen=True)
+class PathSegment:
+    """A part of the critical path: what ``rank`` did, or what was on its way to it (``travels``)."""
+
+    rank: int
+    phase: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    travels: bool = False
+
+    @property
+    def took_ns(self) -> int:
+        """Its duration."""
+        return self.end_ns - self.begin_ns
+
+
+def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
+    """Return the chain that ends with the last piece of all, from its beginning on (local).
+
+    ``pieces`` of a rank are in the order of time and do not overlap. Each link ends where the next begins.
+    """
+    ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
+    last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
+    if last is None:
+        return []
+    at, rank = last
+    found: list[PathSegment] = []
+    been = {rank}  # at this time: clocks that disagree must not send the path round in a circle
+    while row := pieces.get(rank, ()):
+        place = min(bisect_left(ends[rank], at), len(row) - 1)
+        if row[place].begin_ns >= at:
+            place -= 1
+        if place < 0:
+            break
+        piece = row[place]
+        begin, to, travels = piece.begin_ns, rank, piece.by != -1 and piece.end_ns == at
+        if piece.end_ns < at:  # nothing is known of what it did until then
+            found.append(PathSegment(rank, "other", UNKNOWN, piece.end_ns, at))
+            at, been = piece.end_ns, {rank}
+            continue
+        if travels and piece.by in pieces:
+            since = min(piece.since_ns, at)
+            if (since < at or piece.by not in been) and (piece.by != rank or since < begin):
+                begin, to = since, piece.by
+        if begin < at:
+            found.append(PathSegment(rank, piece.phase, piece.name, begin, at, travels))
+            been = set()
+        at, rank = begin, to
+        been.add(rank)
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class WaitGap:
+    """A rank that waited: for ``by``, which was at ``doing`` for most of that time. ``name``: in which operation."""
+
+    rank: int
+    by: int
+    name: str
+    doing: str
+    begin_ns: int
+    waited_ns: int
+
+
+@dataclass(frozen=True)
+class CommunicationOverlap:
+    """Communication of one rank: ``hidden_ns`` beside its computation, ``exposed_ns`` during which it did nothing else.
+
+    Of the exposed part it waited ``waited_ns`` for other ranks, which had not come yet. What is hidden is at most so
+    much: that a message has come is known when the rank looks, not when it came.
+    """
+
+    hidden_ns: int
+    exposed_ns: int
+    waited_ns: int
+
+    @property
+    def hidden_share(self) -> float | None:
+        """What is hidden of all that is not waiting; None where nothing was communicated."""
+        whole = self.hidden_ns + self.exposed_ns - self.waited_ns
+        return self.hidden_ns / whole if whole > 0 else None
+
+
+def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
+    """Return the ns of the path by rank (transfers belong to none: -1), by phase, and by operation (local)."""
+    of_rank: Counter[int] = Counter()
+    of_phase: Counter[str] = Counter()
+    of_name: Counter[str] = Counter()
+    for link in path:
+        of_rank[-1 if link.travels else link.rank] += link.took_ns
+        of_phase[link.phase] += link.took_ns
+        of_name[link.name] += link.took_ns
+    return of_rank, of_phase, of_name
+
+
+def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
+    """Return by (who waited, who was waited for) how many ns (local)."""
+    found: Counter[tuple[int, int]] = Counter()
+    for row in pieces.values():
+        for piece in row:
+            if piece.waited_ns:
+                found[piece.rank, piece.by] += piece.waited_ns
+    return dict(found)
+
+
+def longest_waits(
+    pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int] | None = None, most: int = 5
+) -> list[WaitGap]:
+    """Return the ``most`` longest waits of ``ranks`` (None: of all), whoever was waited for (local)."""
+    rows = [row for rank, row in pieces.items() if ranks is None or rank in ranks]
+    waiting = [piece for row in rows for piece in row if piece.waited_ns]
+    waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
+    return [
+        WaitGap(one.rank, one.by, one.name, _main_activity(pieces.get(one.by, ()), one), one.begin_ns, one.waited_ns)
+        for one in waiting[:most]
+    ]
+
+
+def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
+    """Return at what the rank of ``row`` was for most of the time in which it was waited for."""
+    spent: Counter[str] = Counter()
+    begin, end = waiting.begin_ns, waiting.begin_ns + waiting.waited_ns
+    for piece in row[bisect_left([one.end_ns for one in row], begin) :]:
+        if piece.begin_ns >= end:
+            break
+        spent[piece.name] += max(0, min(piece.end_ns, end) - max(piece.begin_ns, begin))
+    return spent.most_common(1)[0][0] if spent else UNKNOWN
+
+
+def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
+    """Return how much of the ``transfers`` (begin, end) of a rank lie beside the computing ``row`` of it (local).
+
+    Transfers at the same time count once.
+    """
+    computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
+    exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
+    waited = sum(piece.waited_ns for piece in row if piece.phase == "communication")
+    return CommunicationOverlap(intersection_ns(computing, union(transfers)), exposed, waited)
+
+
+def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the intervals that cover the same, ascending and apart (local)."""
+    found: list[list[int]] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([begin, end])
+    return [(begin, end) for begin, end in found]
+
+
+def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
+    """Return for how long both hold, each a `union` (local)."""
+    total = i = j = 0
+    while i < len(a) and j < len(b):
+        total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def waits_by_cause(waited: Mapping[tuple[int, int], int]) -> dict[int, int]:
+    """Return for how many ns each rank was waited for, the most first (local)."""
+    found: dict[int, int] = defaultdict(int)
+    for (_, by), ns in waited.items():
+        found[by] += ns
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))

@@ -1,0 +1,268 @@
+"""Rank logs: the files in ``recorder/`` of a run as steps, spans and calls of each rank, by its node's clock.
+
+Nothing is compared between ranks here, so nothing depends on clocks of different hosts.
+"""
+
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import spans as record_spans
+from hpcdist.comm.record.flight_file import POINT_TO_POINT, RankRecord
+from hpcdist.comm.record.spans import RankSpans, Span
+from hpcdist.errors import StorageError, UsageError
+
+_NO_SPANS: Final = "the run had telemetry.trace = false, or an earlier version made it"
+NO_STEP: Final = -1
+_UPTIME_NS: Final = 10 * 365 * 86_400_000_000_000
+_MOST_RANKS: Final = 1 << 22
+_TOGETHER_NS: Final = 60_000_000_000
+_BOUNDARY_NS: Final = 1_000_000_000  # a new life of a job begins later than that after a step
+_NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operation of a communicator on a rank, in ns of one clock. ``peer`` is a rank of the communicator.
+
+    ``step`` is the one in which it began, `NO_STEP` outside of any that is known. ``is_open``: it had not ended when
+    the rank last gave a sign of life, which is its ``end_ns`` then.
+    """
+
+    rank: int
+    comm: str
+    op: str
+    dtype: str
+    count: int
+    sent_bytes: int
+    peer: int
+    tag: int
+    sequence: int
+    site: str
+    step: int
+    begin_ns: int
+    end_ns: int
+    is_open: bool = False
+
+    @property
+    def collective(self) -> bool:
+        """Whether all members of the communicator make it."""
+        return self.op not in POINT_TO_POINT
+
+    @property
+    def behind(self) -> bool:
+        """Whether it goes on beside what the rank does: begun here, waited for elsewhere, or by another thread."""
+        return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """One rank. Times are monotonic ns of the ``host``; ``wall_ns`` is its wall clock minus that one.
+
+    ``host`` is the boot of its host, or its name where no boot is known; ``name`` is its name. ``steps`` have their
+    begin and end. ``covered_ns`` is the time from which on all calls are there. ``ended``: the rank came to its end.
+    """
+
+    rank: int
+    world: int
+    host: str
+    name: str
+    wall_ns: int
+    spans: tuple[Span, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
+    steps: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    covered_ns: int = 0
+    ended: bool = False
+
+    @property
+    def comms(self) -> frozenset[str]:
+        """The communicators of which it is known to be a member."""
+        return frozenset(call.comm for call in self.calls)
+
+
+@dataclass(frozen=True)
+class RankLogs:
+    """The logs of a run by rank, and what is missing or left out: a sentence each."""
+
+    world: int
+    ranks: Mapping[int, RankLog]
+    notes: tuple[str, ...]
+
+
+def load(run_dir: Path) -> RankLogs:
+    """Read all files of a run; those that are damaged are left out with a note.
+
+    Raises UsageError where there is nothing to read, StorageError where nothing can be read.
+    """
+    folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
+    found = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
+    if not found:
+        raise UsageError(f"{run_dir} holds no records (recorder/rank-*.spans, rank-*.rec); give the directory of a run")
+    notes: list[str] = []
+    spans: dict[int, RankSpans] = {}
+    records: dict[int, RankRecord] = {}
+    for path in found:
+        try:
+            if path.suffix == ".spans":
+                read = record_spans.read(path)
+                spans[_own_rank(read)] = read
+            else:
+                record = flight_file.read(path)
+                records[_own_rank(record)] = record
+        except StorageError as error:
+            notes.append(f"left out: {error}")
+        except (ValueError, LookupError, struct.error) as error:  # texts or numbers that nobody wrote
+            notes.append(f"left out: {path} is damaged: {error!r}")
+    if not spans and not records:
+        raise StorageError(f"{run_dir}: none of its {len(found)} records can be read: {notes[0]}")
+    _, world = max([(s.wall_ns, s.world) for s in spans.values()] + [(r.started_ns, r.world) for r in records.values()])
+    # A larger, earlier run may have left the others.
+    logs = {rank: rank_log(spans.get(rank), records.get(rank)) for rank in sorted({*spans, *records}) if rank < world}
+    notes += _missing(world, logs, spans, records)
+    return RankLogs(world, logs, tuple(notes))
+
+
+def _own_rank(found: RankSpans | RankRecord) -> int:
+    """Return the rank of a file. Raises StorageError where it cannot be one of its world."""
+    if not found.rank < found.world <= _MOST_RANKS:
+        raise StorageError(f"{found.path} is damaged: it is of rank {found.rank} of {found.world}")
+    return found.rank
+
+
+def _missing(world: int, logs: Collection[int], spans: Collection[int], records: Collection[int]) -> list[str]:
+    notes = []
+    for what, there in (("record", logs), ("messages", records), ("spans", spans)):
+        lacking = [rank for rank in range(world) if rank not in there and (what == "record" or rank in logs)]
+        if lacking and len(lacking) < world:
+            notes.append(f"no {what} of {ranks_text(lacking)}")
+    if not spans:
+        notes.append(f"no spans: {_NO_SPANS}; only its messages are known")
+    if not records:
+        notes.append("no flight recorder: only what ranks did is known, not their messages")
+    return notes
+
+
+def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
+    """Return the log of a rank from one or both of its files (local)."""
+    if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
+        # One is of an earlier start, after which the run went on without spans: both are made together.
+        spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)
+    steps = {} if spans is None else _steps(spans.spans)
+    calls: tuple[RecordedCall, ...] = ()
+    covered, ended = 0, False
+    if record is not None:
+        calls = _calls(record, steps)
+        wrapped = bool(record.events) and record.events[0].index > 1
+        covered = calls[0].begin_ns if wrapped else 0
+        ended = "finished" in record.notes
+    if spans is None:
+        assert record is not None
+        return RankLog(
+            record.rank, record.world, record.host, record.host, record.clock_ns, (), calls, {}, covered, ended
+        )
+    own = tuple(one for one in spans.spans if one.phase != "step" and _is_sound(one.begin_ns, one.end_ns))
+    wall = spans.wall_ns - spans.monotonic_ns
+    return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, own, calls, steps, covered, ended)
+
+
+def _is_sound(begin_ns: int, end_ns: int) -> bool:
+    """Whether a clock can have shown these times: a damaged file has others."""
+    return 0 <= begin_ns <= end_ns < _UPTIME_NS
+
+
+def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
+    """Return begin and end of each step; of one that was made twice, the second time.
+
+    One ends where the next begins, but the clock is read a little later than at the boundary, and so both are late.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    before = NO_STEP
+    for span in spans:
+        begin, end = span.begin_ns, span.end_ns
+        if span.phase != "step" or not _is_sound(begin, end):
+            continue
+        if before in found and before == span.step - 1 and begin - found[before][1] < _BOUNDARY_NS:
+            begin = max(found[before][0], min(begin, found[before][1]))
+            found[before] = found[before][0], begin
+        found[span.step] = begin, max(begin, end)
+        before = span.step
+    return found
+
+
+def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[RecordedCall, ...]:
+    ordered = sorted((begin, end, step) for step, (begin, end) in steps.items())
+    begins = [begin for begin, _, _ in ordered]
+    clock, last = record.clock_ns, record.last_sign_ns
+    found = []
+    for event in record.events:
+        begin = event.started_ns - clock
+        place = bisect_right(begins, begin) - 1
+        step = ordered[place][2] if place >= 0 and begin < ordered[place][1] else NO_STEP
+        is_open = event.ended_ns is None
+        end = (last if event.ended_ns is None else event.ended_ns) - clock
+        if not _is_sound(begin, begin if is_open else end):
+            continue
+        found.append(
+            RecordedCall(
+                record.rank, event.comm, event.op, event.dtype, event.count, event.sent_bytes, event.peer, event.tag,
+                event.sequence, event.site, step, begin, max(begin, end), is_open,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
+    """Return the steps to show, and notes: those ``wanted`` that all ``logs`` have, else the ``last`` of them.
+
+    No step is returned where no spans are known. Raises UsageError where all ranks have steps, but none that is wanted.
+    """
+    stepping = [one for one in logs if one.steps]
+    if not stepping:
+        if wanted is not None:
+            raise UsageError(f"no steps are known: {_NO_SPANS}; leave --steps out")
+        return (), []
+    common = sorted(set.intersection(*(set(one.steps) for one in stepping)))
+    if not common:
+        return (), ["no step is known of all ranks: what each of them did last is shown"]
+    notes = []
+    if wanted is not None:
+        chosen = [step for step in common if step in wanted]
+        if not chosen:
+            raise UsageError(
+                f"no step from {wanted.start} to {wanted.stop - 1} is in the records of all ranks, which have "
+                f"{common[0]} to {common[-1]}: they keep the last ones"
+            )
+        if len(chosen) < len(wanted):
+            notes.append(f"of the steps {wanted.start} to {wanted.stop - 1}, {len(chosen)} are still in the records")
+    else:
+        whole = [step for step in common if all(one.steps[step][0] >= one.covered_ns for one in stepping)]
+        chosen = (whole or common[-1:])[-last:]
+    partly = [step for step in chosen if any(one.steps[step][0] < one.covered_ns for one in stepping)]
+    if partly:
+        notes.append(f"the messages of {steps_text(partly)} are no longer all in the records")
+    return tuple(chosen), notes
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-3, 7"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {_runs(ranks)}"
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Return "step 3", or "steps 5-24"."""
+    return f"step{'s' if len(steps) > 1 else ''} {_runs(steps)}"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

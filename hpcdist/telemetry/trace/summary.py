@@ -1,0 +1,382 @@
+"""Summary of a trace: chosen steps and ranks of a run, their figures as JSON values, and the same as text.
+
+`collect` reads files and finds the critical paths, `figures` makes plain values, `format_text` tells a person the
+critical path, what was hidden, who waited for whom, and how the clocks went. `hpcdist trace` calls all three.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
+from hpcdist.telemetry.trace.clock_correction import ClockCorrections
+from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment, WaitGap
+from hpcdist.telemetry.trace.rank_log import RankLog, RankLogs, ranks_text, steps_text
+from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece
+
+DEFAULT_STEPS: Final = 20  # steps, where none are asked for
+MAX_PIECES: Final = 250_000  # spans and calls: with arrows a file has 100 MB then, and viewers still take it
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """The critical path of one step, from the first thing on it to the end of the step on its last rank."""
+
+    step: int
+    links: tuple[PathSegment, ...]
+
+    @property
+    def took_ns(self) -> int:
+        """Its length."""
+        return self.links[-1].end_ns - self.links[0].begin_ns if self.links else 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that is known of some steps of a run."""
+
+    run_dir: Path
+    world: int
+    timeline: RunTimeline
+    corrections: ClockCorrections
+    pieces: Mapping[int, Sequence[TimelinePiece]]
+    paths: tuple[StepPath, ...]
+    overlaps: Mapping[int, CommunicationOverlap]
+    gaps: tuple[WaitGap, ...]  # the longest waits
+    notes: tuple[str, ...]
+
+    @property
+    def waits(self) -> dict[tuple[int, int], int]:
+        """Who waited for whom, in ns."""
+        return critical_path.waited_for(self.pieces)
+
+
+def collect(
+    run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
+) -> Trace:
+    """Read the run in ``run_dir``: its ``steps`` (None: the last ones that all ranks have) on ``ranks`` (None: all).
+
+    At most ``most`` spans and calls are taken. Raises UsageError where there are no such steps or ranks, StorageError
+    where no file can be read.
+    """
+    logs = rank_log.load(run_dir)
+    notes = list(logs.notes)
+    matches = matching.match(logs.ranks, logs.world)
+    found = clock_correction.find_corrections(logs.ranks, _sessions(run_dir, notes), matches)
+    chosen = _of_ranks(logs, ranks)
+    numbers, said = rank_log.select_steps(list(chosen.values()), steps, DEFAULT_STEPS)
+    notes += [*said, *found.notes]
+    numbers, chosen = _bounded(chosen, numbers, most, notes)
+    tail = steps is None and not all(log.ended for log in chosen.values())
+    if tail and numbers:
+        notes.append(f"the run did not end: what came after {steps_text(numbers[-1:])} is shown, too")
+    # The others are needed for who was waited for, and are left out of what is shown.
+    whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, found, tail=tail)
+    cut = timeline.pieces(whole)
+    shown = timeline.select(whole, chosen)
+    notes += _clock_notes(whole)
+    paths = tuple(StepPath(step, tuple(_path(whole, cut, step))) for step in numbers)
+    transfers = _transfers(whole)
+    overlaps = {
+        rank: critical_path.communication_overlap(row, transfers.get(rank, ()))
+        for rank, row in cut.items()
+        if rank in chosen
+    }
+    gaps = tuple(critical_path.longest_waits(cut, chosen))
+    own = {rank: row for rank, row in cut.items() if rank in chosen}
+    return Trace(run_dir, logs.world, shown, found, own, paths, overlaps, gaps, tuple(notes))
+
+
+def _sessions(run_dir: Path, notes: list[str]) -> tuple[side_tables.ClockSession, ...]:
+    path = run_dir / "metrics.h5"
+    if not path.exists():
+        return ()
+    try:
+        return side_tables.read_clocks(path)
+    except StorageError as error:
+        notes.append(f"without measured clocks: {error}")
+        return ()
+
+
+def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]:
+    if ranks is None:
+        return dict(logs.ranks)
+    missing = [rank for rank in ranks if rank not in logs.ranks]
+    if missing:
+        raise UsageError(
+            f"{ranks_text(missing)}: no record; the run has {ranks_text(sorted(logs.ranks))} of {logs.world}"
+        )
+    return {rank: logs.ranks[rank] for rank in sorted(set(ranks))}
+
+
+def _bounded(
+    logs: dict[int, RankLog], steps: tuple[int, ...], most: int, notes: list[str]
+) -> tuple[tuple[int, ...], dict[int, RankLog]]:
+    """Return fewer steps, then fewer ranks, where there is too much to show."""
+    before, there = steps, sum(_size(log, steps) for log in logs.values())
+    while there > most and len(steps) > 1:
+        steps = steps[-max(1, min(len(steps) - 1, len(steps) * most // there)) :]
+        there = sum(_size(log, steps) for log in logs.values())
+    if len(steps) < len(before):
+        notes.append(
+            f"only {steps_text(steps)} of {steps_text(before)}: more than {most} spans and calls are too many for a "
+            "viewer; choose with --steps or --ranks"
+        )
+    if there > most:
+        kept: dict[int, RankLog] = {}
+        room = most
+        for rank, log in logs.items():
+            room -= _size(log, steps)
+            if room < 0 and kept:
+                break
+            kept[rank] = log
+        notes.append(f"only {ranks_text(sorted(kept))}: more than {most} spans and calls are too many for a viewer")
+        logs = kept
+    return steps, logs
+
+
+def _size(log: RankLog, steps: Sequence[int]) -> int:
+    there = [log.steps[step] for step in steps if step in log.steps]
+    if not there:
+        return len(log.spans) + len(log.calls)
+    begin, end = there[0][0], there[-1][1]
+    spans = sum(begin <= span.begin_ns < end for span in log.spans)
+    return spans + sum(begin <= call.begin_ns < end for call in log.calls)
+
+
+def _clock_notes(whole: RunTimeline) -> list[str]:
+    notes = []
+    if whole.order.wrong:
+        notes.append(f"clocks: {whole.order}")
+    if unmatched := whole.matches.unmatched:
+        notes.append(f"of {unmatched} sends and receives it cannot be told where they belong: no arrows for them")
+    return notes
+
+
+def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: int) -> list[PathSegment]:
+    own = {
+        rank: timeline.in_step(cut[rank], *line.steps[step])
+        for rank, line in whole.lines.items()
+        if rank in cut and step in line.steps
+    }
+    return critical_path.critical_path(own)
+
+
+def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
+    """Return by rank when something was on its way to it or from it: not while somebody had not come yet."""
+    found: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
+    for message in whole.matches.messages:
+        send, receive = message.send, message.receive
+        found[receive.rank].append((max(send.begin_ns, receive.begin_ns), receive.end_ns))
+        found[send.rank].append((send.begin_ns, min(receive.end_ns, send.end_ns)))
+    for meeting in whole.matches.meetings:
+        last = meeting.released_by()
+        for call in meeting.calls:
+            begin = call.begin_ns if last is None else max(call.begin_ns, last.begin_ns)
+            found[call.rank].append((begin, call.end_ns))
+    return found
+
+
+def of_step(trace: Trace, step: int) -> Trace:
+    """Return what is known of one of the steps. Raises UsageError where it is not among them."""
+    if step not in trace.timeline.steps:
+        raise UsageError(f"step {step} is not in the trace, which has {steps_text(trace.timeline.steps) or 'no steps'}")
+    lines = {}
+    for rank, line in trace.timeline.lines.items():
+        if step in line.steps:
+            begin, end = line.steps[step]
+            spans = tuple(one for one in line.spans if one.begin_ns < end and one.end_ns > begin)
+            calls = tuple(one for one in line.calls if one.begin_ns < end and one.end_ns > begin)
+            lines[rank] = replace(line, spans=spans, calls=calls, steps={step: (begin, end)})
+    cut = {rank: timeline.in_step(trace.pieces[rank], *line.steps[step]) for rank, line in lines.items()}
+    paths = tuple(path for path in trace.paths if path.step == step)
+    return replace(trace, timeline=replace(trace.timeline, lines=lines, steps=(step,)), pieces=cut, paths=paths)
+
+
+def figures(trace: Trace) -> dict[str, Any]:
+    """Return what the trace tells, as JSON values; seconds, None for what is not known."""
+    links = [link for path in trace.paths for link in path.links]
+    of_rank, of_phase, of_name = critical_path.path_shares(links)
+    whole = sum(of_rank.values())
+    waited = trace.waits
+    steps = len(trace.paths)
+    return {
+        "run": str(trace.run_dir),
+        "world": trace.world,
+        "ranks": sorted(trace.timeline.lines),
+        "steps": list(trace.timeline.steps),
+        "critical_path_s": [path.took_ns / 1e9 for path in trace.paths],
+        "critical_path_by_rank": {rank: ns / whole for rank, ns in of_rank.most_common() if rank >= 0},
+        "critical_path_transfer": of_rank[-1] / whole if whole else None,
+        "critical_path_by_phase": {name: ns / whole for name, ns in of_phase.most_common()},
+        "critical_path_by_operation": {name: ns / whole for name, ns in of_name.most_common()},
+        "communication": {
+            rank: {
+                "hidden_s": one.hidden_ns / 1e9,
+                "exposed_s": one.exposed_ns / 1e9,
+                "waited_s": one.waited_ns / 1e9,
+                "hidden_share": one.hidden_share,
+            }
+            for rank, one in trace.overlaps.items()
+        },
+        "waited_s": [{"rank": rank, "for": by, "seconds": ns / 1e9} for (rank, by), ns in _longest_first(waited)],
+        "waited_for_s": {rank: ns / 1e9 for rank, ns in critical_path.waits_by_cause(waited).items()},
+        "longest_waits": [
+            {"rank": gap.rank, "for": gap.by, "in": gap.name, "doing": gap.doing, "seconds": gap.waited_ns / 1e9}
+            for gap in trace.gaps
+        ],
+        "wait_s_per_step": sum(waited.values()) / 1e9 / steps / len(trace.pieces) if steps and trace.pieces else None,
+        "clocks": clock_figures(trace),
+        "order": {
+            "pairs": trace.timeline.order.pairs,
+            "wrong": trace.timeline.order.wrong,
+            "most_s": trace.timeline.order.most_ns / 1e9,
+            "beyond_bound": trace.timeline.order.beyond,
+        },
+        "messages": len(trace.timeline.matches.messages),
+        "collectives": len(trace.timeline.matches.meetings),
+        "messages_without_counterpart": trace.timeline.matches.unmatched,
+        "notes": list(trace.notes),
+    }
+
+
+def clock_figures(trace: Trace) -> list[dict[str, Any]]:
+    """Return how the clock of each host was put right, as JSON values."""
+    found = []
+    for host, ranks in timeline.hosts(trace.timeline).items():
+        clock = trace.corrections.clocks[host]
+        line = trace.timeline.lines[ranks[0]]
+        bounds = [trace.timeline.bounds_ns[rank] for rank in ranks]
+        known = [bound for bound in bounds if bound is not None]
+        found.append(
+            {
+                "host": line.name,
+                "ranks": ranks,
+                "reference": host == trace.corrections.reference,
+                "source": clock.source if clock.readings else "reference",
+                "offset_s": clock.offset_at(trace.timeline.begin_ns) / 1e9,
+                "drift_ppm": clock.drift_ppm,
+                "bound_s": max(known) / 1e9 if len(known) == len(bounds) else None,
+                "readings": len(clock.readings),
+            }
+        )
+    return found
+
+
+def _longest_first(waited: Mapping[tuple[int, int], int], most: int = 20) -> list[tuple[tuple[int, int], int]]:
+    return sorted(waited.items(), key=lambda pair: (-pair[1], pair[0]))[:most]
+
+
+MAX_SHOWN: Final = 8  # rows of a table
+CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of messages and collectives"}
+
+
+def format_text(found: Mapping[str, Any]) -> str:
+    """Return the lines about the `hpcdist.telemetry.trace.summary.figures`."""
+    lines = [
+        _heading_lines(found),
+        *_path_lines(found),
+        *_communication_lines(found),
+        *_wait_lines(found),
+        *_clock_lines(found),
+    ]
+    lines += [f"note       {note}" for note in found["notes"]]
+    return "\n".join(lines)
+
+
+def format_seconds(value: float | None) -> str:
+    """Return a duration with a unit that suits it."""
+    if value is None:
+        return "not known"
+    for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
+        if abs(value) >= least:
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _format_percent(share: float | None) -> str:
+    return "not known" if share is None else f"{share:.1%}"
+
+
+def _heading_lines(found: Mapping[str, Any]) -> str:
+    steps = steps_text(found["steps"]) if found["steps"] else "no whole step"
+    return f"{found['run']}: {steps} of {counted(len(found['ranks']), 'rank')} (of {found['world']})"
+
+
+def _path_lines(found: Mapping[str, Any]) -> list[str]:
+    took = found["critical_path_s"]
+    if not took:
+        return ["critical path  not known: there is no whole step"]
+    middle = sorted(took)[len(took) // 2]
+    lines = [f"critical path  {format_seconds(middle)} a step (median of {len(took)})"]
+    shares = [
+        f"rank {rank} {_format_percent(share)}"
+        for rank, share in list(found["critical_path_by_rank"].items())[:MAX_SHOWN]
+    ]
+    lines.append(f"  by rank      {', '.join(shares)}, transfers {_format_percent(found['critical_path_transfer'])}")
+    phases = found["critical_path_by_phase"].items()
+    lines.append(f"  by phase     {', '.join(f'{name} {_format_percent(share)}' for name, share in phases)}")
+    operations = list(found["critical_path_by_operation"].items())[:MAX_SHOWN]
+    lines.append(f"  by operation {', '.join(f'{name} {_format_percent(share)}' for name, share in operations)}")
+    return lines
+
+
+def _communication_lines(found: Mapping[str, Any]) -> list[str]:
+    ranks = found["communication"]
+    if not ranks:
+        return []
+    lines = ["communication  under way beside computing, exposed, of that waiting for others:"]
+    rows = sorted(ranks.items(), key=lambda item: -item[1]["exposed_s"])
+    for rank, one in rows[:MAX_SHOWN]:
+        share = "" if one["hidden_share"] is None else f" ({_format_percent(one['hidden_share'])} hidden)"
+        parts = [format_seconds(one[name]) for name in ("hidden_s", "exposed_s", "waited_s")]
+        lines.append(f"  rank {rank:<7} {parts[0]:>9} {parts[1]:>9} {parts[2]:>9}{share}")
+    if len(rows) > MAX_SHOWN:
+        lines.append(f"  and {len(rows) - MAX_SHOWN} more ranks; --json lists them")
+    return lines
+
+
+def _wait_lines(found: Mapping[str, Any]) -> list[str]:
+    waited: Sequence[Mapping[str, Any]] = found["waited_s"]
+    if not found["steps"]:
+        return []
+    if not waited:
+        return ["waits          no rank waited for another"]
+    blamed = list(found["waited_for_s"].items())[:MAX_SHOWN]
+    each = f" ({format_seconds(found['wait_s_per_step'])} a step on each rank)"
+    lines = [f"waited for     {', '.join(f'rank {rank} {format_seconds(s)}' for rank, s in blamed)}{each}"]
+    lines += [
+        f"  rank {one['rank']} for rank {one['for']}: {format_seconds(one['seconds'])}" for one in waited[:MAX_SHOWN]
+    ]
+    lines.append("longest waits")
+    lines += [
+        f"  {format_seconds(one['seconds']):>9}  rank {one['rank']} in {one['in']} for rank {one['for']}, which was at "
+        f"{one['doing']}"
+        for one in found["longest_waits"]
+    ]
+    return lines
+
+
+def _clock_lines(found: Mapping[str, Any]) -> list[str]:
+    clocks = found["clocks"]
+    if len(clocks) < 2:
+        return ["clocks         one node: one clock"]
+    order = found["order"]
+    lines = [f"clocks         {counted(len(clocks), 'node')}; of {order['pairs']} causes, {order['wrong']} come late"]
+    for clock in clocks[:MAX_SHOWN]:
+        if clock["reference"]:
+            what = "the reference"
+        else:
+            bound = "not known" if clock["bound_s"] is None else f"+-{format_seconds(clock['bound_s'])}"
+            drift = "" if clock["drift_ppm"] is None else f", drift {clock['drift_ppm']:+.2f} ppm"
+            ahead = "ahead" if clock["offset_s"] >= 0 else "behind"
+            source = CLOCK_SOURCES.get(clock["source"], clock["source"])
+            what = f"{format_seconds(abs(clock['offset_s']))} {ahead}, {bound}{drift}, by {source}"
+        lines.append(f"  {clock['host']} ({ranks_text(clock['ranks'])}): {what}")
+    if len(clocks) > MAX_SHOWN:
+        lines.append(f"  and {len(clocks) - MAX_SHOWN} more nodes; --json lists them")
+    return lines

@@ -1,0 +1,281 @@
+"""Timeline of all ranks in some steps, in one time: spans, messages and collectives, and what each was waiting for.
+
+The time is the monotonic clock of rank 0's host, in ns. The time of a rank in a step is cut into pieces without a gap:
+each is work of its own, or ends because of something that another rank did.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from hpcdist.comm.record.spans import Span
+from hpcdist.telemetry.trace.clock_correction import CausalOrder, ClockCorrections, HostClock, causal_order
+from hpcdist.telemetry.trace.matching import MESSAGES, MatchedCollective, MatchedMessage, Matches
+from hpcdist.telemetry.trace.rank_log import RankLog, RecordedCall
+
+BETWEEN: Final = "between operations"  # the name of what nothing is known of
+NO_SOURCE_LINE: Final = 1 << 62
+
+
+@dataclass(frozen=True)
+class TimelinePiece:
+    """Something that ``rank`` did without a break. ``name`` is an operation, or a call within one ("REDUCE: send").
+
+    Where it ended because something happened elsewhere, ``by`` is the rank that did it, ``since_ns`` when: before that
+    this rank waited for it, afterwards something was on its way. ``by`` may be the rank itself, which came last.
+    """
+
+    rank: int
+    phase: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    by: int = -1
+    since_ns: int = 0
+
+    @property
+    def waited_ns(self) -> int:
+        """How long it did nothing but wait for another rank."""
+        return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One rank: its spans and calls in the window, its steps, and the step boundaries it has."""
+
+    rank: int
+    host: str
+    name: str
+    spans: tuple[Span, ...]
+    calls: tuple[RecordedCall, ...]
+    steps: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RunTimeline:
+    """All ranks in the ``steps``, in one time. ``bounds_ns`` says how far each rank's clock may be wrong (None: ?)."""
+
+    lines: Mapping[int, RankTimeline]
+    steps: tuple[int, ...]
+    matches: Matches
+    order: CausalOrder
+    bounds_ns: Mapping[int, int | None]
+
+    @cached_property
+    def begin_ns(self) -> int:
+        """When the first thing began."""
+        found = []
+        for line in self.lines.values():
+            found += [begin for begin, _ in line.steps.values()]
+            found += [span.begin_ns for span in line.spans]
+            found += [call.begin_ns for call in line.calls]
+        return min(found, default=0)
+
+
+def build(
+    logs: Mapping[int, RankLog],
+    steps: Sequence[int],
+    matches: Matches,
+    corrections: ClockCorrections,
+    *,
+    tail: bool = False,
+) -> RunTimeline:
+    """Return the ``steps`` of ``logs`` in one time, and with ``tail`` all that came after them; no steps: all there is.
+
+    ``matches`` are those of the logs, in their own clocks.
+    """
+    lines: dict[int, RankTimeline] = {}
+    bounds: dict[int, int | None] = {}
+    moved: dict[int, RecordedCall] = {}  # by the id of the call in the log
+    for rank, log in logs.items():
+        clock = corrections.clocks[log.host]
+        begin, end = _window(log, steps, tail=tail)
+        lines[rank] = _line(log, clock, begin, end, steps, moved)
+        bounds[rank] = clock.bound_ns(end if end < NO_SOURCE_LINE else max(begin, _last(log)))
+    messages = []
+    for one in matches.messages:
+        send, receive = moved.get(id(one.send)), moved.get(id(one.receive))
+        if send is not None and receive is not None:
+            messages.append(MatchedMessage(send, receive))
+    meetings = []
+    for meeting in matches.meetings:
+        there = tuple(moved[id(call)] for call in meeting.calls if id(call) in moved)
+        if len(there) == len(meeting.calls):
+            meetings.append(replace(meeting, calls=there))
+    found = Matches(tuple(messages), tuple(meetings), _unmatched(lines, messages))
+    return RunTimeline(lines, tuple(steps), found, causal_order(found, bounds), bounds)
+
+
+def _unmatched(lines: Mapping[int, RankTimeline], messages: Sequence[MatchedMessage]) -> int:
+    """Return how many of the messages that ended have no counterpart."""
+    met = {id(call) for one in messages for call in (one.send, one.receive)}
+    made = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
+    return sum(id(call) not in met for call in made)
+
+
+def _window(log: RankLog, steps: Sequence[int], *, tail: bool) -> tuple[int, int]:
+    there = [log.steps[step] for step in steps if step in log.steps]
+    if not there:
+        return -NO_SOURCE_LINE, NO_SOURCE_LINE
+    return there[0][0], NO_SOURCE_LINE if tail else there[-1][1]
+
+
+def _last(log: RankLog) -> int:
+    return max([span.end_ns for span in log.spans[-1:]] + [call.end_ns for call in log.calls[-1:]], default=0)
+
+
+def _line(
+    log: RankLog, clock: HostClock, begin: int, end: int, steps: Sequence[int], moved: dict[int, RecordedCall]
+) -> RankTimeline:
+    at = clock.reference_ns
+    spans = [
+        replace(span, begin_ns=at(span.begin_ns), end_ns=at(span.end_ns))
+        for span in log.spans
+        if span.begin_ns < end and span.end_ns > begin
+    ]
+    calls = []
+    for call in log.calls:
+        if call.begin_ns < end and (call.end_ns > begin or call.begin_ns >= begin):
+            new = replace(call, begin_ns=at(call.begin_ns), end_ns=at(call.end_ns))
+            moved[id(call)] = new
+            calls.append(new)
+    own = {step: (at(log.steps[step][0]), at(log.steps[step][1])) for step in steps if step in log.steps}
+    spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))
+    return RankTimeline(log.rank, log.host, log.name, tuple(spans), tuple(calls), own)
+
+
+def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
+    """Return the pieces of every rank in the order of time, from its first step's begin to its last one's end (local).
+
+    A rank that has no steps has none.
+    """
+    causes = _causes(timeline)
+    found = {}
+    for rank, line in timeline.lines.items():
+        if line.steps:
+            begins, ends = zip(*line.steps.values(), strict=True)
+            leaves = flatten(rank, line.spans, min(begins), max(ends))
+            found[rank] = _cut(leaves, line.calls, causes)
+    return found
+
+
+def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
+    """Return by the id of a call (rank, time) of what it had to wait for: itself, where nobody came later."""
+    causes: dict[int, tuple[int, int]] = {}
+    for meeting in timeline.matches.meetings:
+        last = meeting.released_by()
+        for call in meeting.calls:
+            late = last is not None and last.begin_ns > call.begin_ns
+            causes[id(call)] = (last.rank, last.begin_ns) if last is not None and late else (call.rank, call.begin_ns)
+    for message in timeline.matches.messages:
+        send, receive = message.send, message.receive
+        causes[id(receive)] = max((send.begin_ns, send.rank), (receive.begin_ns, receive.rank))[::-1]
+        # A large message is sent when somebody receives it; one that was sent before that waited for nobody.
+        if send.op != "sendrecv" and send.begin_ns < receive.begin_ns <= send.end_ns:
+            causes[id(send)] = (receive.rank, receive.begin_ns)
+    return causes
+
+
+def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
+    """Return the innermost of the ``spans``, and what lies between them, from ``begin_ns`` to ``end_ns`` (local)."""
+    found: list[TimelinePiece] = []
+    stack: list[Span] = []
+    at = begin_ns
+
+    def advance(to: int) -> None:
+        nonlocal at
+        to = min(to, end_ns)
+        if to > at:
+            phase, name = (stack[-1].phase, stack[-1].name) if stack else ("other", BETWEEN)
+            found.append(TimelinePiece(rank, phase, name, at, to))
+            at = to
+
+    for span in sorted(spans, key=lambda one: (one.begin_ns, -one.end_ns)):
+        while stack and stack[-1].end_ns <= span.begin_ns:
+            advance(stack[-1].end_ns)
+            stack.pop()
+        advance(span.begin_ns)
+        stack.append(span)
+    while stack:
+        advance(stack[-1].end_ns)
+        stack.pop()
+    advance(end_ns)
+    return found
+
+
+def _cut(
+    leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
+) -> list[TimelinePiece]:
+    """Cut calls out of the ``leaves``: those that the rank made there, and those whose end it waited for there."""
+    ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
+    times = [call.end_ns for call in ends]
+    found: list[TimelinePiece] = []
+    for leaf in leaves:
+        at = leaf.begin_ns
+        for call in ends[bisect_right(times, leaf.begin_ns) : bisect_right(times, leaf.end_ns)]:
+            waits = leaf.phase == "communication"
+            if call.end_ns <= at or (call.behind and not waits):
+                continue
+            if call.begin_ns > at:
+                found.append(replace(leaf, begin_ns=at, end_ns=call.begin_ns))
+                at = call.begin_ns
+            by, since = causes.get(id(call), (-1, 0))
+            phase = "communication" if leaf.phase in ("compute", "update") else leaf.phase
+            name = f"{leaf.name}: {call.op}"
+            found.append(TimelinePiece(leaf.rank, phase, name, at, call.end_ns, by, since))
+            at = call.end_ns
+        if at < leaf.end_ns:
+            found.append(replace(leaf, begin_ns=at))
+    return found
+
+
+def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """Return the calls that are not part of another one of the same thread (local)."""
+    found: list[RecordedCall] = []
+    until = -NO_SOURCE_LINE
+    for call in sorted(calls, key=lambda one: (one.begin_ns, -one.end_ns)):
+        if call.behind or call.is_open:
+            found.append(call)
+        elif call.end_ns > until:
+            found.append(call)
+            until = call.end_ns
+    return found
+
+
+def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
+    """Return the pieces from ``begin_ns`` to ``end_ns``, cut to them (local)."""
+    starts = [piece.begin_ns for piece in pieces_of_rank]
+    first = max(0, bisect_right(starts, begin_ns) - 1)
+    found = []
+    for piece in pieces_of_rank[first : bisect_left(starts, end_ns)]:
+        begin, end = max(piece.begin_ns, begin_ns), min(piece.end_ns, end_ns)
+        if end > begin:
+            found.append(
+                piece if (begin, end) == (piece.begin_ns, piece.end_ns) else replace(piece, begin_ns=begin, end_ns=end)
+            )
+    return found
+
+
+def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
+    """Return the ranks of every host (local)."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank, line in sorted(timeline.lines.items()):
+        found[line.host].append(rank)
+    return dict(found)
+
+
+def select(timeline: RunTimeline, ranks: Collection[int]) -> RunTimeline:
+    """Return the timeline of some ranks: of what they shared with others, their own part (local)."""
+    lines = {rank: line for rank, line in timeline.lines.items() if rank in ranks}
+    messages = tuple(m for m in timeline.matches.messages if m.send.rank in lines and m.receive.rank in lines)
+    meetings: list[MatchedCollective] = []
+    for meeting in timeline.matches.meetings:
+        calls = tuple(call for call in meeting.calls if call.rank in lines)
+        if len(calls) > 1:
+            meetings.append(replace(meeting, calls=calls))
+    return replace(
+        timeline, lines=lines, matches=replace(timeline.matches, messages=messages, meetings=tuple(meetings))
+    )
