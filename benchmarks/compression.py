@@ -39,8 +39,8 @@ from compression_plan import COMMON, CONTENDERS, DENSE, FOUND, Study, Training
 
 from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.sweep import results
-from hpcdist.cli.words import importable
 from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.interpreter import python_path_variables
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.provenance import provenance
 
@@ -118,7 +118,12 @@ def losses(study: Study, ranks: int, threads: bool, records: Records, folder: Pa
             print(compression_report.line(training, ended), file=sys.stderr, flush=True)
 
         order = {"what": "losses", "evaluations": EVALUATIONS, "trainings": [study.settings(one) for one in waiting]}
-        environment = {**os.environ, **importable(), **mpirun.settings(launcher), **mpirun.session(launcher, folder)}
+        environment = {
+            **os.environ,
+            **python_path_variables(),
+            **mpirun.settings(launcher),
+            **mpirun.session(launcher, folder),
+        }
         line = program(folder, order | {"threads": ranks if threads else 0})
         if not threads:
             line = mpirun.command(launcher, ranks, line, mpirun.settings(launcher))
@@ -142,7 +147,7 @@ def times(study: Study, options: argparse.Namespace, records: Records, folder: P
             keys.append(study.settings(training) | own | {"communication.algorithm": "hierarchical"})
     order = {"what": "times", "trainings": keys, "rounds": options.rounds, "turn": options.turn, "raw_bytes": RAW_BYTES}
     launcher = mpirun.find()
-    os.environ |= importable()  # the hosts take it from there
+    os.environ |= python_path_variables()  # the hosts take it from there
 
     def take(found: dict[str, Any]) -> None:
         records.put_times(names, np.array(found["figures"]), found["raw_bytes_per_s"])

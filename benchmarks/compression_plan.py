@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import COMPRESSORS
-from hpcdist.training import recipe as recipes
-from hpcdist.training import settings
-from hpcdist.training.recipe import Recipe
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import settings
+from hpcdist.training.recipe.recipe import Recipe
 
 FOUND: Final = "FOUND "  # what a line of the ranks begins with that is meant for the program that started them
 DENSE: Final = "dense"

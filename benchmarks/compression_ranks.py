@@ -35,8 +35,8 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed import coder
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
 
 WARM_UP: Final = 3  # steps of each training that are not timed: kernels are compiled, pages touched
 PHASES: Final = ("step_s", "compute_s", "update_s", "codec_s", "sent_bytes")

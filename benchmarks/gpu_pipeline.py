@@ -34,8 +34,8 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import assemble
+from hpcdist.training.build.trainer import assemble
+from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_pipeline", 1
 WARM_UP: Final = 3  # kernels are compiled, memory is taken

@@ -25,9 +25,9 @@ from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_step", 1
 WARM_UP = 3  # kernels are compiled, memory is taken

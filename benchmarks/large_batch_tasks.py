@@ -26,10 +26,10 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig, Scaling
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.training.config import DataConfig, RunConfig
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.recipe import Recipe
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe.config import DataConfig, RunConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 RULES: Final[Mapping[str, Scaling]] = {"sgd": "linear", "adamw": "sqrt", "lars": "linear", "lamb": "sqrt"}
 EVERY: Final = 1.1  # an evaluation after a tenth more samples, at the end of an update

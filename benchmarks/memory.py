@@ -96,8 +96,8 @@ def work(name: str, layers: int, hidden: int) -> None:
 
 def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
     """Return the trainer of a model after its two steps. Collective over the world."""
-    from hpcdist.training import recipe as recipes
-    from hpcdist.training.trainer import assemble
+    from hpcdist.training.build.trainer import assemble
+    from hpcdist.training.recipe import recipe as recipes
 
     shape = {"model.layers": layers, "model.hidden": hidden, "model.heads": max(1, hidden // 64)}
     keys = {**COMMON, **CASES[name], **shape}
@@ -112,11 +112,11 @@ def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
 
 def measured(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a job of ``ranks`` ranks tells of the strategy ``name``."""
-    from hpcdist.cli.words import importable
     from hpcdist.comm.launch import mpirun
+    from hpcdist.comm.launch.interpreter import python_path_variables
 
     launcher = mpirun.find()
-    settings = {**mpirun.settings(launcher), **importable()}
+    settings = {**mpirun.settings(launcher), **python_path_variables()}
     program = [sys.executable, "-P", __file__, "--worker", name]
     program += ["--layers", str(options.layers), "--hidden", str(options.hidden)]
     with tempfile.TemporaryDirectory() as folder:

@@ -75,11 +75,11 @@ def places(prefix: Path) -> Places:
 
 def estimate(row: Row, cluster: Cluster) -> PlanEstimate:
     """Return what the planner says of the recipe of ``row``."""
-    from hpcdist.cli.plan_recipe import translated
     from hpcdist.planner.plan import plan
-    from hpcdist.training import recipe as recipes
+    from hpcdist.training.recipe import recipe as recipes
+    from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
 
-    asked = translated(recipes.load(None, row.texts, {}).recipe, row.name)
+    asked = plan_of_recipe(recipes.load(None, row.texts, {}).recipe, row.name)
     return plan(asked.description, asked.layout, cluster, asked.global_batch, 1, simulate=True)
 
 

@@ -16,8 +16,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.start import Session
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 WARM: Final = 1  # step of a turn that is not kept: what the others left in the caches is gone

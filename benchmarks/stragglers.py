@@ -26,7 +26,7 @@ from hpcdist.bench.sweep import results, series
 from hpcdist.bench.sweep.definition import Sweep
 from hpcdist.bench.sweep.results import SweepConfiguration
 from hpcdist.bench.sweep.trial import OK
-from hpcdist.cli.bench_trials import Recipes, remove_leftovers, run
+from hpcdist.cli.bench.trials import SweepRecipes, remove_leftovers, run_trials
 
 WORKERS: Final = 4
 FACTOR: Final = 3.0
@@ -113,7 +113,9 @@ def main() -> None:
         check_plot(options.plot)
     common = {**COMMON, "run.steps": options.steps, "chaos.step_s": options.step_s}
     sweep = Sweep(Path("stragglers"), (WORKERS + 1,), options.repeats, {}, {}, (), ())
-    trials, left_out = plan.expand(plan.ExchangeRequest(WORKERS + 1, common, CONTENDERS, SCENARIOS), Recipes(sweep))
+    trials, left_out = plan.expand(
+        plan.ExchangeRequest(WORKERS + 1, common, CONTENDERS, SCENARIOS), SweepRecipes(sweep)
+    )
     if left_out:
         sys.exit("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +124,7 @@ def main() -> None:
         with results.locked(path):
             remove_leftovers(path)
             items = series.plan(trials, options.repeats, path, retry_failed=False)
-            tally = run(items, path, series.SeriesLimits(options.limit_s), options.anonymous)
+            tally = run_trials(items, path, series.SeriesLimits(options.limit_s), options.anonymous)
         if tally.failed or tally.left:
             sys.exit(f"{tally.failed} trainings failed, {tally.left} are left")
         ids = {trial.id for trial in trials}

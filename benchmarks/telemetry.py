@@ -26,21 +26,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.cli.words import importable
 from hpcdist.comm.launch import mpirun
+from hpcdist.comm.launch.interpreter import python_path_variables
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.observers import PhaseTimer
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import recipe as recipes
-from hpcdist.training.entry import train
-from hpcdist.training.job import Job, Result
-from hpcdist.training.loop import Loop
-from hpcdist.training.metrics import Metrics
-from hpcdist.training.onlookers import Onlookers
-from hpcdist.training.streaming import Streaming
+from hpcdist.training.observe.event_publisher import EventPublisher
+from hpcdist.training.observe.instrumentation import Instrumentation
+from hpcdist.training.observe.metrics import RunMetrics
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.entry_point import train
+from hpcdist.training.run.job import JobResult, TrainingJob
+from hpcdist.training.run.loop import TrainingLoop
 
 FOUND: Final = "FOUND "
 LIMIT_S: Final = 900.0
@@ -50,8 +50,8 @@ SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # steps, and keys
 }
 WATCHED: Final[Mapping[str, tuple[tuple[type, str], ...]]] = {
     "recorder": ((OperationTiming, "begin"), (OperationTiming, "end")),
-    "spans": ((PhaseTimer, "done"), (Spans, "add"), (Onlookers, "stepped")),
-    "metrics": ((Metrics, "add"), (Metrics, "flush"), (Metrics, "note_clocks"), (Streaming, "stepped")),
+    "spans": ((PhaseTimer, "done"), (Spans, "add"), (Instrumentation, "stepped")),
+    "metrics": ((RunMetrics, "add"), (RunMetrics, "flush"), (RunMetrics, "note_clocks"), (EventPublisher, "stepped")),
     "windows": ((EnergyMonitor, "_look"),),
 }
 SAMPLER: Final = "sampler"
@@ -119,14 +119,14 @@ def as_rank(out: str, *settings: str) -> None:
         for kind, method in methods:
             setattr(kind, method, watches[name].around(vars(kind)[method]))
     before: dict[str, tuple[float, int]] = {}
-    step, finish = Loop._step, Job.finish
+    step, finish = TrainingLoop._step, TrainingJob.finish
 
-    def first_left_out(loop: Loop, number: int, batches: list[Any]) -> None:
+    def first_left_out(loop: TrainingLoop, number: int, batches: list[Any]) -> None:
         step(loop, number, batches)
         if not before:
             before.update({name: (watch.seconds, watch.calls) for name, watch in watches.items()})
 
-    def told(job: Job, loop: Loop, result: Result) -> int:
+    def told(job: TrainingJob, loop: TrainingLoop, result: JobResult) -> int:
         own_s, empty = loop.outcome.steps.sums["step_s"], cost_s()
         found = {
             name: (watch.seconds - before[name][0] - empty * (watch.calls - before[name][1])) / own_s
@@ -145,7 +145,7 @@ def as_rank(out: str, *settings: str) -> None:
         sys.stdout.flush()
         return finish(job, loop, result)
 
-    Loop._step, Job.finish = first_left_out, told  # type: ignore[method-assign]
+    TrainingLoop._step, TrainingJob.finish = first_left_out, told  # type: ignore[method-assign]
     train(recipes.load(None, settings).recipe, Path(out), "never", as_json=False)
 
 
@@ -178,7 +178,13 @@ def trained(options: argparse.Namespace, size: str, folder: Path) -> dict[str, A
     line += [f"{name}={value}" for name, value in chosen.items()]
     launcher = mpirun.find()
     settings = mpirun.settings(launcher)
-    environment = {**os.environ, **importable(), **settings, **mpirun.session(launcher, place), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **python_path_variables(),
+        **settings,
+        **mpirun.session(launcher, place),
+        "OMP_NUM_THREADS": "1",
+    }
     try:
         done = subprocess.run(
             mpirun.command(launcher, options.ranks, line, settings),

@@ -72,11 +72,11 @@ def work(options: argparse.Namespace) -> None:
 
 def launched(ranks: int, program: list[str], folder: Path) -> None:
     """Run ``program`` on so many ranks, with what this prints."""
-    from hpcdist.cli.words import importable
     from hpcdist.comm.launch import mpirun
+    from hpcdist.comm.launch.interpreter import python_path_variables
 
     launcher = mpirun.find()
-    settings = {**mpirun.settings(launcher), **importable()}
+    settings = {**mpirun.settings(launcher), **python_path_variables()}
     line = mpirun.command(launcher, ranks, [*PINNED, *program], settings)
     subprocess.run(line, env={**os.environ, **settings}, timeout=LIMIT_S, check=True, cwd=folder)
 

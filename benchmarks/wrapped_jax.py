@@ -28,9 +28,9 @@ import numpy as np
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.bench import output_file
 from hpcdist.comm import start
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import own_samples
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 KEEPS: Final = ("products", "everything", "nothing")
 OPTIMIZER: Final = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}

@@ -31,9 +31,9 @@ from torch.nn import functional
 from hpcdist.adapters.torch import model as adapter
 from hpcdist.bench import output_file
 from hpcdist.comm import start
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import own_samples
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 WRAPPED: Final = ("allreduce", "zero1", "zero3")
 OPTIMIZER: Final = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}

@@ -1,4 +1,8 @@
-"""`hpcdist checkpoint`: what a run has saved: looked at, verified, thinned out, and carried to and from other tools."""
+"""`hpcdist checkpoint`: list, show, verify, prune, stripe, export and import what runs have saved.
+
+`export` and `import` go to and from safetensors and PyTorch state dicts. `stripe` spreads a directory of checkpoints
+over the servers of its file system (Lustre, BeeGFS).
+"""
 
 import json
 from pathlib import Path
@@ -6,12 +10,178 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.checkpoint_exchange import export, import_
-from hpcdist.cli.checkpoint_stripe import stripe
-from hpcdist.errors import FAILURE, OK
+from hpcdist.errors import FAILURE, OK, STORAGE
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
+    from hpcdist.checkpoint.convert.importing import ImportedCheckpoint
+if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.checkpoint.verify import VerifyResult
+
+
+def _shard_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    from hpcdist.reporting.units import parse_bytes
+
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command("export")
+@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
+@click.option(
+    "--shard-bytes", callback=_shard_size, default="5G", help="safetensors: cut into files of at most so many bytes."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
+    """Write the parameters of the checkpoint PATH, or of a run's newest, to OUT.
+
+    OUT ends with .safetensors, or with .pt, .pth or .bin for a state dict of PyTorch; a directory gets a
+    model.safetensors. Tensors are whole and called by layer and name, as 3.qkv.weight; in a state dict of a model of
+    your own they have the names of its modules, so that `load_state_dict` takes them. Bytes are verified as they are
+    read, and pass through in blocks, so that a model may be larger than memory; for PyTorch they pass through a file
+    beside OUT, which needs the space twice.
+    """
+    from hpcdist.checkpoint import listing
+    from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
+    from hpcdist.errors import UsageError
+    from hpcdist.reporting.units import counted, format_bytes
+
+    checkpoint = listing.select(path)
+    loaded = listing.load_usable(checkpoint)
+    tensors = exporting.tensors_to_export(loaded, optimizer)
+    out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
+    if out.suffix == safetensors.SUFFIX:
+        files = safetensors.write(checkpoint, loaded, tensors, out, shard_bytes)
+    elif out.suffix in torch_state.SUFFIXES:
+        files = torch_state.write(checkpoint, loaded, tensors, out, nested=optimizer)
+    else:
+        known = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
+        raise UsageError(f"{out}: unknown format {out.suffix}; end it with one of {known}")
+    nbytes = sum(one.nbytes for one in tensors)
+    if as_json:
+        figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}
+        click.echo(json.dumps(figures | {"files": [str(file) for file in files]}))
+        return
+    click.echo(f"{counted(len(tensors), 'tensor')}, {format_bytes(nbytes)}, of {checkpoint}", err=True)
+    for file in files:
+        click.echo(file)
+
+
+@click.command("import")
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--recipe",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Recipe of the model: the tensors are held against it, and it is kept in DIR.",
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of --recipe, e.g. run.steps=50."
+)
+@click.option("--step", type=click.IntRange(min=0), help="Step that it is of.  [default: what an export knows, else 0]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def import_(
+    source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
+) -> None:
+    """Make the first checkpoint of a run in DIR of IN: safetensors, or a state dict of PyTorch.
+
+    IN may be a file, an index of several, or a directory with either. It is opened in a process of its own, with
+    limits of memory and time and without a network, and no pickled code is run: a file that is damaged or hostile is
+    an error message. With --recipe, DIR is a run that `hpcdist sample` knows; `hpcdist train --resume auto` goes on
+    from what was exported with --optimizer.
+    """
+    from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
+    from hpcdist.errors import UsageError
+
+    if overrides and recipe is None:
+        raise UsageError("--set changes a key of --recipe; give that too")
+    inputs, keys = None, None
+    if recipe is not None:
+        from hpcdist.training.use_cases import import_checkpoint as use_cases_import_checkpoint
+
+        with ForeignFile(source) as file:
+            known = file.metadata.get("scalars", {}).get("model_inputs", {})
+            inputs, keys = use_cases_import_checkpoint.prepare_imported_run(
+                run_dir, recipe, overrides, file.tensors, known
+            )
+    found = import_checkpoint(source, run_dir, step, inputs, keys)
+    if as_json:
+        click.echo(json.dumps(_import_figures(found)))
+    else:
+        _warn_of_import(found)
+
+
+def _import_figures(found: "ImportedCheckpoint") -> dict[str, Any]:
+    return {
+        "checkpoint": str(found.path),
+        "format": found.format,
+        "step": found.step,
+        "tensors": len(found.tensors),
+        "bytes": sum(one.nbytes for one in found.tensors),
+        "left_out": list(found.left_out),
+        "not_confined": found.not_confined,
+        "resumable": found.resumable,
+    }
+
+
+def _warn_of_import(found: "ImportedCheckpoint") -> None:
+    from hpcdist.reporting.units import counted, format_bytes
+
+    nbytes = sum(one.nbytes for one in found.tensors)
+    click.echo(found.path)
+    click.echo(f"{counted(len(found.tensors), 'tensor')}, {format_bytes(nbytes)}, from {found.format}", err=True)
+    if found.left_out:
+        click.echo(f"left out, being no tensors of a known type: {', '.join(found.left_out[:8])}", err=True)
+    if found.not_confined:
+        click.echo(f"the process that opened it had limits, but a network: {found.not_confined}", err=True)
+    if not found.resumable:
+        click.echo("it has no state of an optimizer: a training cannot go on from it", err=True)
+
+
+def _checkpoint_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    from hpcdist.reporting.units import parse_bytes
+
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command("stripe")
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--bytes", "nbytes", callback=_checkpoint_size, default="1G", help="Size of a checkpoint, e.g. 500M or 40G."
+)
+@click.option("--writers", type=click.IntRange(min=1), default=1, help="How many write at once.")
+@click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
+@click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: bool, as_json: bool) -> int:
+    """Stripe DIR for checkpoints of a given size: on Lustre with lfs setstripe, on BeeGFS with its own tool.
+
+    Files that are made in DIR later follow it. A training does the same before its first save. Elsewhere there is
+    nothing to do, which is said.
+
+    Exit code 0 when it is done, or nothing is to be done, 74 when the tool fails.
+    """
+    from hpcdist.checkpoint import stripe as stripes
+
+    found = stripes.plan(directory, nbytes, writers, wish)
+    failure = ""
+    if not plan_only and found.command:
+        directory.mkdir(parents=True, exist_ok=True)
+        failure = stripes.apply(found)
+    if as_json:
+        figures = {"file_system": found.system.kind, "mount": found.system.mount, "command": list(found.command)}
+        click.echo(json.dumps({**figures, "why": found.why, "failure": failure, "done": bool(not plan_only)}))
+    else:
+        click.echo(found.text or "nothing to do")
+        click.echo(f"{found.why}{f'; failed: {failure}' if failure else ''}", err=True)
+    return STORAGE if failure else OK
+
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
@@ -71,10 +241,10 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(figures))
     else:
-        _print(figures)
+        _print_figures(figures)
 
 
-def _print(figures: dict[str, Any]) -> None:
+def _print_figures(figures: dict[str, Any]) -> None:
     from hpcdist.reporting.units import counted, format_bytes
 
     click.echo(f"{figures['path']}: after {counted(figures['step'], 'step')}, written {figures['written_utc']}")
@@ -108,7 +278,9 @@ def verify(path: Path, as_json: bool) -> int:
     paths = [path] if single else [one.path for one in listing.list_checkpoints(path)]
     verdicts = [verified(one) for one in paths]
     if as_json:
-        click.echo(json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _plain(verdicts)}))
+        click.echo(
+            json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _jsonable_verdicts(verdicts)})
+        )
     else:
         for one in verdicts:
             click.echo(f"{one.path}: {one.state}, {format_bytes(one.read_bytes)} read")
@@ -119,7 +291,7 @@ def verify(path: Path, as_json: bool) -> int:
     return FAILURE if any(one.damage for one in verdicts) else OK
 
 
-def _plain(verdicts: "list[VerifyResult]") -> list[dict[str, Any]]:
+def _jsonable_verdicts(verdicts: "list[VerifyResult]") -> list[dict[str, Any]]:
     return [
         {
             "path": str(one.path),

@@ -1,4 +1,4 @@
-"""`hpcdist config`: what a run would use, and where each value comes from."""
+"""`hpcdist config show`: print the recipe that a run would use, and the origin of each value."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the values by key, and their origins.")
 def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Print RECIPE (TOML), or the default recipe, as a run resolves it: valid TOML with every key."""
-    from hpcdist.training import recipe as recipes
+    from hpcdist.training.recipe import recipe as recipes
 
     resolved = recipes.load(recipe, overrides)
     if as_json:

@@ -1,4 +1,8 @@
-"""The ``hpcdist`` command: its sub-commands are imported when they are called, so that ``--help`` is instant."""
+"""The ``hpcdist`` command: a table of sub-commands that are imported when they are called.
+
+``COMMANDS`` has the module, attribute and one-liner of each command. `main` turns errors of hpcdist into messages and
+exit codes: before a job has started an error is one message of rank 0, afterwards it ends the job (`comm` failfast).
+"""
 
 import io
 import sys
@@ -10,7 +14,7 @@ from typing import Final, NoReturn
 import click
 
 from hpcdist import __version__
-from hpcdist.cli.lazy import LazyGroup
+from hpcdist.cli.lazy_group import LazyGroup
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
@@ -19,27 +23,27 @@ GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
-    "plan": ("hpcdist.cli.plan:command", "Say what a training needs of a cluster before it is started."),
+    "plan": ("hpcdist.cli.plan.group:command", "Say what a training needs of a cluster before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
-    "submit": ("hpcdist.cli.submit:command", "Submit the training of a recipe as a batch job."),
-    "jobs": ("hpcdist.cli.jobs:command", "Look at jobs, read their logs, cancel and account for them."),
-    "train": ("hpcdist.cli.train:command", "Train the model of a recipe."),
-    "grow": ("hpcdist.cli.grow:command", "Let more ranks join a training that runs."),
-    "evaluate": ("hpcdist.cli.evaluate:command", "Print the validation loss of a trained model."),
-    "sample": ("hpcdist.cli.sample:command", "Print text from a trained model."),
-    "report": ("hpcdist.cli.report:report", "Print, or plot, what a run or a sweep measured."),
-    "bench": ("hpcdist.cli.bench:command", "Measure many configurations, or collective operations."),
-    "compare": ("hpcdist.cli.compare:command", "Tell whether a benchmark became slower."),
-    "tune": ("hpcdist.cli.tune:command", "Measure which allreduce is fastest here."),
-    "schedule": ("hpcdist.cli.schedule:command", "Show what pipeline schedules cost, and draw them."),
+    "submit": ("hpcdist.cli.submit.command:command", "Submit the training of a recipe as a batch job."),
+    "jobs": ("hpcdist.cli.jobs.group:command", "Look at jobs, read their logs, cancel and account for them."),
+    "train": ("hpcdist.cli.train:train", "Train the model of a recipe."),
+    "grow": ("hpcdist.cli.train:grow", "Let more ranks join a training that runs."),
+    "evaluate": ("hpcdist.cli.train:evaluate", "Print the validation loss of a trained model."),
+    "sample": ("hpcdist.cli.train:sample", "Print text from a trained model."),
+    "report": ("hpcdist.cli.runs.report:report", "Print, or plot, what a run or a sweep measured."),
+    "bench": ("hpcdist.cli.bench.group:command", "Measure many configurations, or collective operations."),
+    "compare": ("hpcdist.cli.bench.results:compare", "Tell whether a benchmark became slower."),
+    "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
+    "schedule": ("hpcdist.cli.plan.schedule:command", "Show what pipeline schedules cost, and draw them."),
     "checkpoint": ("hpcdist.cli.checkpoint:command", "List, verify, export and import what runs have saved."),
-    "trace": ("hpcdist.cli.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
-    "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
+    "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto; who waited for whom."),
+    "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
-    "energy": ("hpcdist.cli.energy:command", "Show what energy can be measured, and what runs used."),
+    "energy": ("hpcdist.cli.energy.group:command", "Show what energy can be measured, and what runs used."),
     "site": ("hpcdist.cli.site:command", "Show profiles of sites; make modulefiles, wheelhouses."),
-    "doctor": ("hpcdist.cli.doctor:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
-    "warmup": ("hpcdist.cli.warmup:command", "Compile the kernels into a cache."),
+    "doctor": ("hpcdist.cli.doctor.command:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
+    "warmup": ("hpcdist.cli.tune:warmup", "Compile the kernels into a cache."),
 }
 
 
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:
-        _tell(f"Error: {error}\n")
+        _print_error(f"Error: {error}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     """Tell what has ended this process before a job has started: `hpcdist run` shows it after its launcher's words.
 
     Another rank than 0 lets that one speak first: it most likely has the same to say, and when it has left, the
@@ -111,7 +115,7 @@ def _invoke(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        _tell(shown.getvalue())
+        _print_error(shown.getvalue())
         return error.exit_code
     except click.Abort as error:  # how click reports a Ctrl-C
         raise KeyboardInterrupt from error

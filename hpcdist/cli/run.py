@@ -1,4 +1,9 @@
-"""`hpcdist run`: one command on N ranks, on a workstation or inside a batch job."""
+"""`hpcdist run`: start one command on N ranks, on a workstation or inside a batch job.
+
+It starts ranks with the launcher at hand (mpirun, srun and others), starts them again after a failure (--restarts)
+from the newest checkpoint and without lost nodes, checks beforehand what every rank of a training would refuse, and
+shows the failure of the rank that failed first. It also lists the complete checkpoints of a run, without MPI.
+"""
 
 import json
 import os
@@ -19,18 +24,18 @@ import click
 from hpcdist.batch.schedulers.slurm.allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.main import COMMANDS
-from hpcdist.cli.words import importable, mpi_options, python_of
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
 from hpcdist.comm.launch.environment import RESUME, RUN_DIR, launch_environment
+from hpcdist.comm.launch.interpreter import interpreter_words, launcher_options, python_path_variables
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
-_PREFIX = "hpcdist-run-"
-_OWNER = "owner.json"  # says whose a directory with this prefix is
+_LAUNCH_PREFIX = "hpcdist-run-"
+_OWNER_FILE = "owner.json"  # says whose a directory with this prefix is
 # What starts ranks itself, or asks for none.
-_ALONE = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
+_ONE_PROCESS_COMMANDS = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 
-_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
+_OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
 
 
 @click.command(
@@ -111,11 +116,11 @@ def command(
     know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
     code is returned, and signals are passed on to it.
     """
-    script, options, interpreter = _check(command), mpi_options(mpi_args), python_of(python)
-    typed = _typed(len(command) if script else 0)
+    script, options, interpreter = _check(command), launcher_options(mpi_args), interpreter_words(python)
+    typed = _typed_command(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
-    if script and command[0] in _PYTHON:
+    if script and command[0] in _OUR_PYTHON:
         command = (*interpreter, *command[1:])
     run_dir = _run_dir(command, script, out, resume) if most_restarts or out or resume else None
     world = ranks + (spares or 0)
@@ -123,10 +128,10 @@ def command(
         ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
     layout = launchers.LaunchRequest(world, ranks_per_node, cpus_per_task, pmi)
     starter = launchers.choose_starter(launchers.kind_named(launcher), layout, survive)
-    settings = starter.settings() | (importable() if python is None else {})
+    settings = starter.settings() | (python_path_variables() if python is None else {})
     settings |= {} if survive is None else {exit_file.SURVIVE: survive, exit_file.SPARES: str(spares or 0)}
     settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
-    job = _Job(starter, program, options, settings, grace, survive is not None, script, typed)
+    job = _Launch(starter, program, options, settings, grace, survive is not None, script, typed)
     if dry_run:
         click.echo(job.line(command))
         return OK
@@ -139,7 +144,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Launch:
     """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher.
 
     A ``script`` is a command of its own, which ``program`` does not run. ``typed`` is the line of `hpcdist run` itself.
@@ -195,7 +200,7 @@ class _Job:
         The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
         """
         with _launch_dir() as folder:
-            settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_screen()}
+            settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_terminal_environment()}
             settings[exit_file.COMMAND] = shlex.join(self.typed)
             words = self._words(command, settings, where or ())
             own = self.starter.session(Path(folder), self.options)
@@ -215,7 +220,7 @@ class _Job:
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 if last and run_dir:
-                    _tell_how_to_go_on(Path(run_dir), self.typed, self.script)
+                    _print_resume_command(Path(run_dir), self.typed, self.script)
                 _show_first_failure(Path(folder))
             if stopped:
                 click.echo(f"hpcdist run: {stopped}", err=True)
@@ -241,20 +246,20 @@ class _Job:
 def _launch_dir() -> Iterator[str]:
     """Make the directory of one start, which names its owner, and remove it."""
     # A process that is just being ended may still write there: what it leaves is no failure of the job.
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        (Path(folder) / _OWNER).write_text(json.dumps(RunLock().identity), encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix=_LAUNCH_PREFIX, ignore_cleanup_errors=True) as folder:
+        (Path(folder) / _OWNER_FILE).write_text(json.dumps(RunLock().identity), encoding="utf-8")
         yield folder
 
 
 def _remove_abandoned() -> None:
     """Remove the directories of starts of this user whose `hpcdist run` is known to be dead, and what they name."""
     own = RunLock().identity
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_LAUNCH_PREFIX}*"):
         try:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            holder = json.loads((folder / _OWNER).read_bytes())
+            holder = json.loads((folder / _OWNER_FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
             continue  # of an older hpcdist, or just being made or removed
         if isinstance(holder, dict) and is_dead(holder, own):
@@ -264,11 +269,11 @@ def _remove_abandoned() -> None:
 
 def _check(command: tuple[str, ...]) -> bool:
     """Refuse what would fail on every rank at once; return whether ``command`` is a program of its own."""
-    known = ", ".join(name for name in COMMANDS if name not in _ALONE)
+    known = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
     measured += [("plan", "calibrate"), ("plan", "--calibrate")]
-    script = command[0] not in COMMANDS and (command[0] in _PYTHON or shutil.which(command[0]) is not None)
+    script = command[0] not in COMMANDS and (command[0] in _OUR_PYTHON or shutil.which(command[0]) is not None)
     if not script and command[0] not in known.split(", ") and command[:2] not in measured:
         raise click.UsageError(
             f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
@@ -314,7 +319,7 @@ def _run_dir(command: Sequence[str], script: bool, given: Path | None, resume: s
 
 def _train_options(command: Sequence[str]) -> dict[str, Any]:
     """Return the options of the `train` in ``command``, by its own parser: what it refuses need not be started."""
-    from hpcdist.cli.train import command as train
+    from hpcdist.cli.train import train
 
     return train.make_context("hpcdist train", list(command[1:])).params
 
@@ -327,23 +332,24 @@ def check_training(
     ``ranks`` is how many train, None where that is not known yet. Ranks that run ``elsewhere``, as in a container
     or on other hosts, see other files.
     """
-    from hpcdist.cli import degrees, train
-    from hpcdist.training import combinations
+    from hpcdist.cli import train
+    from hpcdist.training.recipe import rules
+    from hpcdist.training.use_cases import degrees
 
     options = _train_options(command)
     if elsewhere and options["recipe"] is not None and not options["recipe"].exists():
         return
-    train.limit_of(options["time_limit"])
-    recipe = train.recipe_of(options)
+    train.time_limit_s(options["time_limit"])
+    recipe = train.recipe_from_options(options)
     if survive is not None:
-        combinations.refuse_beside_survival(recipe, survive, spares)
+        rules.refuse_beside_survival(recipe, survive, spares)
     if ranks is not None:
-        degrees.grid_of(recipe, ranks)
+        degrees.grid_of_recipe(recipe, ranks)
     if not elsewhere:
         recipe.data.check_exists()
 
 
-def _typed(script_words: int) -> list[str]:
+def _typed_command(script_words: int) -> list[str]:
     """Return the command line of this process, as a person types it, with `--` before the words of a script."""
     words = [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
     begin = len(words) - script_words
@@ -352,7 +358,7 @@ def _typed(script_words: int) -> list[str]:
     return words
 
 
-def _screen() -> dict[str, str]:
+def _terminal_environment() -> dict[str, str]:
     """Return what lets rank 0 draw its bar on this terminal: the ranks write into a pipe of the launcher."""
     if not sys.stderr.isatty():
         return {}
@@ -362,7 +368,7 @@ def _screen() -> dict[str, str]:
     return {}
 
 
-def _tell_how_to_go_on(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
+def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
     """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"

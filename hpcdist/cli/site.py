@@ -1,13 +1,161 @@
-"""`hpcdist site`: profiles of sites, and what an administrator needs to install hpcdist at one."""
+"""`hpcdist site`: profiles of sites, and modulefiles and wheelhouses for administrators.
+
+`list` and `show` print profiles; `modulefile` writes what an administrator puts on MODULEPATH; `wheelhouse` collects
+hpcdist and all it needs as files, for a machine without a network. Light: it runs on login nodes.
+"""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
-from hpcdist.cli.site_modulefile import command as modulefile
-from hpcdist.cli.site_wheelhouse import command as wheelhouse
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, UsageError
+
+
+@click.command("modulefile")
+@click.option(
+    "--kind",
+    type=click.Choice(["lua", "tcl", "both"]),
+    default="both",
+    help="lua for Lmod, tcl for Environment Modules (and Lmod).",
+)
+@click.option(
+    "--prefix",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where hpcdist is: an environment, a folder of `pip install --target`, a clone.  [default: this installation]",
+)
+@click.option(
+    "--in-place", is_flag=True, help="Write, instead of --prefix, one that finds hpcdist from where it lies itself."
+)
+@click.option("--mpi", default="", metavar="MODULE", help="Module of the MPI that mpi4py was built for.")
+@click.option("--depends-on", multiple=True, metavar="MODULE", help="Further module to load with it, e.g. cuda/12.4.")
+@click.option(
+    "--setenv",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Variable to set while it is loaded, e.g. HPCDIST_SITE or NUMBA_CACHE_DIR; VALUE is taken as it is.",
+)
+@click.option(
+    "--environment", is_flag=True, help="Show all commands of its environment, python3, pip and mpirun among them."
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of MODULEPATH; the files are hpcdist/VERSION and hpcdist/VERSION.lua in it.  [default: print]",
+)
+@click.option("--force", is_flag=True, help="Replace files of another content.")
+def modulefile(
+    kind: str,
+    prefix: Path | None,
+    in_place: bool,
+    mpi: str,
+    depends_on: tuple[str, ...],
+    setenv: tuple[str, ...],
+    environment: bool,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, its MPI, completion for bash, help.
+
+    PATH gets a folder with the command hpcdist alone, which knows its own Python and mpirun; with --environment all
+    commands of its environment, which then hide others of their names.
+
+    A load is refused with the reason when the installation is gone, an unload brings back what was before. The paths
+    of the files are printed.
+    """
+    from hpcdist import __version__
+    from hpcdist.batch.packaging import modulefile
+
+    if in_place and prefix is not None:
+        raise UsageError("--in-place looks from where the modulefile lies: leave out --prefix, or --in-place")
+    if force and output is None:
+        raise UsageError("--force replaces files: name their folder, --output DIR")
+    found = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
+    if found and not environment:
+        found.check_alone()
+    chosen = modulefile.Modulefile(
+        installation=found,
+        mpi=mpi,
+        depends_on=depends_on,
+        variables=parse_variables(setenv),
+        environment=environment,
+    )
+    version = found.version if found else __version__
+    texts = {each: modulefile.render(each, chosen) for each in modulefile.KINDS if kind in (each, "both")}
+    if output is None:
+        for each, text in texts.items():
+            if len(texts) > 1:
+                click.echo(f"==> {modulefile.NAME}/{version}{modulefile.KINDS[each]} <==")
+            click.echo(text, nl=False)
+        return
+    for path in modulefile.write(output, version, texts, force=force):
+        click.echo(path)
+
+
+def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables in texts NAME=VALUE; a name may be there once. Raises UsageError."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--setenv {text}: expected NAME=VALUE, for example HPCDIST_TUNING=off")
+        if name in found:
+            raise UsageError(f"--setenv {name}: is there twice, {found[name]!r} and {value!r}; keep one")
+        found[name] = value
+    return found
+
+
+@click.command("wheelhouse")
+@click.option(
+    "--output", required=True, metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="A new folder."
+)
+@click.option("--extra", "extras", multiple=True, metavar="NAME", help="Extra of hpcdist, e.g. cuda12x; repeatable.")
+@click.option(
+    "--requirement",
+    "requirements",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Further requirements, or versions that the site fixes, as pip reads them; repeatable.",
+)
+@click.option("--platform", default="", metavar="TAG", help="Another machine: manylinux_2_28_x86_64 (glibc 2.28).")
+@click.option("--python-version", default="", metavar="3.N", help="Another Python.  [default: this one]")
+@click.option(
+    "--wheel",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Wheel of hpcdist itself.  [default: built from the clone, of this hpcdist or this directory]",
+)
+@click.option("--with-mpi4py-source", "mpi4py_source", is_flag=True, help="Also what builds mpi4py on the site's MPI.")
+def wheelhouse(**order: Any) -> None:
+    """Collect hpcdist's wheel and those of all it needs in DIR, with their SHA-256 and a script that installs them.
+
+    On the machine without a network `DIR/install.sh VENV` makes a virtual environment of them, or by hand:
+
+    pip install --no-index --find-links DIR --require-hashes -r DIR/requirements.txt
+
+    pip of this Python downloads; its settings (PIP_INDEX_URL, proxies) apply. Markers of the requirements that name a
+    Python version are read for this Python, also with --python-version: that is pip's way.
+    """
+    from hpcdist.batch.packaging import wheelhouse
+    from hpcdist.reporting.units import counted, format_bytes
+
+    order["output"] = order["output"].absolute()
+    if order["wheel"] is not None:
+        order["wheel"] = order["wheel"].absolute()
+    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
+    click.echo(f"{counted(found.files, 'file')}, {format_bytes(found.nbytes)}", err=True)
+    if order["mpi4py_source"]:
+        click.echo(f'mpi4py: MPICC="cc -shared" {found.folder}/install.sh VENV builds it on the MPI there', err=True)
+    else:
+        click.echo(
+            "mpi4py: this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build "
+            'it on the MPI of the site (MPICC="cc -shared"), collect again with --with-mpi4py-source',
+            err=True,
+        )
+    click.echo(found.folder)
 
 
 @click.group("site")

@@ -1,8 +1,16 @@
-"""`hpcdist tune`: measure which allreduce is fastest here, and keep it for the trainings to come."""
+"""Caches that trainings read later: `hpcdist tune` (fastest allreduce) and `hpcdist warmup` (compiled kernels).
+
+`tune` measures on the ranks of a launcher which algorithm communication.algorithm = "auto" shall take for each size.
+`warmup` compiles once what every rank of every job would otherwise compile at its first step: it imports every module
+of the packages that hold kernels, which register themselves with `arrays.jit`. Also has ByteSize, the click type of
+sizes such as 16K or 1M.
+"""
 
 import json
+import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -13,7 +21,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.comm.start import Session
 
 
-class Bytes(click.ParamType):
+class ByteSize(click.ParamType):
     """A number of bytes: 4096, 16K, 1M, 2G."""
 
     name = "size"
@@ -29,7 +37,7 @@ class Bytes(click.ParamType):
 @click.command()
 @click.option(
     "--max-bytes",
-    type=Bytes(),
+    type=ByteSize(),
     default="4M",
     help="The largest buffer. The result serves trainings whose gradients, or communication.bucket_bytes, are no more; "
     "with --sharded those whose gradients of a layer, rounded up to a power of two, are as much.",
@@ -48,7 +56,7 @@ class Bytes(click.ParamType):
 @click.option("--show", is_flag=True, help="Print what was measured before, and measure nothing.")
 @click.option("--clear", is_flag=True, help="Remove all that was kept.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
+def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
 
     `train` does the same at its start where nothing is kept for its ranks, machines and sizes. Kept are one file for
@@ -58,12 +66,12 @@ def command(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     if show and clear:
         raise click.UsageError("--show and --clear exclude each other")
     if show or clear:
-        _look(clear, as_json)
+        _show_cache(clear, as_json)
     else:
         _measure(as_json, **measured)
 
 
-def _look(clear: bool, as_json: bool) -> None:
+def _show_cache(clear: bool, as_json: bool) -> None:
     """Print, or remove, what is kept."""
     from hpcdist.collectives.tuning import cache
 
@@ -154,3 +162,50 @@ def _table(found: "Tuning", session: "Session") -> str:
 
 def _rate(s_per_byte: float) -> str:
     return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "too fast to measure"
+
+
+KERNEL_PACKAGES: Final = (
+    "arrays",
+    "collectives",
+    "models",
+    "optim",
+    "strategies",
+    "training.data",
+)  # those with kernels
+
+
+@click.command("warmup")
+@click.option(
+    "--cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of compiled kernels; jobs find it through NUMBA_CACHE_DIR.  [default: that of this user and node]",
+)
+def warmup(cache: Path | None) -> None:
+    """Compile the kernels into a cache, for this processor and this version of hpcdist.
+
+    Whoever may write into the cache may run code in the jobs that load it: a site's cache belongs to the administrator.
+    """
+    if cache is not None:
+        cache.mkdir(parents=True, exist_ok=True)
+        os.environ["NUMBA_CACHE_DIR"] = str(cache.resolve())
+    from hpcdist.arrays import jit
+
+    began = time.perf_counter()
+    _import_kernels()
+    names = jit.warm()
+    click.echo(f"{len(names)} kernels in {jit.cache_directory()} ({time.perf_counter() - began:.1f} s)")
+    if cache is not None:
+        click.echo(f"use them with: export NUMBA_CACHE_DIR={cache.resolve()}")
+
+
+def _import_kernels() -> None:
+    """Import every module of the floors that hold kernels: they register themselves with `arrays.jit`."""
+    import importlib
+    import pkgutil
+
+    import hpcdist
+
+    for package in KERNEL_PACKAGES:
+        path = [str(Path(folder, *package.split("."))) for folder in hpcdist.__path__]
+        for module in pkgutil.walk_packages(path, f"hpcdist.{package}."):
+            importlib.import_module(module.name)

@@ -1,9 +1,13 @@
-"""How good the model is on data it has not seen."""
+"""Validation loss of a run under way, the same figure on any number of ranks.
+
+The windows are fixed by the data and the recipe and shared out over the replicas. Called by the loop (where the best
+checkpoints stay) and by the job at its end. Collective.
+"""
 
 import numpy as np
 
 from hpcdist.collectives.algorithms.fixed_tree import shards_of
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
 
 
 def mean_validation_loss(trainer: Trainer) -> float:

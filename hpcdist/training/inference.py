@@ -1,15 +1,16 @@
-"""Looking at what was trained: its parameters alone, on any number of ranks, whatever trained them.
+"""Load a trained model for evaluation and sampling: its parameters alone, on any number of ranks.
 
-Neither gradients nor optimizer state are made or read. Each rank reads its share of the parameters and gets the rest
-from the others. Operations are recorded while a look lasts, apart from those of the training: in a folder of its own,
-which stays where the look fails.
+Neither gradients nor optimizer state are made or read, whatever layout trained the model. Each rank reads its share
+of the parameters and gets the rest from the others. `generate` draws text token by token (temperature, top k),
+reproducibly by seed. Operations are recorded in a folder apart from that of the training, which stays where the
+inspection fails. Called by `hpcdist evaluate` and `hpcdist sample`.
 """
 
 import codecs
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -17,7 +18,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, rng
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
 from hpcdist.arrays.memory import Ledger
@@ -38,20 +39,54 @@ from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import pieces_of
-from hpcdist.training import data, directory
-from hpcdist.training import recipe as recipes
+from hpcdist.training import data, run_directory
+from hpcdist.training.build.state_source import scalars_of
 from hpcdist.training.data.source import usable_inputs
-from hpcdist.training.generation import generate
-from hpcdist.training.origin import scalars_of
-from hpcdist.training.recipe import Recipe
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
+
+
+def generate(
+    logits_of: Callable[[np.ndarray], np.ndarray],
+    prompt: np.ndarray,
+    count: int,
+    context: int,
+    *,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[int]:
+    """Yield ``count`` tokens that continue ``prompt`` (tokens,), seeing at most the last ``context`` of them (local).
+
+    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), both on the host.
+    ``temperature`` 0 takes the likeliest token; ``top_k`` keeps only the k likeliest (0: all). The draws come from
+    the stream of ``seed``, so the same checkpoint, prompt and seed give the same text.
+    """
+    draw = rng.stream(seed)
+    window = list(prompt[-context:])
+    for _ in range(count):
+        logits = logits_of(np.array([window], prompt.dtype))[0, -1].astype(np.float64)
+        token = int(logits.argmax()) if temperature == 0 else _draw_token(logits / temperature, top_k, draw)
+        yield token
+        window = [*window, token][-context:]
+
+
+def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> int:
+    """Draw a token by the softmax of ``logits`` (vocabulary,)."""
+    if 0 < top_k < logits.size:
+        least = np.partition(logits, -top_k)[-top_k]
+        logits = np.where(logits < least, -np.inf, logits)
+    weights = np.exp(logits - logits.max())
+    return int(draw.choice(logits.size, p=weights / weights.sum()))
+
 
 # These say it all: what was recorded need not be kept.
-EXPECTED: Final = (GeneratorExit, KeyboardInterrupt, *failfast.USER_ERRORS)
-RECORDS: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
+EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *failfast.USER_ERRORS)
+RECORDER_PREFIX: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """A trained model; every rank of ``comm`` has all of it."""
 
     comm: Communicator
@@ -100,7 +135,7 @@ class Trained:
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 
 
-def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> Trained:
+def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
     """Return the model of the newest checkpoint in the run directory ``path`` whose parameters are whole.
 
     Collective over ``comm``. Raises StorageError when there is none, and UsageError where ``recipe`` names a factory
@@ -110,7 +145,7 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
     return from_newest_intact(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
 
 
-def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, trust: bool) -> Trained:
+def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
     """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
@@ -133,7 +168,7 @@ def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, 
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
         kernels.round_into(parameters.array, working)
         kernels.widen(working, parameters.array)
-    return Trained(comm, found, recipe, model, parameters, scalars, ledger)
+    return TrainedModel(comm, found, recipe, model, parameters, scalars, ledger)
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
@@ -174,7 +209,7 @@ def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
             )
 
 
-def where_it_can(recipe: Recipe) -> Recipe:
+def on_available_device(recipe: Recipe) -> Recipe:
     """Return ``recipe``, for the CPU where it wants a GPU and none is here: a look needs none (local)."""
     if recipe.run.device == "gpu":
         try:
@@ -185,11 +220,11 @@ def where_it_can(recipe: Recipe) -> Recipe:
     return recipe
 
 
-class Look:
+class InspectionSession:
     """A session in which a run is looked at; a context manager. Collective, unless ``alone`` (this process only)."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
-        self.path, self.recipe = path, where_it_can(recipes.load_stored(path / directory.RECIPE_FILE))
+        self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))
         communication = self.recipe.communication
         self.session: Session = (
             start_alone()
@@ -199,7 +234,7 @@ class Look:
         self._records = _folder_for_records(self.session.comm, path)
         self.session.record(self._records, communication.deadline_s)
 
-    def load(self, trust: bool = False) -> Trained:
+    def load(self, trust: bool = False) -> TrainedModel:
         """Return the model of the newest valid checkpoint; see `load`. Collective."""
         return load(self.session.comm, self.path, self.recipe, trust)
 
@@ -207,7 +242,7 @@ class Look:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, EXPECTED):
+        if kind is not None and not issubclass(kind, EXPECTED_ERRORS):
             return  # the records say who was where
         self.session.stop_recording()
         if kind is None:
@@ -220,9 +255,9 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
     name = None
     if comm.rank == 0:
         try:
-            name = tempfile.mkdtemp(prefix=RECORDS, dir=path)
+            name = tempfile.mkdtemp(prefix=RECORDER_PREFIX, dir=path)
         except OSError:  # somebody else's run: looking at it needs no permission to write
-            name = tempfile.mkdtemp(prefix=f"hpcdist-{RECORDS}")
+            name = tempfile.mkdtemp(prefix=f"hpcdist-{RECORDER_PREFIX}")
     folder = Path(comm.broadcast_object(name))
     (folder / "recorder").mkdir(parents=True, exist_ok=True)  # a temporary one is each node's own
     return folder
@@ -237,7 +272,7 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
     said = environment.launch_environment()
     if said is not None and said.rank:
         return
-    with Look(path, alone=True) as look:
+    with InspectionSession(path, alone=True) as look:
         model, context = look.recipe.model, look.recipe.data.context
         if model.kind != "gpt" or model.vocabulary != 256:
             raise UsageError(

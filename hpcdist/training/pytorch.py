@@ -1,4 +1,8 @@
-"""Names for a PyTorch script in one import: `hpcdist.training.script.Training` and `hpcdist.adapters.torch`."""
+"""Public names for PyTorch scripts in one import: `Training`, `wrap`, `load`, `recipe_of`.
+
+Collects `hpcdist.training.script.Training` and the adapters of `hpcdist.adapters.torch`. Its path is part of the
+public API.
+"""
 
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.adapters.torch.recipe import recipe_of

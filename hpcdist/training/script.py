@@ -1,4 +1,4 @@
-"""Train a model of one's own from one's own script: the script has the loop, and hpcdist every step of it.
+"""Train a model of one's own from one's own script: the script has the loop, hpcdist makes every step.
 
     from hpcdist.training.pytorch import Training, wrap
 
@@ -41,14 +41,15 @@ from hpcdist.models.model import Model
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.training import directory, settings
-from hpcdist.training import recipe as recipes
-from hpcdist.training.config import written
-from hpcdist.training.data import Order, own_samples
-from hpcdist.training.job import Job, Result
-from hpcdist.training.origin import Stored
-from hpcdist.training.pace import end_of_job
-from hpcdist.training.survival import EXIT_CODES, StopWishes
+from hpcdist.training import run_directory
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.data import SampleOrder, own_samples
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import settings
+from hpcdist.training.recipe.config import written
+from hpcdist.training.run.checkpoint_timer import end_of_job
+from hpcdist.training.run.job import JobResult, TrainingJob
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 
 COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
 KIND: Final = "given"  # what the recipe of such a run has as model.kind
@@ -80,7 +81,7 @@ class Training:
         out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
-        self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
+        self._wishes = wishes = StopRequests(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
         lock = RunLock()
         wishes.starts(lock.release, failfast.note_end)
@@ -97,10 +98,12 @@ class Training:
         wishes = self._wishes
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
-        run = directory.prepare(self._session.comm, self.recipe, None if out is None else Path(out), resume, lock)
-        self._job = Job(self.recipe, run, wishes, lock, as_json=False, given=model)
+        run = run_directory.prepare_run_directory(
+            self._session.comm, self.recipe, None if out is None else Path(out), resume, lock
+        )
+        self._job = TrainingJob(self.recipe, run, wishes, lock, as_json=False, given=model)
         self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
-        origin = None if run.resume_from is None else Stored(run.resume_from)
+        origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
         progress = self._job.progress(self._trainer)
         self._job.introduce(self._session, self._trainer, progress)
@@ -239,7 +242,7 @@ class Training:
         self._loop.progress.close()
         self._open.close()
         self._loop.metrics.flush()
-        self._job.finish(self._loop, Result(outcome, float("nan")))
+        self._job.finish(self._loop, JobResult(outcome, float("nan")))
         self._session.stop_recording()
         self._wishes.ignore()
         self._session.comm.barrier()  # files are whole before any rank looks at them
@@ -323,7 +326,7 @@ class ReplicaSampler:
     def __iter__(self) -> Iterator[list[int]]:
         training = self._training
         recipe, batches, trainer = training.recipe, training.recipe.run.batches, training._trainer
-        order = Order(recipe.run.seed, self._samples, trainer.sample_order)
+        order = SampleOrder(recipe.run.seed, self._samples, trainer.sample_order)
         for step in range(training.done, recipe.run.steps):
             part = own_samples(recipe, trainer.data_axis, step)
             first = batches.samples_before(step) + part.start
@@ -351,7 +354,7 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
 def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
     """Return the recipe of a file or of keys, for a ``model`` that is given (local).
 
-    Keys that follow from the model, as those of `hpcdist.adapters.torch.model.recipe_of`, give way to all others.
+    Keys that follow from the model, as those of `hpcdist.adapters.torch.recipe_of`, give way to all others.
     """
     kept = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(given, Mapping):

@@ -26,9 +26,9 @@ from hpcdist.models.tokens import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

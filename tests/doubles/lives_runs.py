@@ -10,13 +10,14 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training import chaos_faults, directory
-from hpcdist.training import recipe as recipes
-from hpcdist.training.job import Job
-from hpcdist.training.lives import Lives
-from hpcdist.training.origin import Stored
-from hpcdist.training.survival import StopWishes
-from hpcdist.training.team import Team
+from hpcdist.training import run_directory
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.chaos import injection
+from hpcdist.training.elastic.job import ElasticJob
+from hpcdist.training.elastic.membership import Membership
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
 
 LIMIT_S = 60.0
 
@@ -76,16 +77,20 @@ def survive(
     def body(comm: Communicator) -> int:
         session = Quiet(comm, locate(comm, None), "threads", abort)
         lock = RunLock({})
-        run = directory.prepare(comm, recipe, out, resume, lock)
-        team = Team.begin(comm, mode, spares)
-        job = Job(recipe, run, StopWishes(), lock, as_json=False, holder=lock.identity)  # threads are one process
-        return Lives(job, session, team).train(None if run.resume_from is None else Stored(run.resume_from))
+        run = run_directory.prepare_run_directory(comm, recipe, out, resume, lock)
+        team = Membership.begin(comm, mode, spares)
+        job = TrainingJob(
+            recipe, run, StopRequests(), lock, as_json=False, holder=lock.identity
+        )  # threads are one process
+        return ElasticJob(job, session, team).train(
+            None if run.resume_from is None else CheckpointSource(run.resume_from)
+        )
 
-    before, chaos_faults.die = chaos_faults.die, _die
+    before, injection.kill_process = injection.kill_process, _die
     try:
         codes = run_threads(size + spares, body, deadline_s=LIMIT_S, mortal=True, ranks_per_node=ranks_per_node)
     finally:
-        chaos_faults.die = before
+        injection.kill_process = before
     assert {code for code in codes if code is not None} == {0}
     return step_metrics.read(out / "metrics.h5")
 

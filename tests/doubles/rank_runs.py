@@ -11,9 +11,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 NOISE = "kv.bias"  # of "qkv" too: its part for the keys has a true gradient of zero: under Adam it follows the rounding
 LAYOUT = ("parallel.", "communication.", "zero.", "parameter_server.")  # keys that must not change a run

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 HALF = 3  # steps before the kill, and behind it
 SMALL = {

@@ -7,7 +7,7 @@ import numpy as np
 from rank_runs import trainer_of as plain_trainer_of
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
 
 SAMPLES = 24
 

@@ -17,7 +17,7 @@ from rank_runs import trainer_of
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads, solo
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
 
 WARM = 3  # steps after which everything is there; the second has the first gradient that is summed up late
 LOOKS = 3  # steps that are looked at, each by itself; one step is made under the tracer before

@@ -117,7 +117,7 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert "[model]" in shown
     # The modulefiles in it are those that it renders: others would be refused.
-    code = "from hpcdist.cli.site_modulefile import command; command()"
+    code = "from hpcdist.cli.site import modulefile; modulefile()"
     there = str(target / "hpcdist" / "batch" / "modulefiles")
     run("-P", "-c", code, "--in-place", "--output", there, folder=tmp_path, PYTHONPATH=str(target))
     job = ["-P", "-m", "hpcdist", "submit", "--nodes=2", "--ranks-per-node=2", "--time=30", "--dry-run"]

@@ -16,8 +16,8 @@ import pytest
 import hpcdist
 from hpcdist.cli.run import checkpoints
 from hpcdist.comm.launch import mpirun
-from hpcdist.training import recipe as recipes
-from hpcdist.training.data import Order
+from hpcdist.training.data import SampleOrder
+from hpcdist.training.recipe import recipe as recipes
 
 torch = pytest.importorskip("torch")
 
@@ -174,7 +174,7 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec: Callable, t
     model, dataset, optimizer = scope["model"], scope["dataset"], scope["optimizer"]
     expected = []
     for step in range(8):
-        chosen = [dataset[index] for index in Order(0, 60).indices(16 * step, 16)]
+        chosen = [dataset[index] for index in SampleOrder(0, 60).indices(16 * step, 16)]
         tokens, mask, classes = map(torch.stack, zip(*chosen, strict=True))
         optimizer.zero_grad()
         loss = scope["loss_of"](model[3](model[2](model[1](model[0](tokens, mask)))), classes)

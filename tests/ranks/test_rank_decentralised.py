@@ -20,9 +20,9 @@ from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.graphs import build as build_graph
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 6
 STRATEGIES: dict[str, dict[str, object]] = {

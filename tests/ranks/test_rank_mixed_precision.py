@@ -12,8 +12,8 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 SAMPLES, STEPS, BAD = 12, 8, (3, 4)
 

@@ -15,9 +15,9 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 KINDS = sorted(engines.KINDS)
 HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]

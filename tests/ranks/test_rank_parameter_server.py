@@ -14,15 +14,15 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training import recipe as recipes
-from hpcdist.training.asynchronous import AsynchronousLoop
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.outcome import Outcome
-from hpcdist.training.progress import Progress
-from hpcdist.training.survival import StopWishes
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.async_loop import AsyncTrainingLoop
+from hpcdist.training.run.loop import RunOutcome
+from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS, FEW = 30, 12
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -269,10 +269,10 @@ def test_rank_asp_learns_and_restores_its_bits(comm: Communicator, folder: Path)
         assert resumed.exchange.clocks == [STEPS + 5] * workers
 
 
-def _loop(comm: Communicator, out: Path, trainer: Trainer) -> Outcome:
+def _loop(comm: Communicator, out: Path, trainer: Trainer) -> RunOutcome:
     """Run a training as a job does."""
-    energy, progress = Energy(comm, trainer.recipe, None), Progress(STEPS, 0, 1e9, shown=False)
-    return AsynchronousLoop(_session(comm), trainer, out, progress, {}, StopWishes(), energy).run()
+    energy, progress = EnergyRecorder(comm, trainer.recipe, None), ConsoleProgress(STEPS, 0, 1e9, shown=False)
+    return AsyncTrainingLoop(_session(comm), trainer, out, progress, {}, StopRequests(), energy).run()
 
 
 @pytest.mark.parametrize("name", ["ssp", "backup"])

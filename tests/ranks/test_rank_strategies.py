@@ -15,10 +15,10 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

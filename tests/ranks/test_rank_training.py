@@ -10,10 +10,10 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

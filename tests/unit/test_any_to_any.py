@@ -28,8 +28,8 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
-from hpcdist.training.origin import Stored
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.build.trainer import Trainer
 
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
 BLOCK = 1024  # bytes: small, so that larger pieces begin and end inside one
@@ -200,7 +200,7 @@ def restored(trainer: Trainer, path: Path, right: Whole, places: Places) -> None
     for piece in trainer.exchange.wanted():
         spoil(piece)
     READ_BYTES[threading.get_ident()] = 0
-    trainer.restore(Stored(path))
+    trainer.restore(CheckpointSource(path))
     wanted = [piece for piece in trainer.exchange.wanted() if piece.flat]
     assert READ_BYTES[threading.get_ident()] == places.needed_bytes(wanted)
     for piece in wanted:

@@ -12,9 +12,10 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
-from hpcdist.training import architecture, settings
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import assemble
+from hpcdist.training.build.trainer import assemble
+from hpcdist.training.observe import figures
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import settings
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,9 @@ def test_one_line_says_it_all(
     recipe = recipes.load(None, small + [key.format(here=tmp_path) for key in keys], {}).recipe
 
     def body(comm: Communicator) -> str:
-        return architecture.described(assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe))
+        return figures.describe_architecture(
+            assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe)
+        )
 
     assert run_threads(ranks, body) == [expected] * ranks
 
@@ -156,7 +159,7 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
         recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
         session = Session(comm, locate(comm, None), "test", lambda code: None)
-        return architecture.gathered_whole(assemble(session, recipe, given=given))
+        return figures.warn_of_whole_gathers(assemble(session, recipe, given=given))
 
     told = run_threads(2, body)
     assert told[0] == told[1] and bool(told[0]) == warned

@@ -20,15 +20,15 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
-from hpcdist.training import metrics
-from hpcdist.training.asynchronous import AsynchronousLoop, loop_of
-from hpcdist.training.energy import Energy
-from hpcdist.training.loop import Loop
-from hpcdist.training.progress import Progress
-from hpcdist.training.rows import ROWS, UnevenMetrics
-from hpcdist.training.streaming import Streaming
-from hpcdist.training.summary import NOTHING, describe, summarise
-from hpcdist.training.survival import StopWishes, Wish
+from hpcdist.training.observe import metrics
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.event_publisher import EventPublisher
+from hpcdist.training.observe.metrics import ROWS_PER_MESSAGE, AsyncRunMetrics
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.run.async_loop import AsyncTrainingLoop, loop_class
+from hpcdist.training.run.loop import TrainingLoop
+from hpcdist.training.run.stop_requests import StopReason, StopRequests
+from hpcdist.training.run.summary import NO_STEP_MADE, describe, summarise
 
 STEPS, LIMIT_S = 12, 30
 ASP: dict[str, object] = {
@@ -40,7 +40,7 @@ ASP: dict[str, object] = {
 }
 
 
-class Watched(AsynchronousLoop):
+class Watched(AsyncTrainingLoop):
     """Calls ``before`` each of its steps, and ``after`` it when its rows are on their way, with the step."""
 
     before: Callable[["Watched", int], None]
@@ -77,13 +77,13 @@ def loop_on(
 ) -> Watched:
     """The loop of one rank; ``clocks`` are those of a checkpoint from which it goes on."""
     trainer = assembled(comm, settings)
-    assert loop_of(trainer) is AsynchronousLoop
+    assert loop_class(trainer) is AsyncTrainingLoop
     if clocks is not None:
         trainer.first_step = min(clocks)
         trainer.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
     session = Session(comm, locate(comm, None), "threads", lambda code: None)
-    energy = Energy(comm, trainer.recipe, None)
-    loop = Watched(session, trainer, out, Progress(STEPS, 0, 1e9, shown=False), {}, StopWishes(), energy)
+    energy = EnergyRecorder(comm, trainer.recipe, None)
+    loop = Watched(session, trainer, out, ConsoleProgress(STEPS, 0, 1e9, shown=False), {}, StopRequests(), energy)
     loop.before, loop.after = before, after
     return loop
 
@@ -100,9 +100,9 @@ def serve_until(loop: Watched, ready: Callable[[], bool]) -> None:
 def test_loops_follow_from_the_architecture(text: dict[str, object]) -> None:
     for name in ("allreduce", "zero1", "zero3"):
         settings = {**text, "parallel.strategy": name, "parameter_server.consistency": "bsp"}
-        assert run_threads(1, lambda comm, settings=settings: loop_of(assembled(comm, settings))) == [Loop]
+        assert run_threads(1, lambda comm, settings=settings: loop_class(assembled(comm, settings))) == [TrainingLoop]
     settings = {**text, "parameter_server.consistency": "bsp"}
-    assert run_threads(2, lambda comm: loop_of(assembled(comm, settings))) == [Loop] * 2
+    assert run_threads(2, lambda comm: loop_class(assembled(comm, settings))) == [TrainingLoop] * 2
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -111,7 +111,7 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(
     placement: str, slow: int, text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
-    monkeypatch.setattr(metrics, "EVERY_S", 0.0)
+    monkeypatch.setattr(metrics, "FLUSH_EVERY_S", 0.0)
     quick_is_done = threading.Event()
     meetings_at_steps: list[int] = []
     written: list[int] = []
@@ -150,7 +150,7 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(
 
 def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, object], tmp_path: Path) -> None:
     """Worker 1 is ahead, then behind; rank 2 has no steps. What is written are the steps of both, with their mean."""
-    ends = [(3 * ROWS, 2 * ROWS + 5), (3 * ROWS + 1, 4 * ROWS)]
+    ends = [(3 * ROWS_PER_MESSAGE, 2 * ROWS_PER_MESSAGE + 5), (3 * ROWS_PER_MESSAGE + 1, 4 * ROWS_PER_MESSAGE)]
     size = 3
 
     def row(rank: int, step: int) -> list[float]:
@@ -159,9 +159,9 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
-        streaming = Streaming(session, trainer, OperationTiming(), tmp_path, print, None)
-        energy = Energy(comm, trainer.recipe, None)
-        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
+        streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
+        energy = EnergyRecorder(comm, trainer.recipe, None)
+        rows = AsyncRunMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
         rows.begin({0: 0, 1: 0})
         made = 0
         for end in ends:
@@ -193,13 +193,15 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
     text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond `LEAD` there are the rows of the slower workers only: what rank 0 holds has a bound."""
-    monkeypatch.setattr("hpcdist.training.rows.LEAD", 5)
+    monkeypatch.setattr("hpcdist.training.observe.metrics.MOST_LEAD_STEPS", 5)
 
     def body(comm: Communicator) -> int:
         trainer = assembled(comm, text)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
-        streaming = Streaming(session, trainer, OperationTiming(), tmp_path, print, None)
-        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, Energy(comm, trainer.recipe, None), streaming)
+        streaming = EventPublisher(session, trainer, OperationTiming(), tmp_path, print, None)
+        rows = AsyncRunMetrics(
+            comm, tmp_path / "metrics.h5", None, {}, EnergyRecorder(comm, trainer.recipe, None), streaming
+        )
         rows.begin({0: 0, 1: 0})
         for step in range(1, 21) if comm.rank == 1 else ():
             rows.add(step, 1.0, 0.5, 1, dict.fromkeys(PER_RANK, float(step)), 1.0)
@@ -219,15 +221,15 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
 def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> None:
     def after(loop: Watched, step: int) -> None:
         if loop.trainer.comm.rank == 1 and step == 4:
-            loop.wishes._wanted[Wish.REQUEUE] = 1
+            loop.wishes._wanted[StopReason.REQUEUE] = 1
 
-    def body(comm: Communicator) -> tuple[int, int, Wish | None]:
+    def body(comm: Communicator) -> tuple[int, int, StopReason | None]:
         loop = loop_on(comm, {**text, "run.steps": 10_000}, tmp_path, after=after)
         outcome = loop.run()
         return loop.held, outcome.done, outcome.wish
 
     found = run_threads(3, body)
-    assert len(set(found)) == 1 and found[0][0] == 1 and found[0][2] is Wish.REQUEUE
+    assert len(set(found)) == 1 and found[0][0] == 1 and found[0][2] is StopReason.REQUEUE
     assert found[0][1] < 10_000
     assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == found[0][1]
 
@@ -258,7 +260,7 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(
     else:
         assert [found[0][name] for name in measured] == [None] * len(measured)
         reasons = {found[0][f"{name}_reason"] for name in ("tokens", "step", "comm", "bytes_sent", "train")}
-        assert reasons == {NOTHING} and NOTHING in describe(found[0])
+        assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(found[0])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.training import identity
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe
+from hpcdist.training.recipe import recipe as recipes
 
 # Keeps each call: its options, and the script it read.
 SCONTROL = """#!/bin/bash
@@ -297,7 +297,7 @@ def test_another_run_is_refused_before_a_job_waits_for_it(sbatch):
 
 def test_runs_have_directories_of_their_own_wherever_they_could_not_go_on():
     def of(*overrides):
-        return identity.run_id(recipes.load(None, overrides, {}).recipe)
+        return recipe.run_id(recipes.load(None, overrides, {}).recipe)
 
     assert of("precision.mode=bfloat16", "run.steps=7", "parallel.data=2") == of()
     assert len({of(), of("precision.mode=float64"), of("model.layers=3"), of("run.seed=5")}) == 4

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.batch.packaging import wheelhouse
-from hpcdist.cli.site_wheelhouse import command
+from hpcdist.cli.site import wheelhouse as site_wheelhouse
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 BACKEND = """
@@ -146,7 +146,7 @@ def test_wheels_for_another_machine(own, tmp_path):
 
 
 def test_the_command_prints_the_folder_alone_and_warns_of_mpi4py(own, tmp_path):
-    said = CliRunner().invoke(command, ["--output", str(tmp_path / "house"), "--wheel", str(own)])
+    said = CliRunner().invoke(site_wheelhouse, ["--output", str(tmp_path / "house"), "--wheel", str(own)])
     assert said.exit_code == 0, said.output
     assert said.stdout == f"{tmp_path / 'house'}\n"
     assert "--with-mpi4py-source" in said.stderr and "7 files" in said.stderr

@@ -15,9 +15,9 @@ from hpcdist.optim import rates
 from hpcdist.optim.batch_size import BatchSchedule, staged_batches
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.rates import learning_rate
-from hpcdist.training import recipe as recipes
-from hpcdist.training import state
+from hpcdist.training.build import state
 from hpcdist.training.data import Prefetcher, open_source
+from hpcdist.training.recipe import recipe as recipes
 
 WARMUP = (12, 4, 36, 8)  # 3 steps of 4, 3 of 8, then 12 each
 RUN: dict[str, object] = {

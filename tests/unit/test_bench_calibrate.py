@@ -13,7 +13,7 @@ from hpcdist.bench.calibrate import run as calibrate_run
 from hpcdist.bench.calibrate.points import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
 from hpcdist.bench.calibrate.run import LoadSample
 from hpcdist.bench.collectives import buffers
-from hpcdist.cli import plan_calibrate
+from hpcdist.cli.plan import calibrate
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
@@ -70,7 +70,7 @@ def test_steps_of_a_model_are_told_by_kinds_of_operation():
     assert point.update.all > 0
     assert point.norm.all > 0
     assert point.step.all > point.update.all
-    step = plan_calibrate.step(point)
+    step = calibrate.step(point)
     assert step.products_s == (kinds["matmul"].forward.all, kinds["matmul"].backward.all)
     assert step.attention_s == (kinds["attention"].forward.all, kinds["attention"].backward.all)
     rest = sum(one.forward.all for name, one in kinds.items() if name not in ("matmul", "attention"))
@@ -179,7 +179,7 @@ def test_points_become_a_cluster_and_a_file(tmp_path):
         return run(comm)
 
     found = run_threads(2, body)[0]
-    made = cluster_fit.assemble("here", toml_file.read("workstation"), plan_calibrate.findings(found))
+    made = cluster_fit.assemble("here", toml_file.read("workstation"), calibrate.findings(found))
     assert made.cluster.device.name == "a core"
     assert {fit.operation for fit in made.cluster.fits} == {*OPERATIONS, "message"}
     assert "a library" in made.cluster.sources["fit"]
@@ -265,7 +265,7 @@ def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_pa
     assert len(warnings) == 2
     assert all("a load of 9.0" in line for line in warnings)
     path, points = tmp_path / "here.toml", tmp_path / "here.h5"
-    plan_calibrate.written(found, path, points, "workstation", "here", {})
+    calibrate.written(found, path, points, "workstation", "here", {})
     assert any("the machine was busy (a load of 9.0" in one for one in flags(path))
     assert "the machine was busy" in capsys.readouterr().out
     with h5py.File(points) as file:
@@ -290,25 +290,25 @@ def test_points_that_make_no_cluster_are_kept(monkeypatch, tmp_path):
 
     monkeypatch.setattr(cluster_fit, "assemble", slow)
     with pytest.raises(ConfigurationError, match=r"devices.* are kept in .*here\.toml\.points\.h5"):
-        plan_calibrate.written(found, path, None, "workstation", "here", {})
+        calibrate.written(found, path, None, "workstation", "here", {})
     assert not path.exists()
     with h5py.File(tmp_path / "here.toml.points.h5") as file:
         assert len(file["products/float32/m"]) == len(FEW)
     with pytest.raises(ConfigurationError, match=r"are kept in .*mine\.h5"):
-        plan_calibrate.written(found, path, points, "workstation", "here", {})
+        calibrate.written(found, path, points, "workstation", "here", {})
     assert points.exists()
 
 
 def test_a_cluster_that_cannot_be_written_leaves_its_points(tmp_path):
     found = run(solo())
     with pytest.raises(StorageError, match="cannot be written"):
-        plan_calibrate.written(found, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
+        calibrate.written(found, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
     assert (tmp_path / "mine.h5").exists()
 
 
 def test_what_is_written_is_the_cluster_that_was_measured(tmp_path, capsys):
     path = tmp_path / "here.toml"
-    plan_calibrate.written(run(solo()), path, None, "workstation", "here", {})
+    calibrate.written(run(solo()), path, None, "workstation", "here", {})
     found: Cluster = toml_file.read(str(path))
     assert (found.name, found.device.name) == ("here", "a core")
     assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]

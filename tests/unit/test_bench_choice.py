@@ -10,8 +10,9 @@ import pytest
 from hpcdist.bench.sweep import definition, results, series
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, TrialOutcome
-from hpcdist.cli import bench_trials, main
-from hpcdist.cli.bench_trials import options_of_run
+from hpcdist.cli import main
+from hpcdist.cli.bench import trials as bench_trials
+from hpcdist.cli.bench.trials import run_options
 from hpcdist.errors import FAILURE, OK, USAGE, UsageError
 
 NOT_FOR_A_LIST = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "torch")
@@ -148,8 +149,8 @@ def test_a_plan_of_one_trial_has_its_position_in_every_repeat(tmp_path):
 
 
 def test_options_of_run_reach_it_as_words():
-    assert options_of_run(None, "") == []
-    assert options_of_run(2, "--restarts 1 --mpi-args '-x A -x B'") == [
+    assert run_options(None, "") == []
+    assert run_options(2, "--restarts 1 --mpi-args '-x A -x B'") == [
         *("--restarts", "1", "--mpi-args", "-x A -x B", "--ranks-per-node", "2")
     ]
 
@@ -162,9 +163,9 @@ def test_the_end_of_the_job_does_not_cut_a_trial_short(monkeypatch):
 
 
 def test_ranks_of_a_node_are_said_once():
-    assert options_of_run(None, "--ranks-per-node 2") == ["--ranks-per-node", "2"]
+    assert run_options(None, "--ranks-per-node 2") == ["--ranks-per-node", "2"]
     with pytest.raises(UsageError, match="say the same"):
-        options_of_run(2, "--ranks-per-node 2")
+        run_options(2, "--ranks-per-node 2")
 
 
 @pytest.mark.parametrize(
@@ -183,5 +184,5 @@ def test_ranks_of_a_node_are_said_once():
 )
 def test_options_that_would_fail_with_every_trial_are_refused(text, word):
     with pytest.raises(UsageError, match="--run-args") as error:
-        options_of_run(None, text)
+        run_options(None, text)
     assert word in str(error.value), str(error.value)

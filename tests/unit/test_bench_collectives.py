@@ -16,9 +16,9 @@ from hpcdist.bench.collectives import buffers, plan, results, run
 from hpcdist.bench.collectives import report as collectives_report
 from hpcdist.bench.collectives.contenders import CollectivesContender
 from hpcdist.bench.collectives.run import CellLimits, CellTiming
-from hpcdist.cli.bench_collectives import _known
-from hpcdist.cli.compare import command as compare
-from hpcdist.cli.report import report
+from hpcdist.cli.bench.collectives import _known
+from hpcdist.cli.bench.results import compare
+from hpcdist.cli.runs.report import report
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, StorageError, UsageError

@@ -13,7 +13,7 @@ from hpcdist.bench.collectives.results import CollectivesConfiguration, Configur
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli.compare import command
+from hpcdist.cli.bench.results import compare as results_compare
 from hpcdist.errors import FAILURE, StorageError, UsageError
 
 ITERATIONS = 400
@@ -52,7 +52,7 @@ def write(path, rng, medians, sessions=1):
 
 def ran(*arguments):
     """(exit code, stdout) of the command."""
-    done = CliRunner().invoke(command, [str(argument) for argument in arguments], standalone_mode=False)
+    done = CliRunner().invoke(results_compare, [str(argument) for argument in arguments], standalone_mode=False)
     if done.exception is not None:
         raise done.exception
     return done.return_value, done.stdout
@@ -160,7 +160,7 @@ def test_the_last_line_counts_what_has_no_verdict(tmp_path, rng):
     whole = collectives_results.read(before).configurations
     few = replace(whole[0], time_s=whole[0].time_s[:4], start_s=whole[0].start_s[:4], session=whole[0].session[:4])
     collectives_results.append(short, [few, whole[1]], {})
-    done = CliRunner().invoke(command, [str(short), str(after)], standalone_mode=False)
+    done = CliRunner().invoke(results_compare, [str(short), str(after)], standalone_mode=False)
     assert done.return_value == 0
     assert done.stderr.splitlines()[-1] == (
         "0 of 2 slower by more than 5 %, 0 wrong in the second, 1 without a verdict"
@@ -203,7 +203,7 @@ def test_markdown_is_a_table(tmp_path, rng):
 @pytest.mark.parametrize("threshold", ["much", "-5%", "5%%", ""])
 def test_a_threshold_that_is_no_share_is_a_usage_error(tmp_path, rng, threshold):
     path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
-    done = CliRunner().invoke(command, [str(path), str(path), "--threshold", threshold])
+    done = CliRunner().invoke(results_compare, [str(path), str(path), "--threshold", threshold])
     assert done.exit_code == 2 and "expected a share" in done.output
 
 

@@ -16,10 +16,10 @@ from hpcdist.bench.data.plan import CONTENDERS
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import Sweep, SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli.bench import command
-from hpcdist.cli.bench_trials import Recipes
+from hpcdist.cli.bench.group import command
+from hpcdist.cli.bench.trials import SweepRecipes
 from hpcdist.errors import CONFIGURATION, ConfigurationError, UsageError
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[SweepTrial], dict[str, str]]:
     scenarios = {plan.CALM: {}, plan.STRAGGLERS: plan.stragglers((0,), 3.0, 0.125)}
     wanted = plan.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
-    return plan.expand(wanted, Recipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
+    return plan.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
 
 
 def test_every_contender_takes_part_and_is_another_run() -> None:
@@ -47,7 +47,7 @@ def test_every_contender_takes_part_and_is_another_run() -> None:
 def _written(trial: SweepTrial) -> Any:
     import tomllib
 
-    from hpcdist.training import settings
+    from hpcdist.training.recipe import settings
 
     return settings.table(tomllib.loads(trial.recipe), "trial", recipes.defaults(), Path())
 

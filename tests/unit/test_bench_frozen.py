@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from hpcdist.bench.sweep import definition
-from hpcdist.cli.bench_trials import Recipes
+from hpcdist.cli.bench.trials import SweepRecipes
 
 SWEEP = """
 [sweep]
@@ -35,7 +35,7 @@ def trials(tmp_path, monkeypatch):
 
     def expanded(path):
         found = definition.read(path)
-        return definition.expand(found, Recipes(found)), found.repeats
+        return definition.expand(found, SweepRecipes(found)), found.repeats
 
     return expanded
 

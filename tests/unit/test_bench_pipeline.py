@@ -16,8 +16,8 @@ from hpcdist.bench.pipeline.plan import CONTENDERS, PipelineCase, PipelineReques
 from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
 from hpcdist.bench.pipeline.run import PipelineSample, place_units
 from hpcdist.bench.pipeline.timeline import trace
-from hpcdist.cli import bench_pipeline
-from hpcdist.cli.bench import command
+from hpcdist.cli.bench import pipeline
+from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError, StorageError, UsageError
@@ -197,16 +197,16 @@ def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) ->
     lines = []
 
     def start(ranks: int, call: click.Context) -> int:
-        lines.append((ranks, bench_pipeline.arguments(call)))
+        lines.append((ranks, pipeline.rank_arguments(call)))
         return 0
 
-    monkeypatch.setattr(bench_pipeline, "_start", start)
+    monkeypatch.setattr(pipeline, "_start", start)
     given = ["--schedule", "1f1b", "--schedule", "zb-h1", "--microbatches", "5", "--json", "-o", "x.h5", "--steps", "4"]
     assert CliRunner().invoke(command, ["pipeline", "-n", "3", *given]).exit_code == 0
     ranks, line = lines[0]
     assert ranks == 3 and "--ranks" not in line and "-n" not in line
-    parsed = bench_pipeline.command.make_context("pipeline", list(line)).params
-    wanted = bench_pipeline.command.make_context("pipeline", given).params
+    parsed = pipeline.command.make_context("pipeline", list(line)).params
+    wanted = pipeline.command.make_context("pipeline", given).params
     assert parsed == wanted
 
 

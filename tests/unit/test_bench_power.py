@@ -21,7 +21,8 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli import bench_power, bench_power_options
+from hpcdist.cli.bench.power import axes as power_axes
+from hpcdist.cli.bench.power import command
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError, UsageError
 
 # Candidates: from few values, so that ties are common, or with noise.
@@ -435,14 +436,14 @@ def options(**changed):
 
 
 def test_axes_of_the_options():
-    axes = bench_power_options.axes(
+    axes = power_axes.sweep_axes(
         options(
             limits="200,300.5", clocks="900", sweeps=("ranks=1,2", "run.seed=3,4", "optimizer.learning_rate=1e-3,0.1")
         )
     )
     assert (axes.limits_w, axes.clocks_mhz, axes.ranks, axes.threads) == ((200.0, 300.5), (900.0,), (1, 2), ())
     assert axes.keys == {"run.seed": (3, 4), "optimizer.learning_rate": (1e-3, 0.1)}
-    assert bench_power_options.axes(options(sweeps=("threads=1,8",), ranks=3)).threads == (1, 8)
+    assert power_axes.sweep_axes(options(sweeps=("threads=1,8",), ranks=3)).threads == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def test_axes_of_the_options():
 )
 def test_axes_that_cannot_be_read(changed, words):
     with pytest.raises((UsageError, ConfigurationError), match=words):
-        bench_power_options.axes(options(**changed))
+        power_axes.sweep_axes(options(**changed))
 
 
 @pytest.mark.parametrize(
@@ -481,7 +482,7 @@ def test_axes_that_cannot_be_read(changed, words):
 )
 def test_options_that_do_not_go_together(changed, words):
     with pytest.raises(UsageError, match=words):
-        bench_power_options.check(options(**changed))
+        power_axes.check_options(options(**changed))
 
 
 @pytest.fixture
@@ -505,7 +506,7 @@ def package(tmp_path):
 def call(*arguments, **environment):
     runner = click.testing.CliRunner()
     return runner.invoke(
-        bench_power.command,
+        command.command,
         list(map(str, arguments)),
         standalone_mode=False,
         env={"CUDA_VISIBLE_DEVICES": None, **environment},
@@ -513,7 +514,7 @@ def call(*arguments, **environment):
 
 
 def test_nothing_is_changed_without_the_flag(recipe, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_power, "run", lambda *arguments: pytest.fail("a trial was started"))
+    monkeypatch.setattr(command, "run_trials", lambda *arguments: pytest.fail("a trial was started"))
     output = tmp_path / "power.h5"
     done = call(recipe, "--limits", "90,100", "-o", output)
     assert isinstance(done.exception, UsageError)
@@ -554,12 +555,12 @@ def fake_sweep(monkeypatch, package, seen, end=None):
             energy_j_by_phase={"training": 2 * watts}, seconds_by_phase={"training": 4.0 if watts > 90 else 4.2}
         )
 
-    real = bench_power.run
+    real = command.run_trials
 
     def run(items, output, limits, anonymous, line, told, line_for, around):
         return real(items, output, limits, anonymous, line, told, line_for, lambda inner: around(measure))
 
-    monkeypatch.setattr(bench_power, "run", run)
+    monkeypatch.setattr(command, "run_trials", run)
 
 
 def test_a_sweep_over_limits_of_a_processor(recipe, package, tmp_path, monkeypatch):
@@ -615,13 +616,13 @@ CHOOSING = """
 import json
 from types import SimpleNamespace
 from hpcdist.bench.power.plan import PowerAxes
-from hpcdist.cli.bench_power_devices import Devices
+from hpcdist.cli.bench.power.axes import LimitedDevices
 from hpcdist.errors import HpcdistError
 
 def chosen(device, ranks=1, on=None, clocks=(), **environment):
     recipe = SimpleNamespace(run=SimpleNamespace(device=device), energy=SimpleNamespace(powercap="nowhere"))
     try:
-        with Devices(PowerAxes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as
+        with LimitedDevices(PowerAxes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as
         devices:
             return devices.kind, [knob.device for knob in devices.power], devices.described()[-1]
     except HpcdistError as error:
@@ -679,4 +680,4 @@ def test_restoring_where_nothing_was_changed(tmp_path):
 
 
 def test_the_names_of_objectives_agree():
-    assert bench_power.OBJECTIVES == pareto.OBJECTIVES == tuple(pareto.OBJECTIVE_NAMES)
+    assert command.OBJECTIVES == pareto.OBJECTIVES == tuple(pareto.OBJECTIVE_NAMES)

@@ -11,7 +11,7 @@ from hpcdist import __version__
 from hpcdist.bench.sweep import report, results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli.report import report as command
+from hpcdist.cli.runs.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 STEPS = 40

@@ -26,8 +26,8 @@ from hpcdist.bench.step.plan import (
     StepShape,
 )
 from hpcdist.bench.step.results import StepCase, StepResults
-from hpcdist.cli import bench_step
-from hpcdist.cli.bench import command
+from hpcdist.cli.bench import step
+from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError, UsageError
@@ -246,7 +246,7 @@ def test_a_process_with_other_threads_starts_one_that_has_them(monkeypatch: pyte
         started.append((line, env))
         return type("Done", (), {"returncode": 7})
 
-    monkeypatch.setattr(bench_step.subprocess, "run", run)
+    monkeypatch.setattr(step.subprocess, "run", run)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     result = CliRunner().invoke(command, ["step", "--threads", "2", "--steps", "3"], standalone_mode=False)
     assert result.return_value == 7

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.bench.sweep import definition, results
-from hpcdist.cli import bench, main
+from hpcdist.cli import main
+from hpcdist.cli.bench import group
 from hpcdist.errors import CONFIGURATION, FAILURE, OK, REQUEUE, STORAGE, ConfigurationError, StorageError
 
 ARCHITECTURES = Path(__file__).parents[2] / "benchmarks" / "architectures.toml"
@@ -30,7 +31,7 @@ def expand(tmp_path):
         path = tmp_path / "sweep.toml"
         path.write_text(text)
         found = definition.read(path)
-        return definition.expand(found, bench.Recipes(found))
+        return definition.expand(found, group.SweepRecipes(found))
 
     return expanded
 
@@ -236,8 +237,8 @@ def test_an_unknown_key_ends_the_command_before_anything_runs(tmp_path, monkeypa
 def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
     """Every key and value is one of recipes, and the degrees divide the ranks (as expand sees to), batch and layers."""
     found = definition.read(ARCHITECTURES)
-    resolve = bench.Recipes(found).resolve
-    trials = definition.expand(found, bench.Recipes(found))
+    resolve = group.SweepRecipes(found).resolve
+    trials = definition.expand(found, group.SweepRecipes(found))
     for trial in trials:
         values = resolve(trial.settings).values
         pipeline, microbatches = values["parallel.pipeline"], values["parallel.microbatches"]

@@ -13,10 +13,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import identity
-from hpcdist.training import recipe as recipes
-from hpcdist.training.chaos_config import ChaosConfig
-from hpcdist.training.chaos_slow import Pace, SlowedExecutor, is_slow
+from hpcdist.training.chaos.config import ChaosConfig
+from hpcdist.training.chaos.injection import SlowdownTimer, SlowedExecutor, is_slow
+from hpcdist.training.recipe import recipe as recipe_recipe
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 4
 
@@ -51,7 +51,7 @@ def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same() -> None:
     ],
 )
 def test_a_pace_adds_what_is_lacking(least_s: float, factor: float, needs_s: list[float], ends_s: list[float]) -> None:
-    pace, clock = Pace(len(needs_s), least_s, factor), 0.0
+    pace, clock = SlowdownTimer(len(needs_s), least_s, factor), 0.0
     for need_s, end_s in zip(needs_s, ends_s, strict=True):
         taken_s = need_s + pace.lacking_s(need_s)
         pace.took(taken_s)
@@ -60,7 +60,7 @@ def test_a_pace_adds_what_is_lacking(least_s: float, factor: float, needs_s: lis
 
 
 def test_sleep_that_took_too_long_is_made_up_for() -> None:
-    pace = Pace(2, 2.0, 1.0)
+    pace = SlowdownTimer(2, 2.0, 1.0)
     assert pace.lacking_s(0.25) == 0.75
     pace.took(1.5)
     assert pace.lacking_s(0.25) == pytest.approx(0.25)
@@ -163,7 +163,7 @@ def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path: Path) ->
     assert recipe.chaos.slow_ranks == (0, 3)
     (tmp_path / "b.toml").write_text(recipes.dump(recipe))
     assert recipes.load_stored(tmp_path / "b.toml") == recipe
-    assert identity.operational("chaos.slow_ranks") and identity.operational("chaos.step_s")
+    assert recipe_recipe.is_operational("chaos.slow_ranks") and recipe_recipe.is_operational("chaos.step_s")
 
 
 def test_people_are_told() -> None:

@@ -17,12 +17,12 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError
 from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training import chaos, chaos_faults
-from hpcdist.training import recipe as recipes
-from hpcdist.training.chaos_config import ChaosConfig
-from hpcdist.training.chaos_faults import flip, largest, overflow
-from hpcdist.training.saving import Saver, saver_of
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.chaos import injection
+from hpcdist.training.chaos.config import ChaosConfig
+from hpcdist.training.chaos.injection import flip_bit, largest_index, make_infinite
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver, build_saver
 
 Settings = dict[str, object]
 
@@ -41,13 +41,13 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> None:
     def die() -> None:
         raise Killed
 
-    monkeypatch.setattr(chaos_faults, "die", die)
+    monkeypatch.setattr(injection, "kill_process", die)
 
 
-def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, Saver]:
+def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, CheckpointSaver]:
     trainer = assembled(comm, settings)
-    saver = saver_of(trainer, run / "checkpoints")
-    chaos.arm(trainer, saver, run)
+    saver = build_saver(trainer, run / "checkpoints")
+    injection.arm_faults(trainer, saver, run)
     return trainer, saver
 
 
@@ -136,16 +136,16 @@ def test_the_bit_that_flips_is_worth_a_third_to_a_half() -> None:
 
     for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
         values = np.array([0.5, -3.0, 2.9, 0], dtype)
-        flip(values)
+        flip_bit(values)
         assert values.astype("f8")[[0, 2, 3]].tolist() == np.array([0.5, 2.9, 0], dtype).astype("f8").tolist()
-        assert float(values[1]) == -2.0 and largest(values) == 2
-        flip(values[:0])
+        assert float(values[1]) == -2.0 and largest_index(values) == 2
+        flip_bit(values[:0])
 
 
 def test_damage_on_a_gpu_is_the_same(gpu: ModuleType) -> None:
     values = backend.place(np.array([0.5, -3.0, 2.9, 0], "f4"), "gpu")
-    flip(values)
-    overflow(values[2:])
+    flip_bit(values)
+    make_infinite(values[2:])
     assert backend.to_host(values).tolist() == [0.5, -2.0, np.inf, 0]
 
 

@@ -18,7 +18,7 @@ from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
-from hpcdist.training.recipe import load
+from hpcdist.training.recipe.recipe import load
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
 FLOAT = np.dtype("float32")

@@ -26,9 +26,9 @@ from hpcdist.cli import main
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
-from hpcdist.training import directory, inference
-from hpcdist.training import recipe as recipes
-from hpcdist.training.origin import Stored, from_whole
+from hpcdist.training import inference, run_directory
+from hpcdist.training.build.state_source import CheckpointSource, from_intact_source
+from hpcdist.training.recipe import recipe as recipes
 
 Keys = dict[str, Any]
 
@@ -48,7 +48,7 @@ def recipe_of(keys: Keys) -> recipes.Recipe:
 @pytest.fixture
 def run(tmp_path: Path, keys: Keys) -> Path:
     """A run with two checkpoints."""
-    found = directory.prepare(solo(), recipe_of(keys), tmp_path / "run", "auto").path
+    found = run_directory.prepare_run_directory(solo(), recipe_of(keys), tmp_path / "run", "auto").path
     trainer = trainer_of(solo(), keys)
     for step in (3, 4):
         trainer.save(found / "checkpoints", step)
@@ -57,10 +57,10 @@ def run(tmp_path: Path, keys: Keys) -> Path:
 
 def resume(run: Path, keys: Keys, lock: RunLock | None = None) -> Path | None:
     """Return the checkpoint that a start goes on from: the newest that looks complete, and whose bytes are whole."""
-    found = directory.prepare(solo(), recipe_of(keys), run, "auto", lock).resume_from
+    found = run_directory.prepare_run_directory(solo(), recipe_of(keys), run, "auto", lock).resume_from
     if found is None:
         return None
-    origin = from_whole(solo(), run, Stored(found), lambda one: trainer_of(solo(), keys, one.path))[1]
+    origin = from_intact_source(solo(), run, CheckpointSource(found), lambda one: trainer_of(solo(), keys, one.path))[1]
     return origin.path
 
 

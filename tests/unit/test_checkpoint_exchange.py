@@ -26,7 +26,7 @@ from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.training import data, inference
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
 
 SHAPES = {"0.table": (7, 5), "1.weight": (33, 19), "1.bias": (5,), "2.scale": ()}
 DTYPES = {"parameters": "float32", "optimizer.m": "float64", "optimizer.half": "bfloat16", "counts": "int64"}

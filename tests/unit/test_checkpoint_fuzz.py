@@ -34,8 +34,8 @@ from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.optim.batch_size import SmoothedNoise
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
-from hpcdist.training import recipe as recipes
-from hpcdist.training.origin import Stored
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.recipe import recipe as recipes
 
 MUTATIONS = int(os.environ.get("HPCDIST_TEST_MUTATIONS", "300"))
 SPARE_BYTES = 512 << 20  # what the child may take beyond what it began with
@@ -283,7 +283,9 @@ def test_every_number_of_a_manifest_may_be_forged(small_run, tmp_path, rng, caps
             assert place[0] != "scalars" or len(place) == 1 or found.manifest is not None
             if place[0] == "scalars":
                 loss_of(path)
-                taken += refused_or_done(lambda: (trainer.restore(Stored(path)), trainer.shares.of(5))) is not None
+                taken += (
+                    refused_or_done(lambda: (trainer.restore(CheckpointSource(path)), trainer.shares.of(5))) is not None
+                )
             if set(place[1:2]) & ASSEMBLED:
                 refused_or_done(lambda: trainer_of(solo(), keys, path))
             if number == chosen or set(place[1:2]) & EVALUATED:

@@ -17,7 +17,7 @@ from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
-from hpcdist.training.recipe import load
+from hpcdist.training.recipe.recipe import load
 
 SIZE = 3000
 

@@ -19,8 +19,8 @@ from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
-from hpcdist.training import directory
-from hpcdist.training import recipe as recipes
+from hpcdist.training import run_directory
+from hpcdist.training.recipe import recipe as recipes
 
 HOLD = """
 import sys, time
@@ -124,15 +124,15 @@ def test_a_damaged_lock_is_stale_when_it_is_old(tmp_path, quick):
 def test_two_runs_of_one_directory(tmp_path):
     recipe = recipes.load(None, [], {}).recipe
     first, second = RunLock(), RunLock()
-    directory.prepare(solo(), recipe, tmp_path / "run", "auto", first)
+    run_directory.prepare_run_directory(solo(), recipe, tmp_path / "run", "auto", first)
     (tmp_path / "run" / "checkpoints").mkdir()
     before = (tmp_path / "run" / "recipe.toml").read_text()
     longer = recipes.load(None, ["run.steps=77"], {}).recipe
     with pytest.raises(StorageError, match="is being written by process"):
-        directory.prepare(solo(), longer, tmp_path / "run", "auto", second)
+        run_directory.prepare_run_directory(solo(), longer, tmp_path / "run", "auto", second)
     assert (tmp_path / "run" / "recipe.toml").read_text() == before
     first.release()
-    directory.prepare(solo(), longer, tmp_path / "run", "auto", second)
+    run_directory.prepare_run_directory(solo(), longer, tmp_path / "run", "auto", second)
     second.release()
 
 

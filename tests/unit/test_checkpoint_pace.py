@@ -13,11 +13,11 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.telemetry.metrics import step_metrics as files
-from hpcdist.training import recipe as recipes
-from hpcdist.training.energy import Energy
-from hpcdist.training.loop import Loop
-from hpcdist.training.progress import Progress
-from hpcdist.training.survival import StopWishes, Wish
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import TrainingLoop
+from hpcdist.training.run.stop_requests import StopReason, StopRequests
 
 STEPS = 12
 
@@ -35,9 +35,9 @@ def trained(settings, out, ends=math.inf):
     def body(comm):
         trainer = assembled(comm, settings)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
-        progress, energy = Progress(STEPS, 0, 1e9, shown=False), Energy(comm, trainer.recipe, None)
+        progress, energy = ConsoleProgress(STEPS, 0, 1e9, shown=False), EnergyRecorder(comm, trainer.recipe, None)
         with energy.monitor:
-            return Loop(session, trainer, out, progress, {}, StopWishes(ends=ends), energy).run()
+            return TrainingLoop(session, trainer, out, progress, {}, StopRequests(ends=ends), energy).run()
 
     return run_threads(2, body)
 
@@ -71,7 +71,7 @@ def test_the_best_stay_and_the_losses_are_those_of_a_run_without(settings, tmp_p
 
 def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
     found = trained(settings, tmp_path / "run", ends=time.time() + 1.0)
-    assert [one.wish for one in found] == [Wish.REQUEUE, Wish.REQUEUE]
+    assert [one.wish for one in found] == [StopReason.REQUEUE, StopReason.REQUEUE]
     assert [one.done for one in found] == [1, 1] and steps_in(tmp_path / "run") == [1]
 
 

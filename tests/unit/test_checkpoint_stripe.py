@@ -11,7 +11,7 @@ from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.training import striping
+from hpcdist.training.run import saving
 
 GIB = 1 << 30
 
@@ -107,7 +107,7 @@ def on_three_ranks(directory, **keys):
 
     def body(comm):
         config = CheckpointConfig(**keys)
-        striping.prepare(comm, directory, config, 12 * GIB, said.append if comm.rank == 0 else said.remove)
+        saving.stripe_checkpoints(comm, directory, config, 12 * GIB, said.append if comm.rank == 0 else said.remove)
 
     run_threads(3, body)
     return said

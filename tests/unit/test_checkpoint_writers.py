@@ -23,7 +23,7 @@ from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.virtual import rectangles
-from hpcdist.training.recipe import load
+from hpcdist.training.recipe.recipe import load
 
 LAYOUT = Layout.of(
     [

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpcdist.cli.degrees import equation
 from hpcdist.errors import ConfigurationError
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.use_cases.degrees import degrees_equation
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hpcdist.training import recipe as recipes
 def test_what_does_not_fit_the_ranks_is_refused(overrides: list[str], words: str) -> None:
     recipe = recipes.load(None, overrides, {}).recipe
     with pytest.raises(ConfigurationError, match=words):
-        equation(recipe, 4)
+        degrees_equation(recipe, 4)
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_what_does_not_fit_the_ranks_is_refused(overrides: list[str], words: str
     ],
 )
 def test_what_fits_is_told(overrides: list[str]) -> None:
-    assert equation(recipes.load(None, overrides, {}).recipe, 4).startswith("4 = data 4 x")
+    assert degrees_equation(recipes.load(None, overrides, {}).recipe, 4).startswith("4 = data 4 x")

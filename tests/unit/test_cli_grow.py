@@ -5,15 +5,15 @@ import pytest
 from hpcdist.cli import main
 from hpcdist.comm.launch.exit_file import SURVIVE
 from hpcdist.errors import CONFIGURATION, OK, USAGE
-from hpcdist.training.starts import STOPPED, Starts
-from hpcdist.training.survival import GROW_FILE, StopWishes
+from hpcdist.training.run.start_record import STOPPED, StartRecord
+from hpcdist.training.run.stop_requests import GROW_FILE, StopRequests
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The directory of a run whose job is at work and survives."""
     monkeypatch.setenv(SURVIVE, "shrink")
-    Starts(tmp_path)
+    StartRecord(tmp_path)
     for name in ("recipe.toml", "lock"):
         (tmp_path / name).touch()
     return tmp_path
@@ -27,7 +27,7 @@ def grow(*arguments):
 
 def test_the_job_reads_what_was_asked(run):
     assert (grow(run, 2), grow(run, 3)) == (OK, OK)
-    wishes = StopWishes()
+    wishes = StopRequests()
     wishes.grow_file = run / GROW_FILE
     assert wishes.ranks() == 3
     assert sorted(path.name for path in run.iterdir()) == ["grow", "lock", "recipe.toml", "starts.json"]
@@ -50,12 +50,12 @@ def test_a_run_that_nobody_trains(run, capsys):
     (run / "lock").unlink()
     assert grow(run, 1) == CONFIGURATION and "nothing trains" in capsys.readouterr().err
     (run / "lock").touch()
-    Starts(run).ended(STOPPED)
+    StartRecord(run).ended(STOPPED)
     assert grow(run, 1) == CONFIGURATION and "nothing trains" in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_survive(run, capsys, monkeypatch):
     monkeypatch.delenv(SURVIVE)
-    Starts(run)
+    StartRecord(run)
     assert grow(run, 1) == CONFIGURATION and "fixed number" in capsys.readouterr().err
     assert not (run / GROW_FILE).exists()

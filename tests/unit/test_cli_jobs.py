@@ -6,11 +6,13 @@ import os
 import pytest
 
 from hpcdist.batch import ledger
-from hpcdist.cli import jobs_begin, main
+from hpcdist.cli import main
+from hpcdist.cli.jobs import begin
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
-from hpcdist.training import directory, survival
-from hpcdist.training import recipe as recipes
-from hpcdist.training.starts import FINISHED, Starts
+from hpcdist.training import run_directory
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run import stop_requests
+from hpcdist.training.run.start_record import FINISHED, StartRecord
 
 STEPS = 20
 
@@ -60,7 +62,7 @@ def told(jobs, *arguments):
 
 
 def test_the_names_of_files_are_those_of_a_training():
-    assert (jobs_begin.RECIPE_FILE, jobs_begin.STOP_FILE) == (directory.RECIPE_FILE, survival.STOP_FILE)
+    assert (begin.RECIPE_FILE, begin.STOP_FILE) == (run_directory.RECIPE_FILE, stop_requests.STOP_FILE)
 
 
 def test_a_run_of_three_starts(run, jobs):
@@ -199,7 +201,7 @@ def test_a_start_that_was_killed_in_its_last_evaluation_is_repeated(run, jobs):
 
 def test_a_run_that_was_trained_without_jobs(run, jobs):
     save(run, STEPS)
-    starts = Starts(run)
+    starts = StartRecord(run)
     assert told(jobs, "begin", run, "--job=1") == "go"
     (run / "jobs.jsonl").unlink()
     starts.ended(FINISHED)
@@ -240,7 +242,7 @@ def test_a_cancelled_job_does_not_come_again(run, jobs):
     + [(code, ["n2"], "stop") for code in (0, 2, 69, 130)],
 )
 def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lost, word):
-    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
+    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (lost, ["n3"] if lost else []))
     jobs("begin", run, "--job=1")
     save(run, 4)
     _, out, err = jobs("end", run, "--job=1", f"--code={code}")
@@ -251,7 +253,7 @@ def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lo
 def test_a_start_after_a_crash_is_made_again_once(run, jobs, monkeypatch):
     """Slurm may have ended its steps together with those of the start before."""
     for restart, (lost, word) in enumerate(((["n2"], "again"), ([], "again"), ([], "stop"))):
-        monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
+        monkeypatch.setattr(begin.allocation, "lost_nodes", lambda lost=lost: (lost, ["n1"] if lost else []))
         jobs("begin", run, "--job=1", f"--restart={restart}")
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
@@ -275,7 +277,7 @@ def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
 
 
 def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch):
-    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     for restart in range(3):
         assert told(jobs, "begin", run, "--job=1", f"--restart={restart}") == "go"
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", f"--code={(1, 75, 75)[restart]}") == "again"
@@ -283,7 +285,7 @@ def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch
 
 
 def test_a_cancelled_job_that_lost_a_node_does_not_come_again(run, jobs, monkeypatch):
-    monkeypatch.setattr(jobs_begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
+    monkeypatch.setattr(begin.allocation, "lost_nodes", lambda: (["n2"], ["n1"]))
     jobs("begin", run, "--job=1")
     ledger.record(run, "cancelled", job="1", how="save")
     assert told(jobs, "end", run, "--job=1", "--code=1") == "stop"
@@ -327,7 +329,7 @@ def test_a_job_may_be_in_the_directory_before_its_training(run):
     (run / "recipe.toml").unlink()
     ledger.record(run, "submitted", job="1", chain=["1"])
     (run / "stop").touch()
-    assert directory._barely_begun(run)
+    assert run_directory._has_only_start_files(run)
     assert json.loads((run / "jobs.jsonl").read_text())["chain"] == ["1"]
     (run / "stopwords.txt").touch()
-    assert not directory._barely_begun(run)
+    assert not run_directory._has_only_start_files(run)

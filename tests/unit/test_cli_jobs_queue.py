@@ -14,7 +14,9 @@ import slurm_double
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli import jobs_find, jobs_log, main
+from hpcdist.cli import main
+from hpcdist.cli.jobs import log as jobs_log
+from hpcdist.cli.jobs import lookup
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
 
 NOW = 1795321600  # seconds since 1970, when the played Slurm was asked
@@ -220,7 +222,7 @@ def test_the_end_of_a_log(run, slurm):
 def test_the_last_lines(tmp_path, text, lines, expected):
     (tmp_path / "log").write_bytes(text)
     with (tmp_path / "log").open("rb") as file:
-        assert text[jobs_log._start(file, lines) :] == expected
+        assert text[jobs_log._tail_offset(file, lines) :] == expected
 
 
 def test_the_log_of_a_run_is_that_of_the_job_which_began_last(run, jobs, tmp_path):
@@ -271,7 +273,7 @@ def test_a_log_is_followed_from_its_first_line_to_the_end_of_its_job(run, jobs, 
         (slurm / "queue").write_text("30|COMPLETED|0|0:01|UNLIMITED|1|0|1795321499|1795321500|None|\n")
 
     meanwhile = iter([lambda: None, lambda: say("one\n"), lambda: say("two\n"), end])
-    monkeypatch.setattr(jobs_log, "ASKED_EVERY_S", 0)
+    monkeypatch.setattr(jobs_log, "SCHEDULER_POLL_S", 0)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(meanwhile)())
     monkeypatch.setattr(jobs_log, "time", clock)
     assert jobs("log", "30", "--follow")[:2] == (OK, "one\ntwo\nthree")
@@ -456,7 +458,7 @@ def test_the_newest_job_of_a_number_is_meant(run, jobs, tmp_path):
     """Clusters that share a home directory give the same numbers."""
     write(tmp_path / "old", ("submitted", "30", 1000, {"log": "/old"}))
     ledger.register_run(tmp_path / "old")
-    assert jobs_find.one("30").run_dir == run
+    assert lookup.job_named("30").run_dir == run
 
 
 @pytest.mark.parametrize(
@@ -469,14 +471,14 @@ def test_the_newest_job_of_a_number_is_meant(run, jobs, tmp_path):
     ],
 )
 def test_no_text_commands_the_terminal(text, shown):
-    assert jobs_find.shown(text) == shown
+    assert lookup.printable(text) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90061, "1-01:01:01")]
 )
 def test_durations(seconds, text):
-    assert jobs_find.clock(seconds) == text
+    assert lookup.duration(seconds) == text
 
 
 def test_help_and_status_load_nothing_heavy(slurm):

@@ -14,8 +14,8 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training import partitioning
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build import pipeline
+from hpcdist.training.build.trainer import Trainer
 
 STEPS = 6
 FEEDBACK_LOSES = {"float16": 2e-3, "bfloat16": 1e-2}  # relative to the loss of a dense run, of the ones that lose least
@@ -185,7 +185,7 @@ def test_a_cut_by_memory_counts_what_is_owed(
     def run(comm: Communicator) -> tuple[float, float]:
         trainer = trainer_of(comm, given)
         held = trainer.ledger.peak["optimizer"] / trainer.model.layout.size
-        return held, partitioning.states(trainer.recipe, comm.size).per_parameter
+        return held, pipeline.model_state_bytes(trainer.recipe, comm.size).per_parameter
 
     kept = 4 if "precision.mode" in more else 8  # parameters and gradients
     for held, each in run_threads(2, run):

@@ -27,8 +27,8 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 WARM = 3
 DGC = {

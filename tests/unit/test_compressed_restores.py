@@ -14,8 +14,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
-from hpcdist.training import compression_choice
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build import selection
+from hpcdist.training.build.trainer import Trainer
 
 FACTORS = {"communication.compression": "powersgd", "compression.rank": 2}
 ACROSS = {"compression.across_nodes": "true"}
@@ -187,11 +187,11 @@ def test_another_loss_scale_changes_neither_steps_nor_what_is_owed(keys: dict[st
 def test_as_many_ranks_keep_a_measured_choice_and_others_measure_again(
     keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression_choice, "decide", lambda *args, **more: CompressionDecision("int8", "measured"))
-    monkeypatch.setattr(compression_choice, "is_off", lambda world: False)
+    monkeypatch.setattr(selection, "decide", lambda *args, **more: CompressionDecision("int8", "measured"))
+    monkeypatch.setattr(selection, "tuning_is_off", lambda world: False)
     given = keys | {"communication.compression": "auto"}
     path = run_threads(2, lambda comm: begun(comm, given, tmp_path))[0][0]
-    monkeypatch.setattr(compression_choice, "decide", lambda *args, **more: CompressionDecision("none", "measured"))
+    monkeypatch.setattr(selection, "decide", lambda *args, **more: CompressionDecision("none", "measured"))
     for ranks, wanted in ((2, ("int8", "checkpoint")), (3, ("none", "measured"))):
         for found in run_threads(ranks, lambda comm: trainer_of(comm, given, path).compression):
             assert (found.name, found.source) == wanted

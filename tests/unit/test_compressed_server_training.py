@@ -11,8 +11,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression.feedback import RESIDUAL
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 Settings = dict[str, object]
 COLOCATED = {**SERVER, "parameter_server.placement": "colocated"}

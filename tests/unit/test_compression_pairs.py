@@ -13,7 +13,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import COMPRESSIONS
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 2
 SERVED = {"parallel.strategy": "parameter_server"}

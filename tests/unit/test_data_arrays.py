@@ -12,8 +12,9 @@ import pytest
 from hpcdist.errors import DataError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.hdf5.overlay import encode_journal, journal_of
-from hpcdist.training.data import arrays, samples
-from hpcdist.training.data.samples import FileArray, Windows
+from hpcdist.training.data import files as data_files
+from hpcdist.training.data import samples
+from hpcdist.training.data.samples import FileArray, TokenWindows
 
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -26,7 +27,7 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_npy_tokens(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
     np.save(tmp_path / "a.npy", tokens.astype(dtype))
-    got = arrays.npy_tokens(tmp_path / "a.npy")
+    got = data_files.npy_tokens(tmp_path / "a.npy")
     assert got.dtype == dtype
     assert np.array_equal(got[:], tokens)
     assert got[-1] == tokens[-1]
@@ -41,7 +42,7 @@ def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: st
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("other", data=np.arange(3))
         file.create_dataset("tokens", data=tokens.astype(dtype), **options)
-    got = arrays.hdf5_tokens(tmp_path / "a.h5")
+    got = data_files.hdf5_tokens(tmp_path / "a.h5")
     assert isinstance(got, FileArray) is plain
     assert got.dtype == dtype
     assert len(got) == len(tokens)
@@ -51,7 +52,7 @@ def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: st
 def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path: Path, tokens: np.ndarray) -> None:
     with h5py.File(tmp_path / "a.h5", "w", userblock_size=512) as file:
         file["tokens"] = tokens.astype(">u2")
-    got = arrays.hdf5_tokens(tmp_path / "a.h5")
+    got = data_files.hdf5_tokens(tmp_path / "a.h5")
     assert got.dtype == np.uint16
     assert np.array_equal(got[:], tokens)
 
@@ -89,9 +90,9 @@ def _store(folder: Path, storage: str, tokens: np.ndarray) -> Path:
 @pytest.mark.parametrize("storage", STORAGE)
 def test_elements_in_another_file(tmp_path: Path, tokens: np.ndarray, storage: str) -> None:
     tokens = tokens.astype(np.uint8)
-    got = arrays.hdf5_tokens(_store(tmp_path, storage, tokens))
+    got = data_files.hdf5_tokens(_store(tmp_path, storage, tokens))
     assert np.array_equal(got[:], tokens)
-    assert np.array_equal(Windows(got, 16, shifting=False).take(np.array([7]), 0)[0][0], tokens[112:128])
+    assert np.array_equal(TokenWindows(got, 16, shifting=False).take(np.array([7]), 0)[0][0], tokens[112:128])
 
 
 @pytest.mark.parametrize("storage", STORAGE)
@@ -100,7 +101,7 @@ def test_another_file_that_is_not_there(tmp_path: Path, tokens: np.ndarray, stor
     path = _store(tmp_path, storage, tokens.astype(np.uint8))
     (tmp_path / ("rest" if storage == "external" else "part.h5")).unlink()
     with pytest.raises(DataError, match=r"whole\.h5.*(a link to what is not there|rest|part\.h5)"):
-        arrays.hdf5_tokens(path)
+        data_files.hdf5_tokens(path)
 
 
 @pytest.mark.parametrize("kind", ["npy", "link", "virtual", "external", "foreign", "chunked"])
@@ -117,8 +118,8 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, tokens: np.ndarray,
         with h5py.File(path, "w") as file:
             data = tokens.astype(">u2" if kind == "foreign" else np.uint8)
             file.create_dataset("tokens", data=data, chunks=(1000,) if kind == "chunked" else None)
-    got = arrays.npy_tokens(cut) if kind == "npy" else arrays.hdf5_tokens(path)
-    windows = Windows(got, 16, shifting=False)
+    got = data_files.npy_tokens(cut) if kind == "npy" else data_files.hdf5_tokens(path)
+    windows = TokenWindows(got, 16, shifting=False)
     assert np.array_equal(windows.take(np.array([300]), 0)[0][0], tokens[4800:4816])
     os.truncate(cut, 1500)
     for read in (lambda: windows.take(np.array([2, 290]), 0), lambda: got[4640:4650]):
@@ -139,7 +140,7 @@ def test_a_journal_over_a_file_is_seen(tmp_path: Path, tokens: np.ndarray) -> No
     path.write_bytes(before)
     olds = {number: before[4096 * number :][:4096] for number in pages}
     journal_of(path).write_bytes(encode_journal(len(after), pages, olds))
-    assert (arrays.hdf5_tokens(path)[:] == 7).all()
+    assert (data_files.hdf5_tokens(path)[:] == 7).all()
 
 
 def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
@@ -148,8 +149,8 @@ def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
             file["tokens"] = target
             for name in ("x", "y", "other"):
                 file[name] = h5py.SoftLink("/tokens")
-        assert arrays.holds_tokens(tmp_path / "a.h5")
-        for read in (arrays.hdf5_tokens, arrays.hdf5_table):
+        assert data_files.holds_tokens(tmp_path / "a.h5")
+        for read in (data_files.hdf5_tokens, data_files.hdf5_table):
             with pytest.raises(DataError, match=message):
                 read(tmp_path / "a.h5")
 
@@ -170,7 +171,7 @@ def test_pipes_and_circles_are_refused(tmp_path: Path) -> None:
         with h5py.File(tmp_path / "a.h5", "w") as file:
             fill(file)
         with pytest.raises(DataError, match=message):
-            arrays.hdf5_tokens(tmp_path / "a.h5")
+            data_files.hdf5_tokens(tmp_path / "a.h5")
 
     def virtual(source: str) -> Callable[[h5py.File], object]:
         layout = h5py.VirtualLayout((2000,), np.uint8)
@@ -188,18 +189,18 @@ def test_pipes_and_circles_are_refused(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_into_memory(tmp_path: Path, extent: int) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (4, extent, extent), np.uint8, chunks=(1, 8, 8))
-    got = arrays.Dataset(tmp_path / "a.h5", h5py.File(tmp_path / "a.h5")["x"])
+    got = data_files.Hdf5Dataset(tmp_path / "a.h5", h5py.File(tmp_path / "a.h5")["x"])
     for read in (lambda: got[:1], lambda: got.gather(np.array([1]), 1)):
         with pytest.raises(StorageError, match="cannot be read|do not fit into memory"):
             read()
 
 
 def test_classes_of_many_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(data_files, "BLOCK_ROWS", 7)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((40, 2)), np.arange(40) % 23
     monkeypatch.setattr(FileArray, "__getitem__", lambda self, index: _short(self, index))
-    assert arrays.hdf5_table(tmp_path / "a.h5")[2] == 23
+    assert data_files.hdf5_table(tmp_path / "a.h5")[2] == 23
 
 
 def _short(array: FileArray, index: slice) -> np.ndarray:
@@ -215,7 +216,7 @@ def test_what_is_no_tokens_is_refused(tmp_path: Path, array: np.ndarray) -> None
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["tokens"] = array
     expected = "expected one dimension of uint8, uint16, uint32" if array.size else "is empty"
-    for read, name in ((arrays.npy_tokens, "a.npy"), (arrays.hdf5_tokens, "a.h5")):
+    for read, name in ((data_files.npy_tokens, "a.npy"), (data_files.hdf5_tokens, "a.h5")):
         with pytest.raises(DataError, match=expected):
             read(tmp_path / name)
 
@@ -226,24 +227,24 @@ def test_broken_files_are_refused(tmp_path: Path, tokens: np.ndarray) -> None:
     for content in (whole[:-100], whole[:20], b"no array"):
         (tmp_path / "a.npy").write_bytes(content)
         with pytest.raises(DataError, match=r"a\.npy cannot be read as \.npy"):
-            arrays.npy_tokens(tmp_path / "a.npy")
+            data_files.npy_tokens(tmp_path / "a.npy")
     np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(DataError, match="cannot be read"):
-        arrays.npy_tokens(tmp_path / "object.npy")
+        data_files.npy_tokens(tmp_path / "object.npy")
     np.save(tmp_path / "single.npy", np.uint8(3))
     with pytest.raises(DataError, match=r"uint8\(\); expected one dimension"):
-        arrays.npy_tokens(tmp_path / "single.npy")
+        data_files.npy_tokens(tmp_path / "single.npy")
     np.savez(tmp_path / "archive.npy", tokens)
     (tmp_path / "archive.npy.npz").rename(tmp_path / "archive.npy")
     with pytest.raises(DataError, match="an archive of several arrays"):
-        arrays.npy_tokens(tmp_path / "archive.npy")
+        data_files.npy_tokens(tmp_path / "archive.npy")
     for extent in (2**62, 2**63, 2**70, -3):
         (tmp_path / "a.npy").write_bytes(whole.replace(b"(5000,), ", f"({extent},), ".encode()))
         with pytest.raises(DataError, match="cannot be read"):
-            arrays.npy_tokens(tmp_path / "a.npy")
+            data_files.npy_tokens(tmp_path / "a.npy")
     (tmp_path / "a.h5").write_bytes(b"no file of HDF5")
     with pytest.raises(DataError, match=r"a\.h5.* cannot be read as HDF5"):
-        arrays.hdf5_tokens(tmp_path / "a.h5")
+        data_files.hdf5_tokens(tmp_path / "a.h5")
 
 
 def test_datasets_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -251,9 +252,9 @@ def test_datasets_that_are_missing_are_named(tmp_path: Path) -> None:
         file.create_group("x")
         file["y"] = np.arange(3)
     with pytest.raises(DataError, match="no dataset tokens; the file holds x, y"):
-        arrays.hdf5_tokens(tmp_path / "a.h5")
+        data_files.hdf5_tokens(tmp_path / "a.h5")
     with pytest.raises(DataError, match="no dataset x; the file holds x, y"):
-        arrays.hdf5_table(tmp_path / "a.h5")
+        data_files.hdf5_table(tmp_path / "a.h5")
 
 
 def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path: Path, tokens: np.ndarray) -> None:
@@ -263,7 +264,7 @@ def test_a_damaged_chunk_is_an_error_when_it_is_read(tmp_path: Path, tokens: np.
     content = bytearray((tmp_path / "a.h5").read_bytes())
     content[offset + 5] ^= 1
     (tmp_path / "a.h5").write_bytes(content)
-    got = arrays.hdf5_tokens(tmp_path / "a.h5")
+    got = data_files.hdf5_tokens(tmp_path / "a.h5")
     assert np.array_equal(got[:1000], tokens[:1000])
     with pytest.raises(StorageError, match="dataset /tokens: cannot be read"):
         got[2000:2010]
@@ -275,7 +276,7 @@ def test_tables(tmp_path: Path, rng: np.random.Generator, options: dict) -> None
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=x, **options)
         file.create_dataset("y", data=y, **options)
-    got_x, got_y, classes = arrays.hdf5_table(tmp_path / "a.h5")
+    got_x, got_y, classes = data_files.hdf5_table(tmp_path / "a.h5")
     assert classes == 7
     assert np.array_equal(got_x[:], x)
     assert np.array_equal(got_y[:], y)
@@ -298,13 +299,13 @@ def test_tables_that_do_not_fit(tmp_path: Path, x: np.ndarray, y: np.ndarray, me
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = x, y
     with pytest.raises(DataError, match=message):
-        arrays.hdf5_table(tmp_path / "a.h5")
+        data_files.hdf5_table(tmp_path / "a.h5")
 
 
 def test_an_interrupted_read_is_made_again(tmp_path: Path, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that a signal ends is no failure; rows after it are read as ever."""
     np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
-    got, read, calls = arrays.npy_tokens(tmp_path / "a.npy"), samples._read_blocks, []
+    got, read, calls = data_files.npy_tokens(tmp_path / "a.npy"), samples._read_blocks, []
 
     def interrupted(descriptor: int, offsets: np.ndarray, blocks: np.ndarray) -> int:
         calls.append(len(offsets))
@@ -328,15 +329,15 @@ def test_many_files_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pyte
         layout[10 * part : 10 * part + 10] = source
     with h5py.File(tmp_path / "whole.h5", "w") as file:
         file.create_virtual_dataset("tokens", layout)
-    got, looks, now = arrays.hdf5_tokens(tmp_path / "whole.h5"), [], [5.0]
+    got, looks, now = data_files.hdf5_tokens(tmp_path / "whole.h5"), [], [5.0]
     check = files.check_size
     monkeypatch.setattr(files, "check_size", lambda *given: (looks.append(given), check(*given)))
-    monkeypatch.setattr(arrays.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(data_files.time, "monotonic", lambda: now[0])
     for start in range(100):
         assert got[start] == start // 10
     once = len(looks)
     assert 12 <= once <= 13
     os.truncate(tmp_path / "11.h5", 100)
-    now[0] += arrays.CHECK_S
+    now[0] += data_files.CHECK_S
     with pytest.raises(StorageError, match="it was cut"):
         got[5]

@@ -15,11 +15,12 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.reporting import user_cache
-from hpcdist.training import adoption, state
-from hpcdist.training import recipe as recipes
-from hpcdist.training.config import DataConfig
-from hpcdist.training.data import Source, arrays, open_source, text
+from hpcdist.training.build import state
+from hpcdist.training.data import Source, files, open_source
 from hpcdist.training.data import digest as module
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.config import DataConfig
+from hpcdist.training.use_cases import import_checkpoint
 
 SIZE = 130_846
 UNSEEN = 1500  # between the first two of 64 probes of 1,024 bytes
@@ -28,7 +29,7 @@ UNSEEN = 1500  # between the first two of 64 probes of 1,024 bytes
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_seen", {})
+    monkeypatch.setattr(module, "_memory_cache", {})
     monkeypatch.setattr(module, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(module, "READ_BYTES", 3_000)
     return tmp_path / "cache" / "hpcdist" / module.KIND
@@ -150,7 +151,7 @@ def test_what_was_read_is_not_read_again(
         return bool(blocks)
 
     def forge(write: Callable[[Path], object]) -> None:
-        module._seen.clear()
+        module._memory_cache.clear()
         for path in cache.iterdir():
             write(path)
 
@@ -160,7 +161,7 @@ def test_what_was_read_is_not_read_again(
     monkeypatch.setattr(module, "SETTLED_NS", -1)
     assert reads(lambda: None)
     assert not reads(lambda: None)
-    assert not reads(module._seen.clear), "as in a later start"
+    assert not reads(module._memory_cache.clear), "as in a later start"
     assert len(set(found)) == 1
     assert not reads(lambda: forge(lambda path: path.write_text(path.read_text().replace(found[0], "0" * 32))))
     assert found.pop() == "0" * 32, "it is the file that is asked"
@@ -191,7 +192,7 @@ def test_all_files_with_elements_are_looked_at(tmp_path: Path, blocks: list[int]
         file.create_virtual_dataset("tokens", layout)
 
     def digest() -> str:
-        return module.digest([arrays.hdf5_tokens(tmp_path / "whole.h5")], "it", solo())
+        return module.digest([files.hdf5_tokens(tmp_path / "whole.h5")], "it", solo())
 
     first = digest()
     blocks.clear()
@@ -200,13 +201,13 @@ def test_all_files_with_elements_are_looked_at(tmp_path: Path, blocks: list[int]
     change(tmp_path / "part.h5", 2048 + UNSEEN)
     assert digest() != first
     blocks.clear()
-    monkeypatch.setattr(arrays.Dataset, "files", lambda self: None)  # as with a pattern of names
+    monkeypatch.setattr(files.Hdf5Dataset, "files", lambda self: None)  # as with a pattern of names
     assert digest() == digest()
     assert len(blocks) == 2 * 14
 
 
 def test_a_file_that_is_cut_meanwhile_fails_on_all_ranks(data: Path) -> None:
-    tokens = text.of_bytes(data)
+    tokens = files.bytes_of_file(data)
     os.truncate(data, 50_000)
 
     def refused(comm: Communicator) -> None:
@@ -219,7 +220,7 @@ def test_a_file_that_is_cut_meanwhile_fails_on_all_ranks(data: Path) -> None:
 def test_a_long_reading_is_told(data: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(data)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(module, "TOLD_ROUNDS", 5)
+    monkeypatch.setattr(module, "ANNOUNCED_ROUNDS", 5)
     run_threads(2, lambda comm: opened(data, comm))
     assert capsys.readouterr().err.count("are read once, so that a resume knows them; data.digest = 'probes'") == 1
 
@@ -242,12 +243,12 @@ def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
     scalars = {"data": made.fingerprint, "data_digest": made.digest, "optimizer": {"count": 3}, "steps": 3}
     trainer = mock.MagicMock(source=probed, shares=None, noise=None)
     trainer.exchange.foresee.return_value = ()
-    state.take_back(trainer, mock.MagicMock(scalars=scalars))
+    state.restore_state(trainer, mock.MagicMock(scalars=scalars))
     assert trainer.source.digest == made.digest
     assert opened(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})
 
 
 def test_an_import_makes_no_digest(data: Path, blocks: list[int]) -> None:
     recipe = recipes.Recipe(data=DataConfig(path=str(data), context=16), model=ModelConfig(kind="mlp"))
-    assert adoption._decided(recipe, {})
+    assert import_checkpoint._model_inputs(recipe, {})
     assert blocks == []

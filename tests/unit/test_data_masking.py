@@ -5,16 +5,15 @@ import pytest
 
 from hpcdist.models.tokens import IGNORED
 from hpcdist.models.transformer import masked_predictions
-from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.sampler import Sampler, in_order
-from hpcdist.training.data.samples import Windows
+from hpcdist.training.data.samples import MaskedSamples, TokenWindows
 
 MASK = 255
 
 
 def masked(rng, context=20, length=2001, dtype=np.uint8, vocabulary=256, mask=MASK, shifting=True, high=255):
     tokens = rng.integers(0, high, length).astype(dtype)  # no mask among them
-    return tokens, Masked(Windows(tokens, context, shifting), mask, vocabulary)
+    return tokens, MaskedSamples(TokenWindows(tokens, context, shifting), mask, vocabulary)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(1, 1), (3, 1), (7, 1), (10, 2), (20, 3), (128, 19), (256, 38)])
@@ -105,7 +104,9 @@ def test_no_samples(rng):
 def test_masks_are_pinned():
     # A change here changes every run of an encoder: what was trained before cannot be resumed bit-equal.
     tokens = np.arange(200, dtype=np.uint8)
-    x, targets = Masked(Windows(tokens, 20, shifting=False), MASK, 256).in_epoch(1, 2).take(np.array([0, 8]), 0)
+    x, targets = (
+        MaskedSamples(TokenWindows(tokens, 20, shifting=False), MASK, 256).in_epoch(1, 2).take(np.array([0, 8]), 0)
+    )
     places = [np.flatnonzero(row != IGNORED).tolist() for row in targets]
     assert places == [[1, 5, 18], [2, 5, 16]]
     assert [x[row, found].tolist() for row, found in enumerate(places)] == [[95, 255, 255], [254, 255, 255]]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.training.data.permutation import ROUNDS, permute
+from hpcdist.training.data.sampler import ROUNDS, feistel_order
 
 keys = st.lists(st.integers(0, 2**64 - 1), min_size=ROUNDS, max_size=ROUNDS).map(
     lambda words: np.array(words, np.uint64)
@@ -13,7 +13,7 @@ keys = st.lists(st.integers(0, 2**64 - 1), min_size=ROUNDS, max_size=ROUNDS).map
 
 @given(size=st.integers(1, 3000), key=keys)
 def test_permute_is_a_bijection(size: int, key: np.ndarray) -> None:
-    places = permute(np.arange(size), size, key)
+    places = feistel_order(np.arange(size), size, key)
     assert places.dtype == np.int64
     assert np.array_equal(np.sort(places), np.arange(size))
 
@@ -21,22 +21,22 @@ def test_permute_is_a_bijection(size: int, key: np.ndarray) -> None:
 @given(size=st.integers(1, 2**62), key=keys, data=st.data())
 def test_permute_answers_for_any_index_alone(size: int, key: np.ndarray, data: st.DataObject) -> None:
     indices = np.array(data.draw(st.lists(st.integers(0, size - 1), unique=True, max_size=8)), np.int64)
-    places = permute(indices, size, key)
+    places = feistel_order(indices, size, key)
     assert len(set(places.tolist())) == len(indices)
     assert np.all((places >= 0) & (places < size))
-    alone = [int(permute(indices[i : i + 1], size, key)[0]) for i in range(len(indices))]
+    alone = [int(feistel_order(indices[i : i + 1], size, key)[0]) for i in range(len(indices))]
     assert alone == places.tolist()
 
 
 def test_permute_of_every_small_size() -> None:
     key = np.arange(ROUNDS, dtype=np.uint64)
     for size in range(1, 300):
-        assert len(set(permute(np.arange(size), size, key).tolist())) == size
+        assert len(set(feistel_order(np.arange(size), size, key).tolist())) == size
 
 
 def test_permute_leaves_no_order_behind(rng: np.random.Generator) -> None:
     size = 20_000
-    orders = [permute(np.arange(size), size, rng.integers(0, 2**64, ROUNDS, np.uint64)) for _ in range(2)]
+    orders = [feistel_order(np.arange(size), size, rng.integers(0, 2**64, ROUNDS, np.uint64)) for _ in range(2)]
     for order in orders:
         # Correlations of a random order are about 1 / sqrt(size) = 0.007.
         assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.05

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.training.config import DataConfig, RunConfig
 from hpcdist.training.data import Prefetcher, open_source
 from hpcdist.training.data.prefetch import ReadAhead
-from hpcdist.training.recipe import Recipe
+from hpcdist.training.recipe.config import DataConfig, RunConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 
 def test_items_come_in_order_and_the_end_stays_the_end() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.training.data import sampler as sampler_module
-from hpcdist.training.data.sampler import DRAWN_SAMPLES, FEISTEL, UNIFORM, Sampler, in_order, microbatches, share
-from hpcdist.training.data.samples import Windows
+from hpcdist.training.data.sampler import DRAWN_SAMPLES, FEISTEL, UNIFORM, Sampler, even_part, in_order, microbatches
+from hpcdist.training.data.samples import TokenWindows
 
 
 class Numbers:
@@ -26,7 +26,7 @@ class Numbers:
 
 @given(samples=st.integers(0, 1000), parts=st.integers(1, 50))
 def test_shares_are_exact_and_balanced(samples: int, parts: int) -> None:
-    shares = [share(samples, parts, part) for part in range(parts)]
+    shares = [even_part(samples, parts, part) for part in range(parts)]
     assert [i for part in shares for i in range(part.start, part.stop)] == list(range(samples))
     sizes = [part.size for part in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -43,7 +43,7 @@ def test_shares_are_exact_and_balanced(samples: int, parts: int) -> None:
 def test_a_batch_is_the_same_for_any_number_of_ranks(count: int, batch: int, step: int, ranks: int, seed: int) -> None:
     sampler = Sampler(Numbers(count, 5), seed)
     whole = sampler.batch(step * batch, batch)
-    parts = [share(batch, ranks, rank) for rank in range(ranks)]
+    parts = [even_part(batch, ranks, rank) for rank in range(ranks)]
     shared = [Sampler(Numbers(count, 5), seed).batch(step * batch + part.start, part.size) for part in parts]
     for place in range(2):
         assert np.array_equal(np.concatenate([part[place] for part in shared]), whole[place])
@@ -154,7 +154,7 @@ def test_in_order_takes_the_same_samples_for_any_parts(count: int, limit: int, p
 def test_shifted_windows_stay_inside(extra: int) -> None:
     context = 16
     tokens = np.arange(10 * context + 1 + extra, dtype=np.uint16)
-    sampler = Sampler(Windows(tokens, context, shifting=True), 3)
+    sampler = Sampler(TokenWindows(tokens, context, shifting=True), 3)
     x, y = sampler.batch(0, 2000)
     assert np.array_equal(x + 1, y)
     assert len({int(row[0]) % context for row in x}) == context  # every shift is met

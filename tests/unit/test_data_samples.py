@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.cli import warmup
-from hpcdist.training.data.samples import NextToken, Part, Rows, Windows, part
+from hpcdist.cli import tune
+from hpcdist.training.data.samples import ArraySlice, NextTokenSamples, TableRows, TokenWindows, slice_of
 
 
 @given(length=st.integers(2, 200), context=st.integers(1, 50))
@@ -17,7 +17,7 @@ def test_every_window_at_every_shift_is_inside(length: int, context: int) -> Non
         return
     tokens = np.arange(length, dtype=np.uint32)
     for shifting in (False, True):
-        windows = Windows(tokens, context, shifting)
+        windows = TokenWindows(tokens, context, shifting)
         assert windows.count >= 1
         assert windows.shifts >= 1
         for shift in range(windows.shifts):
@@ -25,14 +25,14 @@ def test_every_window_at_every_shift_is_inside(length: int, context: int) -> Non
             assert x.shape == y.shape == (windows.count, context)
             assert np.array_equal(x.ravel(), shift + np.arange(windows.count * context))
             assert np.array_equal(y, x + 1)
-    whole = Windows(tokens, context, shifting=False)
+    whole = TokenWindows(tokens, context, shifting=False)
     assert length - 1 - whole.count * context < context  # less than a window is left out
 
 
 def test_windows_keep_the_type_and_are_contiguous(rng: np.random.Generator) -> None:
     for dtype in (np.uint8, np.uint16, np.uint32):
         tokens = rng.integers(0, 200, 100).astype(dtype)
-        x, y = Windows(tokens, 8, shifting=True).take(np.array([3, 0]), 2)
+        x, y = TokenWindows(tokens, 8, shifting=True).take(np.array([3, 0]), 2)
         assert x.dtype == y.dtype == dtype
         assert x.flags.c_contiguous
         assert y.flags.c_contiguous
@@ -42,7 +42,7 @@ def test_windows_keep_the_type_and_are_contiguous(rng: np.random.Generator) -> N
 
 def test_next_token_of_every_place(rng: np.random.Generator) -> None:
     tokens = rng.integers(0, 256, 50).astype(np.uint8)
-    places = NextToken(tokens, 7)
+    places = NextTokenSamples(tokens, 7)
     assert places.count == 43
     x, y = places.take(np.array([0, 42]), 0)
     assert np.array_equal(x, [tokens[:7], tokens[42:49]])
@@ -51,24 +51,24 @@ def test_next_token_of_every_place(rng: np.random.Generator) -> None:
 
 def test_rows_are_flattened(rng: np.random.Generator) -> None:
     x, y = rng.random((10, 2, 3), np.float32), np.arange(10)
-    inputs, targets = Rows(x, y, 4, 9).take(np.array([4, 0]), 0)
+    inputs, targets = TableRows(x, y, 4, 9).take(np.array([4, 0]), 0)
     assert np.array_equal(inputs, x[[8, 4]].reshape(2, 6))
     assert targets.tolist() == [8, 4]
-    nothing = Rows(x, y, 4, 9).take(np.empty(0, np.int64), 0)
+    nothing = TableRows(x, y, 4, 9).take(np.empty(0, np.int64), 0)
     assert nothing[0].shape == (0, 6)
 
 
 @pytest.mark.parametrize("index", [slice(None), slice(2, 5), slice(-3, None), slice(0, 100), slice(1, 6, 2)])
 def test_a_part_slices_like_an_array(index: slice) -> None:
     whole = np.arange(20)
-    lazy = Part(whole, 5, 13)
+    lazy = ArraySlice(whole, 5, 13)
     assert len(lazy) == 8
     assert np.array_equal(lazy[index], whole[5:13][index])
-    assert np.array_equal(part(whole, 5, 13)[index], lazy[index])
+    assert np.array_equal(slice_of(whole, 5, 13)[index], lazy[index])
 
 
 def test_warmup_knows_the_kernel_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[str] = []
     monkeypatch.setattr(importlib, "import_module", modules.append)
-    warmup._import_kernels()
+    tune._import_kernels()
     assert {"hpcdist.training.data.samples", "hpcdist.models.layers.activation"} <= set(modules)

@@ -18,16 +18,23 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.hdf5 import files, tables
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.telemetry.metrics.side_tables import SHARES_TABLE
-from hpcdist.training import recipe as recipes
-from hpcdist.training.data import shares as module
-from hpcdist.training.data.prefetch import DEPTH
-from hpcdist.training.data.sampler import share
-from hpcdist.training.data.shares import AHEAD, EVERY_STEPS, Balance, Shares, Sizes, even, fastest
-from hpcdist.training.energy import Energy
-from hpcdist.training.loop import Loop
-from hpcdist.training.outcome import Outcome
-from hpcdist.training.progress import Progress
-from hpcdist.training.survival import StopWishes
+from hpcdist.training.data import sampler as module
+from hpcdist.training.data.prefetch import PREFETCH_DEPTH
+from hpcdist.training.data.sampler import (
+    BALANCE_EVERY_STEPS,
+    READ_AHEAD,
+    LoadBalancer,
+    SampleShares,
+    ShareSizes,
+    balanced_shares,
+    even_part,
+    even_shares,
+)
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import RunOutcome, TrainingLoop
+from hpcdist.training.run.stop_requests import StopRequests
 
 SAMPLES, STEPS = 7, 6
 
@@ -35,7 +42,9 @@ SAMPLES, STEPS = 7, 6
 @pytest.mark.parametrize("samples", [1, 2, 7, 8, 64])
 def test_even_shares_are_those_of_the_sampler(samples: int) -> None:
     for replicas in range(1, samples + 1):
-        assert even(samples, replicas) == tuple(share(samples, replicas, part).size for part in range(replicas))
+        assert even_shares(samples, replicas) == tuple(
+            even_part(samples, replicas, part).size for part in range(replicas)
+        )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -44,7 +53,7 @@ def test_no_other_shares_are_faster(replicas: int) -> None:
     for samples in range(replicas, 10):
         for _ in range(20):
             needs = [draw.choice([1.0, 1.5, 2.0, 3.0, 10.0]) for _ in range(replicas)]
-            found = fastest(samples, needs)
+            found = balanced_shares(samples, needs)
             assert sum(found) == samples and min(found) >= 1
             every = (
                 sizes for sizes in itertools.product(range(1, samples + 1), repeat=replicas) if sum(sizes) == samples
@@ -55,13 +64,15 @@ def test_no_other_shares_are_faster(replicas: int) -> None:
 
 def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion() -> None:
     for samples, replicas in itertools.product(range(8, 40), range(1, 9)):
-        assert sorted(fastest(samples, [0.1] * replicas), reverse=True) == list(even(samples, replicas))
-    assert fastest(60, [1, 2, 3]) == (33, 16, 11)
-    assert fastest(4, [1, 1000, 1]) == (1, 1, 2) or fastest(4, [1, 1000, 1]) == (2, 1, 1), "never without a sample"
+        assert sorted(balanced_shares(samples, [0.1] * replicas), reverse=True) == list(even_shares(samples, replicas))
+    assert balanced_shares(60, [1, 2, 3]) == (33, 16, 11)
+    assert balanced_shares(4, [1, 1000, 1]) == (1, 1, 2) or balanced_shares(4, [1, 1000, 1]) == (2, 1, 1), (
+        "never without a sample"
+    )
 
 
 def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint() -> None:
-    shares = Shares(10, 3)
+    shares = SampleShares(10, 3)
     shares.change(5, (6, 2, 2))
     shares.change(9, (8, 1, 1))
     assert [shares.of(batch) for batch in (0, 4, 5, 8, 9, 99)] == [(4, 3, 3)] * 2 + [(6, 2, 2)] * 2 + [(8, 1, 1)] * 2
@@ -69,32 +80,32 @@ def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint() -> None:
         parts = [shares.own(batch, replica) for replica in range(3)]
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(10))
     for batch in (3, 5, 7, 9, 20):
-        restored = Shares(10, 3)
+        restored = SampleShares(10, 3)
         assert restored.restore(shares.state(batch))
         assert all(restored.of(later) == shares.of(later) for later in range(batch, 30))
-    for other in (Shares(10, 2), Shares(11, 3)):
+    for other in (SampleShares(10, 2), SampleShares(11, 3)):
         before = other.of(7)
         assert not other.restore(shares.state(7)) and other.of(7) == before, "for another number of ranks or samples"
-    assert not Shares(10, 3).restore([])
+    assert not SampleShares(10, 3).restore([])
 
 
-def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: int = 1) -> list[list[Sizes]]:
+def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: int = 1) -> list[list[ShareSizes]]:
     """The shares of every batch on every rank, where rank r needs ``needs[r]`` for a sample."""
 
-    def body(comm: Communicator) -> list[Sizes]:
+    def body(comm: Communicator) -> list[ShareSizes]:
         axes = GridCommunicators(ProcessGrid(data=comm.size // pipeline, pipeline=pipeline), comm)
-        shares = Shares(samples, axes.data.size)
-        balance = Balance(axes.data, axes.pipeline, shares)
+        shares = SampleShares(samples, axes.data.size)
+        balance = LoadBalancer(axes.data, axes.pipeline, shares)
         for step in range(1, steps + 1):
             own = shares.of(step - 1)[axes.data.rank]
             balance.after(step, own * needs[comm.rank] * (50 if step == 1 else 1))
-        return [shares.of(batch) for batch in range(steps + AHEAD)]
+        return [shares.of(batch) for batch in range(steps + READ_AHEAD)]
 
     return run_threads(len(needs), body)
 
 
 def test_shares_of_batches_that_are_over_are_let_go() -> None:
-    shares = Shares(10, 2)
+    shares = SampleShares(10, 2)
     for first in range(1, 9):
         shares.change(first, (first, 10 - first))
     shares.forget(6)
@@ -102,12 +113,12 @@ def test_shares_of_batches_that_are_over_are_let_go() -> None:
 
 
 def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
-    found = balanced([1.0, 3.0, 1.0, 1.0], 4 * EVERY_STEPS)
+    found = balanced([1.0, 3.0, 1.0, 1.0], 4 * BALANCE_EVERY_STEPS)
     assert all(one == found[0] for one in found)
-    changed = EVERY_STEPS + AHEAD
-    assert set(found[0][:changed]) == {even(24, 4)}, "nobody has read the batches from there on"
-    assert set(found[0][changed:]) == {fastest(24, [1, 3, 1, 1])}
-    assert AHEAD > DEPTH + 1
+    changed = BALANCE_EVERY_STEPS + READ_AHEAD
+    assert set(found[0][:changed]) == {even_shares(24, 4)}, "nobody has read the batches from there on"
+    assert set(found[0][changed:]) == {balanced_shares(24, [1, 3, 1, 1])}
+    assert READ_AHEAD > PREFETCH_DEPTH + 1
 
 
 def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
@@ -115,27 +126,27 @@ def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
     slow = run_threads(
         4, lambda comm: (GridCommunicators(grid, comm).data.rank, GridCommunicators(grid, comm).pipeline.rank) == (1, 1)
     )
-    found = balanced([3.0 if one else 1.0 for one in slow], 2 * EVERY_STEPS, pipeline=2)
+    found = balanced([3.0 if one else 1.0 for one in slow], 2 * BALANCE_EVERY_STEPS, pipeline=2)
     assert all(one == found[0] for one in found) and found[0][-1] == (18, 6)
 
 
 def test_noise_changes_nothing() -> None:
     draw = random.Random(1)
 
-    def body(comm: Communicator) -> Sizes:
-        shares = Shares(64, comm.size)
-        balance = Balance(comm, solo(), shares)
-        for step in range(1, 20 * EVERY_STEPS):
+    def body(comm: Communicator) -> ShareSizes:
+        shares = SampleShares(64, comm.size)
+        balance = LoadBalancer(comm, solo(), shares)
+        for step in range(1, 20 * BALANCE_EVERY_STEPS):
             slow = 3.0 if random.Random((comm.rank << 20) + step).random() < 1 / 8 else 1.0  # some steps, on all ranks
             assert not balance.after(step, 16 * slow * (1 + 0.01 * draw.random()))
         return shares.newest
 
-    assert set(run_threads(4, body)) == {even(64, 4)}
+    assert set(run_threads(4, body)) == {even_shares(64, 4)}
 
 
 def test_a_start_too_short_decides_nothing() -> None:
-    balance = Balance(solo(), solo(), Shares(4, 1))
-    assert not balance.after(EVERY_STEPS, 1.0)
+    balance = LoadBalancer(solo(), solo(), SampleShares(4, 1))
+    assert not balance.after(BALANCE_EVERY_STEPS, 1.0)
     assert len(balance._sample_s) == 1
 
 
@@ -143,7 +154,7 @@ SERVED = {"parallel.strategy": "parameter_server"}
 COLOCATED = {**SERVED, "parameter_server.placement": "colocated"}
 NODES = {"communication.algorithm": "hierarchical"}
 # name -> (keys, ranks, ranks of a node, samples of the replicas by batch); nobody has a sample of 0
-LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[Sizes]]] = {
+LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[ShareSizes]]] = {
     "allreduce": ({}, 3, None, [(5, 1, 1), (0, 0, 7), (7, 0, 0)]),
     "allreduce beside the backward": ({"communication.overlap": "thread"}, 2, None, [(6, 1), (0, 7)]),
     "allreduce accumulating": ({"parallel.microbatches": 3}, 2, None, [(6, 1), (7, 0)]),
@@ -170,7 +181,7 @@ def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     return {"data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "float64"}
 
 
-def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[Sizes]) -> tuple[list[float], dict]:
+def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[ShareSizes]) -> tuple[list[float], dict]:
     """The losses, and the parameters that this rank would save; ``sizes`` take turns from the second batch on."""
     trainer = assembled(comm, settings)
     if sizes and trainer.seat.computes:
@@ -210,18 +221,20 @@ def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name: str, text
     assert np.linalg.norm(got - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
-def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume: Path | None = None) -> Outcome:
+def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume: Path | None = None) -> RunOutcome:
     trainer = assembled(comm, settings, resume)
-    energy = Energy(comm, trainer.recipe, resume)
+    energy = EnergyRecorder(comm, trainer.recipe, resume)
     session = Session(comm, locate(comm, None), "threads", lambda code: None)
-    return Loop(session, trainer, out, Progress(1, 0, 1e9, shown=False), {}, StopWishes(), energy).run()
+    return TrainingLoop(
+        session, trainer, out, ConsoleProgress(1, 0, 1e9, shown=False), {}, StopRequests(), energy
+    ).run()
 
 
 def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
     text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "EVERY_STEPS", 4)
-    monkeypatch.setattr(module, "LEAST_TIMES", 3)
+    monkeypatch.setattr(module, "BALANCE_EVERY_STEPS", 4)
+    monkeypatch.setattr(module, "LEAST_TIMINGS", 3)
     settings = {**text, "energy.sources": "none", "run.steps": 10, "checkpoint.every_steps": 0, "run.global_batch": 16}
     uneven = {**settings, "data.shares": "measured", "chaos.slow_ranks": "[1]", "chaos.step_s": 0.03}
     (alone,) = run_threads(1, lambda comm: run_loop(comm, settings, _made(tmp_path / "alone")))
@@ -229,7 +242,7 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
     assert first.loss == pytest.approx(alone.loss, rel=1e-12)
     with files.open_read(tmp_path / "run" / "metrics.h5") as file:
         table = tables.read(file, SHARES_TABLE)
-    assert table["first_step"][:2].tolist() == [1, 4 + AHEAD + 1]
+    assert table["first_step"][:2].tolist() == [1, 4 + READ_AHEAD + 1]
     assert table["samples"][0].tolist() == [8, 8] and table["samples"][1].sum() == 16
     now = table["samples"][-1].tolist()
     assert now[0] >= 11 > 5 >= now[1], "the other is three times as fast"

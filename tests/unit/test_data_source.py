@@ -11,9 +11,9 @@ from hpcdist import errors
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError
 from hpcdist.models.config import ModelConfig
-from hpcdist.training.config import DataConfig, RunConfig
 from hpcdist.training.data import open_source
-from hpcdist.training.recipe import Recipe
+from hpcdist.training.recipe.config import DataConfig, RunConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 GPT, MLP = ModelConfig(), ModelConfig(kind="mlp")
 

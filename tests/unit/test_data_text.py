@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import DataError, StorageError
-from hpcdist.training.data import text
+from hpcdist.training.data import files as data_files
 
 
 @pytest.fixture(autouse=True)
@@ -33,33 +33,33 @@ def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9\0\xff")
-    tokens, description = text.of_file(tmp_path / "a.txt")
+    tokens, description = data_files.text_of_file(tmp_path / "a.txt")
     assert bytes(tokens[:]) == b"caf\xc3\xa9\0\xff"
     assert "a.txt" in description
 
 
 def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder: Path) -> None:
-    tokens, _ = text.of_directory(folder)
+    tokens, _ = data_files.text_of_directory(folder)
     names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
     assert bytes(tokens[:]) == b"".join((folder / name).read_bytes() for name in names)
 
 
 def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path, cache: Path) -> None:
-    first, _ = text.of_directory(folder)
+    first, _ = data_files.text_of_directory(folder)
     files = {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")}
     assert len(files) == 1
-    text.of_directory(folder)
+    data_files.text_of_directory(folder)
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")} == files
     (folder / "a.txt").write_text("changed")
     os.utime(folder / "a.txt", ns=(1, 1))
-    second, _ = text.of_directory(folder)
+    second, _ = data_files.text_of_directory(folder)
     assert b"changed" in bytes(second)
     assert bytes(first) != bytes(second)
     assert not list(cache.glob("*.unfinished"))
 
 
 def test_what_a_killed_process_left_of_a_directory_is_removed(folder: Path, cache: Path) -> None:
-    text.of_directory(folder)
+    data_files.text_of_directory(folder)
     (target,) = cache.glob("*.bytes")
     target.unlink()
     left, other, old = (
@@ -68,21 +68,23 @@ def test_what_a_killed_process_left_of_a_directory_is_removed(folder: Path, cach
     for path in (left, other, old):
         path.write_bytes(b"a part")
     os.utime(old, (1, 1))
-    text.of_directory(folder)
+    data_files.text_of_directory(folder)
     assert target.exists() and not left.exists() and not old.exists()
     assert other.exists()  # another process may be writing it
 
 
 def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write = [], text._write
+    written, write = [], data_files._write_concatenation
 
     def counted(target: Path, files) -> None:
         written.append(target)
         write(target, files)
 
-    monkeypatch.setattr(text, "_write", counted)
+    monkeypatch.setattr(data_files, "_write_concatenation", counted)
     found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(bytes(text.of_directory(folder)[0]))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(bytes(data_files.text_of_directory(folder)[0]))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -93,49 +95,49 @@ def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeyp
 
 
 def test_the_standard_library_is_the_same_source_text_each_time() -> None:
-    tokens, description = text.of_standard_library()
+    tokens, description = data_files.text_of_standard_library()
     assert len(tokens) > 1_000_000
     assert b"class OrderedDict" in bytes(tokens[:])
     assert "standard library" in description
-    again, _ = text.of_standard_library()
+    again, _ = data_files.text_of_standard_library()
     assert np.array_equal(tokens[:], again[:])
 
 
 def test_directories_without_text(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="holds no files"):
-        text.of_directory(tmp_path / "none")
+        data_files.text_of_directory(tmp_path / "none")
     (tmp_path / "none" / "binary").write_bytes(b"\0\1")
     with pytest.raises(DataError, match="hold no text"):
-        text.of_directory(tmp_path / "none")
+        data_files.text_of_directory(tmp_path / "none")
 
 
 def test_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"empty\.txt: the file is empty"):
-        text.of_file(tmp_path / "empty.txt")
+        data_files.text_of_file(tmp_path / "empty.txt")
 
 
 def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="set HPCDIST_CACHE"):
-        text.of_directory(folder)
+        data_files.text_of_directory(folder)
 
     def full(target: Path, files) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(text, "_write", full)
+    monkeypatch.setattr(data_files, "_write_concatenation", full)
     with pytest.raises(StorageError, match="No space left on device; set HPCDIST_CACHE"):
-        text.of_directory(folder)
+        data_files.text_of_directory(folder)
 
 
 def test_the_own_cache_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPCDIST_CACHE")
-    monkeypatch.setattr(text.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = text.cache_directory()
+    monkeypatch.setattr(data_files.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = data_files.cache_directory()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(StorageError, match="only this user can write"):
-        text.cache_directory()
+        data_files.cache_directory()

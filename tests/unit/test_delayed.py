@@ -28,9 +28,9 @@ from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 SAMPLES, STEPS = 7, 6
 KINDS = ("thread", "poll")

@@ -12,12 +12,12 @@ from hpcdist.batch.sites.profile import SiteProfile, SiteScheduler
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
-from hpcdist.training import directory
-from hpcdist.training import recipe as recipes
+from hpcdist.training import run_directory
+from hpcdist.training.recipe import recipe as recipes
 
 
-def prepare(path: Path, *overrides: str, resume: str = "auto") -> directory.RunDirectory:
-    return directory.prepare(solo(), recipes.load(None, overrides, {}).recipe, path, resume)
+def prepare(path: Path, *overrides: str, resume: str = "auto") -> run_directory.RunDirectory:
+    return run_directory.prepare_run_directory(solo(), recipes.load(None, overrides, {}).recipe, path, resume)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpcdist.arrays.gpu import device
-from hpcdist.cli import doctor, doctor_report
+from hpcdist.cli.doctor import command, report
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check, MpiLibrary
 from hpcdist.comm.launch.environment import LaunchEnvironment
@@ -37,7 +37,7 @@ def test_the_whole_report():
 
 def test_examining_the_machine_starts_no_mpi():
     code = (
-        "import sys\nfrom hpcdist.cli import doctor\ndoctor._examine_machine()\n"
+        "import sys\nfrom hpcdist.cli.doctor import command\ncommand._examine_machine()\n"
         "print(*[name for name in ('mpi4py.MPI', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -149,12 +149,12 @@ def test_world(size):
 )
 def test_placement(cores, status):
     rows = [("host", rank, own, 1) for rank, own in enumerate(cores)]
-    assert doctor._placement(rows).status == status
+    assert command._placement(rows).status == status
 
 
 def test_a_missing_distribution_fails(monkeypatch):
-    monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-distribution"))
-    check = doctor._versions()
+    monkeypatch.setattr(command, "REQUIRED", (*command.REQUIRED, "no-such-distribution"))
+    check = command._versions()
     assert check.status == FAIL and "no-such-distribution" in check.cure
 
 
@@ -163,34 +163,34 @@ Usage = collections.namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(("free", "status"), [(64 << 20, WARN), (8 << 30, OK)])
 def test_shared_memory(monkeypatch, free, status):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(free, 0, free))
-    assert doctor._shared_memory().status == status
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+    assert command._shared_memory().status == status
 
 
 def test_more_threads_than_cores(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "100000")
-    assert doctor._cores().status == WARN
+    assert command._cores().status == WARN
 
 
 def test_a_kernel_cache_that_others_can_write_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
-    assert doctor._kernel_cache().status == OK
+    assert command._kernel_cache().status == OK
     tmp_path.chmod(0o777)
-    assert doctor._kernel_cache().status == FAIL
+    assert command._kernel_cache().status == FAIL
 
 
 def test_gpus_are_counted(monkeypatch):
     monkeypatch.setattr(device, "count", lambda: 4)
-    check = doctor._gpu()
+    check = command._gpu()
     assert check.status == OK and check.found.startswith("4 usable")
 
 
 def test_variables_are_listed(monkeypatch):
     monkeypatch.setenv("HPCDIST_CUDA_AWARE", "no")
-    assert "HPCDIST_CUDA_AWARE=no" in doctor._variables().found
+    assert "HPCDIST_CUDA_AWARE=no" in command._variables().found
 
 
 def test_the_exit_code_follows_the_worst():
-    assert doctor_report.code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
-    assert doctor_report.code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
+    assert report.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
+    assert report.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.checkpoint import stripe
-from hpcdist.cli import doctor, doctor_job
+from hpcdist.cli.doctor import command, job
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks
 from hpcdist.comm.doctor.facts import GpuFacts, NodeFacts, RankFacts, SchedulerRequest, Volume
 from hpcdist.comm.doctor.job_checks import (
@@ -444,17 +444,17 @@ def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_p
     def stale(path):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    assert doctor_job._volume("x", tmp_path).kind != "unknown"
+    assert job._volume("x", tmp_path).kind != "unknown"
     monkeypatch.setattr(stripe, "file_system", stale)
     monkeypatch.setattr(facts.os, "statvfs", stale)
-    assert doctor_job._volume("x", tmp_path) == Volume("x", str(tmp_path), "unknown", 0, error="Stale file handle")
+    assert job._volume("x", tmp_path) == Volume("x", str(tmp_path), "unknown", 0, error="Stale file handle")
 
 
 def test_the_node_local_folder_is_that_of_tmpdir(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert [volume.path for volume in doctor_job._volumes(Path("/run"))] == ["/run", str(tmp_path), "/dev/shm"]
+    assert [volume.path for volume in job._volumes(Path("/run"))] == ["/run", str(tmp_path), "/dev/shm"]
     monkeypatch.delenv("TMPDIR")
-    assert doctor_job._volumes(Path("/run"))[1].path == "/tmp"
+    assert job._volumes(Path("/run"))[1].path == "/tmp"
 
 
 def test_gpus_are_looked_for_before_mpi_starts(monkeypatch):
@@ -649,20 +649,20 @@ def test_walltime(monkeypatch, environment, scheduler, status, words):
         return [JobState(id="7", state="RUNNING", time_left_s=3541.0)]
 
     monkeypatch.setattr(queue, "queued", queued)
-    check = doctor_job._walltime(scheduler, environment, now=1000.0)
+    check = job._walltime(scheduler, environment, now=1000.0)
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
 def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
     monkeypatch.setattr(facts, "plugin_versions", lambda: "pmi2, none")
     error = ConfigurationError("a world of 1")
-    of_srun = doctor_job._apart(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
+    of_srun = job._clock_offsets(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
     assert of_srun.status == FAIL and "`srun --mpi=list` has pmi2, none" in of_srun.cure
     by_pmi2 = LaunchEnvironment("MPICH mpirun", 4, 2, 0)
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
-    assert "--mpi=pmix for Open MPI" in doctor_job._apart(by_pmi2, error, step).cure
-    assert "srun" not in doctor_job._apart(by_pmi2, error, {}).cure
-    assert "srun" not in doctor_job._apart(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
+    assert "--mpi=pmix for Open MPI" in job._clock_offsets(by_pmi2, error, step).cure
+    assert "srun" not in job._clock_offsets(by_pmi2, error, {}).cure
+    assert "srun" not in job._clock_offsets(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
 
 
 def test_a_single_process_is_a_job_too(tmp_path):
@@ -685,5 +685,5 @@ def test_a_single_process_is_a_job_too(tmp_path):
     ],
 )
 def test_options_that_do_not_go_together(arguments, words):
-    error = CliRunner().invoke(doctor.command, arguments).exception
+    error = CliRunner().invoke(command.command, arguments).exception
     assert isinstance(error, UsageError) and words in str(error)

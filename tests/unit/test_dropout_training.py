@@ -9,7 +9,7 @@ from gpu_runs import STEPS, assembled, write_text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.training.data import Shares
+from hpcdist.training.data import SampleShares
 
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
 CHUNKS = {"parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.microbatches": 2}
@@ -121,7 +121,7 @@ def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path: Path, rng
 
     def places(comm: Communicator) -> list[tuple[int, int]]:
         trainer = assembled(comm, keys)
-        trainer.shares = Shares(7, 3)
+        trainer.shares = SampleShares(7, 3)
         trainer.shares.change(2, (1, 1, 5))
         return [(trainer.first_sample(step), len(batch[0])) for step, batch in enumerate(trainer.batches(4), start=1)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli import energy_report, energy_report_figures
+from hpcdist.cli.energy import report as energy_report
 from hpcdist.energy.accounts import history
 from hpcdist.energy.monitor import tables
 from hpcdist.energy.monitor.sampler import DrainedSamples
@@ -18,6 +18,7 @@ from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import COLUMNS
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
+from hpcdist.training.use_cases import energy_figures
 
 WATTS = {"cpu": 100.0, "gpu": 300.0}
 SOURCES = (("cpu", "package-0"), ("gpu", "GPU-1"))
@@ -223,7 +224,7 @@ def test_slurms_own_figure_is_a_cross_check(tmp_path, monkeypatch):
     path = run(tmp_path / "run")
     usage(path)
     assert figures(path, "--slurm")["slurm"]["reason"].endswith("has no ledger of jobs")
-    monkeypatch.setattr(energy_report_figures.ledger, "jobs", lambda entries: {"17": None})
+    monkeypatch.setattr(energy_figures.ledger, "jobs", lambda entries: {"17": None})
     known = [
         JobState(id="17", state="COMPLETED", energy_j=3000.0),
         JobState(id="17", state="COMPLETED", energy_j=2000.0),

@@ -19,10 +19,10 @@ from hpcdist.energy.sources.discovery import GpuClaim
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
-from hpcdist.training import energy
-from hpcdist.training.energy import Energy
-from hpcdist.training.energy_summary import described, energy_attributes, summary
-from hpcdist.training.recipe import load
+from hpcdist.training.observe import energy
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.energy_summary import describe_energy, energy_attributes, energy_figures
+from hpcdist.training.recipe.recipe import load
 
 
 def rows(**joules):
@@ -41,12 +41,12 @@ def report(**changes):
 
 
 def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
-    figures = summary(report(), 30)
+    figures = energy_figures(report(), 30)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert figures["energy_j"] == 91 and figures["j_per_step"] == 3 and figures["energy_not_included"] == ["cpu: no"]
     assert figures["energy_j_by_phase"] == {"training": 90.0, "checkpoint": None}
     assert figures["energy_reason_by_phase"] == {"checkpoint": "too short"}
-    assert described(figures) == "energy 91.0 J of gpu (training 90.0, checkpoint unknown); 3 J a step"
+    assert describe_energy(figures) == "energy 91.0 J of gpu (training 90.0, checkpoint unknown); 3 J a step"
     found = energy_attributes(figures)
     assert (found["energy_j"], found["j_per_step"], found["energy_reason"], found["energy_label"]) == (
         91.0,
@@ -61,40 +61,40 @@ def test_what_a_joule_costs_is_said_with_its_source():
     config = EnergyConfig(
         pue=1.2, carbon_g_per_kwh=360, carbon_source="operator", carbon_date="2025", price_per_kwh=0.25, currency="EUR"
     )
-    figures = summary(report(energy_j=3.6e6), 30, 120, 1200, told=told, config=config)
+    figures = energy_figures(report(energy_j=3.6e6), 30, 120, 1200, told=told, config=config)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert (figures["j_per_sample"], figures["j_per_token"]) == (0.75, 0.075)
     assert (figures["energy_kwh"], figures["facility_kwh"], figures["emissions_g"]) == (1, 1.2, pytest.approx(432))
     assert figures["energy_j_by_activity"] == {"compute": 67.5, "communication": 22.5}
-    assert described(figures) == (
+    assert describe_energy(figures) == (
         "energy 3600000.0 J of gpu (training 90.0, checkpoint unknown; training is compute 67.5, communication 22.5); "
         "3 J a step; 432 gCO2e at PUE 1.2 (operator, 2025); 0.3 EUR of electricity"
     )
-    modelled = summary(report(label="declared model, not measured"), 30)
-    assert described(modelled).startswith("energy (declared model, not measured) 91.0 J of gpu")
+    modelled = energy_figures(report(label="declared model, not measured"), 30)
+    assert describe_energy(modelled).startswith("energy (declared model, not measured) 91.0 J of gpu")
 
 
 def test_an_unmeasured_run_says_why():
-    figures = summary(report(energy_j=math.nan, reason="nobody may read", by_kind={}, phases={}, sources=[]), 30)
+    figures = energy_figures(report(energy_j=math.nan, reason="nobody may read", by_kind={}, phases={}, sources=[]), 30)
     assert figures["energy_j"] is None and figures["j_per_step"] is None
-    assert described(figures) == "energy not measured: nobody may read; see `hpcdist energy sources`"
+    assert describe_energy(figures) == "energy not measured: nobody may read; see `hpcdist energy sources`"
     found = energy_attributes(figures)
     assert math.isnan(found["energy_j"]) and found["energy_reason"] == "nobody may read"
 
 
 def test_no_step_has_no_joules_a_step():
-    assert summary(report(), 0)["j_per_step"] is None
+    assert energy_figures(report(), 0)["j_per_step"] is None
 
 
 def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypatch):
     asked = {}
     monkeypatch.setattr(device, "bus_id", lambda: "0000:1b:00.0")
     monkeypatch.setattr(energy, "EnergyMonitor", lambda comm, config, **options: asked.update(options))
-    Energy(solo(), load(overrides=["run.device=gpu"], environment={}).recipe, None)
+    EnergyRecorder(solo(), load(overrides=["run.device=gpu"], environment={}).recipe, None)
     watched = {"host": None, "deadline_s": math.inf}
     assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise, **watched}
     asked.clear()
-    Energy(solo(), load(environment={}).recipe, None)
+    EnergyRecorder(solo(), load(environment={}).recipe, None)
     assert asked == watched
 
 
@@ -104,7 +104,7 @@ def test_joules_count_from_where_the_checkpoint_says(tmp_path, version):
     kept = {"energy": used} if version == "with" else {}
     path = save(tmp_path, 8, [], {"steps": 8, **kept}, solo())
     recipe = load(overrides=["energy.sources=none"], environment={}).recipe
-    state = Energy(solo(), recipe, path).state()
+    state = EnergyRecorder(solo(), recipe, path).state()
     assert state["since_step"] == (3 if version == "with" else 8)
     assert ("an earlier start of this run: measured cpu" in state["joules"]["reason"]) is (version == "with")
 
@@ -116,11 +116,11 @@ def test_what_a_killed_start_used_after_its_checkpoint_counts(tmp_path, record, 
     noted = {"newer": json.dumps(used), "damaged": json.dumps(used)[:20], "foreign": '{"since_step": "3"}'}[record]
     (tmp_path / "usage.json").write_text(noted)
     recipe = load(overrides=["energy.sources=none"], environment={}).recipe
-    found = Energy(solo(), recipe, path, tmp_path)
+    found = EnergyRecorder(solo(), recipe, path, tmp_path)
     assert found.state()["since_step"] == (3 if record == "newer" else 4)
     assert ("usage.json cannot be read" in capfd.readouterr().err) is (record != "newer")
     found.note()
-    assert Energy(solo(), recipe, None, tmp_path).state()["since_step"] == found.state()["since_step"]
+    assert EnergyRecorder(solo(), recipe, None, tmp_path).state()["since_step"] == found.state()["since_step"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def measured(packages, directory, seed, resume=None, seconds=2.0):
             spans.clear()
             return taken
 
-        found = Energy(comm, recipe, resume, directory, drain, host=f"host {node}")
+        found = EnergyRecorder(comm, recipe, resume, directory, drain, host=f"host {node}")
         joules = {}
         with found.monitor, found.window("training"):
             for _ in range(2):
@@ -229,7 +229,7 @@ def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch)
     def body(comm):
         names[threading.current_thread().name] = comm.rank
         comm.barrier()
-        return Energy(comm, recipe, None, None, lambda: np.empty((0, 3), np.int64), host="h")._users
+        return EnergyRecorder(comm, recipe, None, None, lambda: np.empty((0, 3), np.int64), host="h")._users
 
     assert run_threads(3, body) == [{"GPU-a": (0, 2), "GPU-b": (1,)}] * 3
 

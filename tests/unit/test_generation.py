@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdist.training.generation import generate
+from hpcdist.training.inference import generate
 
 
 def successor(tokens: np.ndarray) -> np.ndarray:

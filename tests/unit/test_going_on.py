@@ -11,10 +11,11 @@ from hpcdist.cli import run as run_command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.training import identity, job
-from hpcdist.training.directory import RunDirectory
-from hpcdist.training.job import Job
-from hpcdist.training.survival import StopWishes
+from hpcdist.training.recipe import recipe
+from hpcdist.training.run import job
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
+from hpcdist.training.run_directory import RunDirectory
 
 TYPED = ["hpcdist", "run", "-n", "2", "train", "my recipe.toml"]
 
@@ -54,14 +55,14 @@ def test_the_command_that_goes_on_with_a_script(command: list[str], resumed: lis
 def test_the_options_of_a_script_stay_as_they_are(dashes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = ["python", "train.py", "--out", "foo", "--resume", "never", "--", "-x"]
     monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", "run", "-n", "4", *dashes, *script])
-    resumed = exit_file.resume_command(run_command._typed(len(script)), Path("r"), script=True)
+    resumed = exit_file.resume_command(run_command._typed_command(len(script)), Path("r"), script=True)
     assert resumed == ["hpcdist", "run", "--out", "r", "--resume", "auto", "-n", "4", "--", *script]
 
 
 def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(comm: Communicator) -> str:
         trainer = assembled(comm, text)
-        made = Job(trainer.recipe, RunDirectory(Path("runs/1"), None), StopWishes(), RunLock(), as_json=False)
+        made = TrainingJob(trainer.recipe, RunDirectory(Path("runs/1"), None), StopRequests(), RunLock(), as_json=False)
         return made._how_to_go_on(7, trainer)
 
     monkeypatch.setenv(exit_file.COMMAND, "hpcdist run -n 2 train 'my recipe.toml'")
@@ -91,12 +92,12 @@ def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pyte
 def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_command._tell_how_to_go_on(tmp_path, TYPED)
+    run_command._print_resume_command(tmp_path, TYPED)
     assert "there is no checkpoint yet; begin again with hpcdist run -n 2 train" in capsys.readouterr().err
     for step in (50, 100):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step}" / "manifest.json").touch()
-    run_command._tell_how_to_go_on(tmp_path, TYPED)
+    run_command._print_resume_command(tmp_path, TYPED)
     shown = capsys.readouterr().err
     assert f"the newest checkpoint is {tmp_path}/checkpoints/step-100; go on with hpcdist run -n 2 train " in shown
     assert f"'my recipe.toml' --out {tmp_path} --resume auto\n" in shown and f"hpcdist hang {tmp_path}\n" in shown
@@ -106,11 +107,11 @@ def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: d
     def said(comm: Communicator) -> list[str]:
         trainer = assembled(comm, text)
         trainer.first_step = 10
-        shorter, same, first = (job._reshaped(trainer, steps) for steps in (20, 40, None))
+        shorter, same, first = (job._changed_rate_text(trainer, steps) for steps in (20, 40, None))
         constant = assembled(comm, text | {"optimizer.decay": "constant"})
         constant.first_step = 10
         trainer.first_step = 0  # in the warm-up of two steps, which is the same
-        return [shorter, job._reshaped(trainer, 20), same, first, job._reshaped(constant, 20)]
+        return [shorter, job._changed_rate_text(trainer, 20), same, first, job._changed_rate_text(constant, 20)]
 
     (found,) = run_threads(1, said)
     reshaped = "run.steps was 20 and is 40, where optimizer.decay = 'cosine' ends: the learning rate of step "
@@ -120,5 +121,5 @@ def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: d
 
 def test_a_changed_learning_rate_is_told_of_a_run_that_begins_with_the_parameters() -> None:
     rate, model = "optimizer.learning_rate = 0.003 there, 0.1 now", "model.hidden = 8 there, 16 now"
-    assert identity.begin_from("runs/1", [rate]).endswith("its parameters: --out OTHER --init-from runs/1")
-    assert identity.begin_from("runs/1", [rate, model]) == ""
+    assert recipe.init_from_hint("runs/1", [rate]).endswith("its parameters: --out OTHER --init-from runs/1")
+    assert recipe.init_from_hint("runs/1", [rate, model]) == ""

@@ -18,7 +18,7 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError, UsageError
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
 
 SMALL = ["model.layers=1", "model.hidden=16", "model.heads=2", "data.context=8", "run.global_batch=3"]
 

@@ -21,8 +21,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError, NonFiniteError
 from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfinite
 from hpcdist.training import inference
-from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
+from hpcdist.training.recipe import recipe as recipes
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -220,7 +220,7 @@ def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, text: dict
     for logits, loss in run_threads(2, lambda comm: looked_at(comm, "gpu")):
         np.testing.assert_allclose(logits, host, rtol=1e-10, atol=1e-12)
         assert loss == pytest.approx(host_loss, rel=1e-12)
-    assert inference.where_it_can(recipe) is recipe
+    assert inference.on_available_device(recipe) is recipe
 
 
 def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(
@@ -231,6 +231,6 @@ def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(
 
     monkeypatch.setattr(device, "cupy", missing)
     recipe = recipes.load(None, ["run.device=gpu", "run.seed=5"]).recipe
-    found = inference.where_it_can(recipe)
+    found = inference.on_available_device(recipe)
     assert found.run == replace(recipe.run, device="cpu") and found.model == recipe.model
     assert "cupy cannot be imported. It is looked at on the CPU" in capsys.readouterr().err

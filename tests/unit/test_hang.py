@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.cli.hang import command
+from hpcdist.cli.runs.hang import command
 from hpcdist.comm.record.flight_file import RankNote, RankRecord, RecordedEvent
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import StorageError, UsageError

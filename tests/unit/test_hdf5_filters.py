@@ -11,13 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.cli import doctor_job
+from hpcdist.cli.doctor import job
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
 from hpcdist.hdf5 import files
-from hpcdist.training import packages
-from hpcdist.training import recipe as recipes
-from hpcdist.training.data import arrays
+from hpcdist.training.data import files as data_files
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import requirements
 
 ZSTD, NOBODYS = 32015, 60123  # what hdf5plugin has, and a number that is nobody's
 TOKENS = np.arange(4096, dtype=np.uint8)
@@ -55,10 +55,10 @@ def write(path: Path, code: int, name: str = "tokens", array: np.ndarray = TOKEN
 def test_a_filter_that_is_not_there_is_told_when_the_data_is_opened(plain, tmp_path, code, told):
     path = write(tmp_path / "data.h5", code)
     with pytest.raises(MissingCapabilityError) as caught:
-        arrays.hdf5_tokens(path)
+        data_files.hdf5_tokens(path)
     assert str(caught.value).startswith(f"data.path = {path}: dataset /tokens has the ") and told in str(caught.value)
     assert caught.value.exit_code == MISSING_CAPABILITY
-    assert arrays.lacking(path) == [str(caught.value)]
+    assert data_files.missing_filters(path) == [str(caught.value)]
 
 
 def test_a_source_of_a_virtual_dataset_has_it(plain, tmp_path):
@@ -68,7 +68,7 @@ def test_a_source_of_a_virtual_dataset_has_it(plain, tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_virtual_dataset("tokens", layout)
     with pytest.raises(MissingCapabilityError, match=r"source\.h5: dataset /part has the HDF5 filter zstd"):
-        arrays.hdf5_tokens(tmp_path / "data.h5")
+        data_files.hdf5_tokens(tmp_path / "data.h5")
 
 
 def test_what_was_written_without_its_filter_is_read(plain, tmp_path):
@@ -79,22 +79,22 @@ def test_what_was_written_without_its_filter_is_read(plain, tmp_path):
         space = h5py.h5s.create_simple((4096,))
         dataset = h5py.h5d.create(file.id, b"tokens", h5py.h5t.NATIVE_UINT8, space, properties)
         h5py.Dataset(dataset)[:] = TOKENS  # the filter is optional, and not there to be applied
-    assert np.array_equal(arrays.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
-    assert arrays.lacking(tmp_path / "data.h5") == []
+    assert np.array_equal(data_files.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
+    assert data_files.missing_filters(tmp_path / "data.h5") == []
 
 
 @pytest.mark.parametrize("filters", [{}, {"compression": "gzip", "shuffle": True}, {"compression": "lzf"}])
 def test_filters_of_h5py_need_nothing(tmp_path, filters):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("tokens", data=TOKENS, **filters)
-    assert arrays.lacking(tmp_path / "data.h5") == []
-    assert np.array_equal(arrays.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
+    assert data_files.missing_filters(tmp_path / "data.h5") == []
+    assert np.array_equal(data_files.hdf5_tokens(tmp_path / "data.h5")[:], TOKENS)
 
 
 def test_both_datasets_of_a_table_are_looked_at(plain, tmp_path):
     path = write(tmp_path / "data.h5", NOBODYS, "x", np.ones((8, 4), np.float32))
     write(path, ZSTD, "y", np.ones(8, np.int64))
-    first, second = arrays.lacking(path)
+    first, second = data_files.missing_filters(path)
     assert "dataset /x has" in first and "dataset /y has" in second
 
 
@@ -102,7 +102,7 @@ def test_the_staged_copy_counts_where_it_is_and_no_file_needs_nothing(plain, tmp
     path = write(tmp_path / "data.h5", ZSTD)
 
     def lacking(**data):
-        return packages._lacking(SimpleNamespace(**{"path": "", "staged": ""} | data))
+        return requirements._missing_hdf5_filters(SimpleNamespace(**{"path": "", "staged": ""} | data))
 
     assert len(lacking(path=str(path))) == 1
     assert len(lacking(path=str(path), staged=str(tmp_path / "not there yet"))) == 1
@@ -147,7 +147,7 @@ def test_the_doctor_of_a_job_names_file_and_package(plain, tmp_path, monkeypatch
     write(tmp_path / "data.h5", ZSTD)
     (tmp_path / "recipe.toml").write_text(RECIPE + "path = 'data.h5'\n")
     (tmp_path / "job.toml").write_text(recipes.dump(recipes.load(tmp_path / "recipe.toml", [], {}).recipe))
-    found = doctor_job._packages(tmp_path / "job.toml")
+    found = job._packages(tmp_path / "job.toml")
     assert found.status == mpi_library.FAIL and "data.h5: dataset /tokens has the HDF5 filter zstd" in found.found
 
 

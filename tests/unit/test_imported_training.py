@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hpcdist.checkpoint.format import manifest
-from hpcdist.cli import checkpoint_exchange
+from hpcdist.cli import checkpoint
 from hpcdist.comm.start import start_alone
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import UsageError
 from hpcdist.training import data
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import assemble
 from hpcdist.training.inference import load
-from hpcdist.training.trainer import assemble
+from hpcdist.training.recipe import recipe as recipes
 
 pytest.importorskip("torch")
 
@@ -149,7 +149,7 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
     def run(command, *arguments):
         command.main(list(map(str, arguments)), standalone_mode=False)
 
-    run(checkpoint_exchange.export, folder / "run", folder / "model.pt")
+    run(checkpoint.export, folder / "run", folder / "model.pt")
     from tied import modules  # beside the factory, which put its folder on the path
 
     torch.manual_seed(99)
@@ -158,7 +158,7 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
     store = {piece.tensor: piece.array for piece in trainer.exchange.pieces() if piece.kind == "parameters"}
     np.testing.assert_array_equal(own[1].weight.detach().numpy().reshape(-1), store["1.1.weight"])
     assert own[2].weight is own[0].weight
-    run(checkpoint_exchange.import_, folder / "model.pt", folder / "again", "--recipe", folder / "run/recipe.toml")
+    run(checkpoint.import_, folder / "model.pt", folder / "again", "--recipe", folder / "run/recipe.toml")
     again = load(solo(), folder / "again", recipe, trust=True)  # no training has sealed the factory there
     tokens = np.arange(24, dtype=np.uint8).reshape(2, 12)
     expected = load(solo(), folder / "run", recipe).logits(tokens)

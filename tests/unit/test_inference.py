@@ -12,12 +12,11 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.training import inference
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import assemble
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.generation import generate
-from hpcdist.training.inference import Look, load, sample
-from hpcdist.training.trainer import assemble
+from hpcdist.training.inference import InspectionSession, generate, load, sample
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 3
 # name -> (ranks, keys)
@@ -171,9 +170,9 @@ def folders(run: Path) -> list[str]:
 def test_a_look_leaves_nothing_behind(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _, _ = train(text)
     (run / "recorder").mkdir()
-    with Look(run) as look:
+    with InspectionSession(run) as look:
         look.load()
-        own = [name for name in folders(run) if name.startswith(inference.RECORDS)]
+        own = [name for name in folders(run) if name.startswith(inference.RECORDER_PREFIX)]
         assert len(own) == 1 and (run / own[0] / "recorder" / "rank-00000.rec").exists()
         assert look.session.watchdog is not None and look.session.recorder is not None
         assert look.session.comm.events is look.session.recorder
@@ -190,17 +189,17 @@ def test_a_look_leaves_nothing_behind(text: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_records_of_a_look_that_fails_stay(text: Path) -> None:
     run, _, _ = train(text)
 
-    def interrupted(look: Look) -> None:
+    def interrupted(look: InspectionSession) -> None:
         with look:
             look.load()
             raise CommunicationError("a message was lost")
 
-    look = Look(run)
+    look = InspectionSession(run)
     with pytest.raises(CommunicationError):
         interrupted(look)
     assert look.session.watchdog is not None
     look.session.watchdog.stop()
-    kept = [name for name in folders(run) if name.startswith(inference.RECORDS)]
+    kept = [name for name in folders(run) if name.startswith(inference.RECORDER_PREFIX)]
     assert len(kept) == 1 and (run / kept[0] / "recorder" / "rank-00000.rec").exists()
 
 
@@ -215,7 +214,7 @@ def test_a_run_of_somebody_else_can_be_looked_at(text: Path, tmp_path: Path, mon
         return made[-1]
 
     monkeypatch.setattr(inference.tempfile, "mkdtemp", read_only)
-    with Look(run) as look:
+    with InspectionSession(run) as look:
         look.load()
         assert folders(run) == ["checkpoints"] and Path(made[0], "recorder", "rank-00000.rec").exists()
     assert not Path(made[0]).exists()
@@ -224,7 +223,7 @@ def test_a_run_of_somebody_else_can_be_looked_at(text: Path, tmp_path: Path, mon
 def test_a_run_without_a_checkpoint_is_refused(text: Path) -> None:
     run, _, _ = train(text)
     (run / "checkpoints" / f"step-{STEPS}" / "manifest.json").unlink()
-    with pytest.raises(StorageError, match="no valid checkpoint"), Look(run) as look:
+    with pytest.raises(StorageError, match="no valid checkpoint"), InspectionSession(run) as look:
         look.load()
     assert folders(run) == ["checkpoints"]
 

@@ -18,8 +18,8 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError
-from hpcdist.training import recipe as recipes
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 Keys = dict[str, Any]
 

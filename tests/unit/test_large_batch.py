@@ -8,7 +8,7 @@ from rank_runs import alone, difference, losses, trainer_of
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
 
 STEPS = 4
 SMALL: dict[str, object] = {

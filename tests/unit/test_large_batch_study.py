@@ -16,7 +16,7 @@ import pytest
 
 from hpcdist.errors import DataError, UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.training.config import DataConfig
+from hpcdist.training.recipe.config import DataConfig
 
 NAMES = ("search", "data", "tasks", "file", "report")
 

@@ -168,7 +168,8 @@ CONFIGS = [name_of(path) for path in MODULES if path.name == "config.py" and pat
 
 
 @pytest.mark.parametrize(
-    "module", [*CONFIGS, "hpcdist.training.recipe", "hpcdist.comm.launch.environment", "hpcdist.comm.launch.mpirun"]
+    "module",
+    [*CONFIGS, "hpcdist.training.recipe.recipe", "hpcdist.comm.launch.environment", "hpcdist.comm.launch.mpirun"],
 )
 def test_what_a_login_node_imports_is_light(module):
     """A recipe is read, and a job described, where MPI_Init would abort."""

@@ -18,11 +18,13 @@ from hpcdist.checkpoint.partner.redundancy import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
-from hpcdist.training import combinations, job, lives
-from hpcdist.training import recipe as recipes
-from hpcdist.training.fitting import fitting
-from hpcdist.training.survival import GROW_FILE
-from hpcdist.training.team import Change, Team, mode_of
+from hpcdist.training.elastic import job as elastic_job
+from hpcdist.training.elastic.membership import Membership, MembershipChange, mode_of
+from hpcdist.training.elastic.refit import refit
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import rules
+from hpcdist.training.run import job
+from hpcdist.training.run.stop_requests import GROW_FILE
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "allreduce": {},
@@ -114,7 +116,7 @@ def test_where_no_checkpoint_can_serve_it_does_not_begin_again(
             path.write_text("{}")
         return newest_complete(run_dir, comm)
 
-    monkeypatch.setattr(lives, "newest_complete", damaged)
+    monkeypatch.setattr(elastic_job, "newest_complete", damaged)
     keys = {"parallel.strategy": "zero1", "checkpoint.every_steps": 3, "chaos.kill": ["1@5", "2@5"]}
     with pytest.raises(StorageError, match="none of them can be used"):
         survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1)
@@ -164,7 +166,7 @@ def test_who_has_no_place_any_more_still_gives_what_it_remembers(
 def test_spares_come_in_where_no_process_can_be_started(
     wished: int, ranks: int, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def closed(team: Team, change: Change, _: Any) -> Change:
+    def closed(team: Membership, change: MembershipChange, _: Any) -> MembershipChange:
         team.close_up()
         return change
 
@@ -175,7 +177,7 @@ def test_spares_come_in_where_no_process_can_be_started(
 
     keys, assemble, grow = {"precision.mode": "float64"}, job.assemble, tmp_path / "run" / GROW_FILE
     calm = survive(2, tmp_path / "calm", text, keys)
-    monkeypatch.setattr(Team, "fill", closed)
+    monkeypatch.setattr(Membership, "fill", closed)
     monkeypatch.setattr(job, "assemble", asked)
     found = survive(2, tmp_path / "run", text, keys, spares=2)
     np.testing.assert_allclose(losses(found.steps), losses(calm.steps), rtol=1e-9)
@@ -208,14 +210,14 @@ def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
 def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
     with pytest.raises(ConfigurationError, match=said):
-        combinations.refuse_beside_survival(recipe, "shrink", 0)
+        rules.refuse_beside_survival(recipe, "shrink", 0)
 
 
 def test_nobody_knows_the_gpu_of_a_new_process() -> None:
     recipe = recipes.load(None, ["run.device=gpu"], {}).recipe
-    combinations.refuse_beside_survival(recipe, "replace", 1)
+    rules.refuse_beside_survival(recipe, "replace", 1)
     with pytest.raises(ConfigurationError, match="--spares"):
-        combinations.refuse_beside_survival(recipe, "replace", 0)
+        rules.refuse_beside_survival(recipe, "replace", 0)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_nobody_knows_the_gpu_of_a_new_process() -> None:
 )
 def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expected: tuple[int, int, int]) -> None:
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
-    found = fitting(recipe, ranks)
+    found = refit(recipe, ranks)
     assert found is not None
     parallel, used = found[0].parallel, found[1]
     data = used // (parallel.pipeline * parallel.tensor)
@@ -253,8 +255,8 @@ def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expe
 def test_no_layout_without_a_worker() -> None:
     keys = ["parallel.strategy=parameter_server", "parameter_server.servers=2"]
     recipe = recipes.load(None, keys, {}).recipe
-    assert fitting(recipe, 2) is None
-    assert fitting(recipe, 3) is not None
+    assert refit(recipe, 2) is None
+    assert refit(recipe, 3) is not None
 
 
 @pytest.mark.parametrize("environment", [{"HPCDIST_SURVIVE": "yes"}, {"HPCDIST_SPARES": "1"}, {"HPCDIST_SPARES": "-1"}])
@@ -282,7 +284,7 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
         return trainer
 
     remembered: list[weakref.ref[Any]] = []
-    recall, finish = lives.recall, job.Job.finish
+    recall, finish = elastic_job.recover_newest, job.TrainingJob.finish
 
     def remembering(*arguments: Any) -> Any:
         found = recall(*arguments)
@@ -295,8 +297,8 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
         return finish(*arguments)
 
     monkeypatch.setattr(job, "assemble", watched)
-    monkeypatch.setattr(lives, "recall", remembering)
-    monkeypatch.setattr(job.Job, "finish", finished)
+    monkeypatch.setattr(elastic_job, "recover_newest", remembering)
+    monkeypatch.setattr(job.TrainingJob, "finish", finished)
     kills = [f"{rank}@{rank + 2}:{when}" for rank, when in enumerate(WHEN[:4])]
     survive(4, tmp_path / "run", text, {"parallel.strategy": "zero1", "chaos.kill": kills}, spares=4)
     assert seen and remembered, "nobody was rebuilt"

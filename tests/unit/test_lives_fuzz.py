@@ -19,7 +19,7 @@ from lives_runs import survive
 from hpcdist.comm.threads.communicator import ThreadCommunicator
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.lives import Lives
+from hpcdist.training.elastic.job import ElasticJob
 
 RANKS, SPARES, STEPS = 4, 2, 4
 AT_THE_END = 1105  # a spare dies when some have come to the end, and another spare has not been told
@@ -75,13 +75,13 @@ def ticking(clock: Clock) -> Iterator[None]:
 
         return called
 
-    def train(lives: Lives, origin: Any = None, before: Callable[..., int] = Lives.train) -> int:
+    def train(lives: ElasticJob, origin: Any = None, before: Callable[..., int] = ElasticJob.train) -> int:
         clock.begin()
         return before(lives, origin)
 
     for name in OPERATIONS:
         patch.setattr(ThreadCommunicator, name, counted(getattr(ThreadCommunicator, name)))
-    patch.setattr(Lives, "train", train)
+    patch.setattr(ElasticJob, "train", train)
     try:
         yield
     finally:

@@ -13,9 +13,9 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 3
 SAMPLES = 12

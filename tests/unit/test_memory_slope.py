@@ -15,12 +15,12 @@ from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
-from hpcdist.training import outcome, pace
-from hpcdist.training.asynchronous import loop_of
-from hpcdist.training.energy import Energy
-from hpcdist.training.metrics import Metrics
-from hpcdist.training.progress import Progress
-from hpcdist.training.survival import StopWishes
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.metrics import RunMetrics
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.run import checkpoint_timer, loop
+from hpcdist.training.run.async_loop import loop_class
+from hpcdist.training.run.stop_requests import StopRequests
 
 FIRST = 150  # by then all that has a bound has reached it, but for a few kB
 LOOKS = 80  # steps in which the least counts: what other threads hold for a moment is none of it
@@ -39,10 +39,15 @@ BYTES_A_STEP = 80.0  # of both ranks together; a list of three numbers a step in
 def test_memory_does_not_grow_with_the_steps(
     last: int, keys: dict[str, object], tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounds = {(outcome, "SAMPLED"): 32, (pace, "REMEMBERED"): 32, (anomalies, "BLOCK_S"): 0.0, (anomalies, "BLOCKS"): 6}
+    bounds = {
+        (loop, "SAMPLED"): 32,
+        (checkpoint_timer, "REMEMBERED"): 32,
+        (anomalies, "BLOCK_S"): 0.0,
+        (anomalies, "BLOCKS"): 6,
+    }
     for (module, name), least in bounds.items():  # reached before the first look
         monkeypatch.setattr(module, name, least)
-    monkeypatch.setattr(Metrics, "_overdue", lambda rows: len(rows._common) >= FLUSH_STEPS)
+    monkeypatch.setattr(RunMetrics, "_overdue", lambda rows: len(rows._common) >= FLUSH_STEPS)
     settings = {
         "model.layers": 1, "model.hidden": 4, "model.heads": 1, "data.context": 4, "run.global_batch": 2,
         "data.path": write_text(tmp_path / "text.txt", rng), "run.steps": last + 1, "checkpoint.every_steps": 0,
@@ -55,9 +60,9 @@ def test_memory_does_not_grow_with_the_steps(
         trainer = assembled(comm, settings)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
         session.spans = Spans(tmp_path / f"rank-{comm.rank}.spans", comm.rank, comm.size, capacity=64)
-        energy = Energy(comm, trainer.recipe, None, tmp_path)
-        progress = Progress(last + 1, 0, 1e9, shown=False)
-        loop = loop_of(trainer)(session, trainer, tmp_path, progress, {}, StopWishes(), energy)
+        energy = EnergyRecorder(comm, trainer.recipe, None, tmp_path)
+        progress = ConsoleProgress(last + 1, 0, 1e9, shown=False)
+        loop = loop_class(trainer)(session, trainer, tmp_path, progress, {}, StopRequests(), energy)
         after = loop.pace.stepped
 
         def stepped(seconds: float) -> None:

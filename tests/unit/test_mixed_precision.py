@@ -20,9 +20,9 @@ from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.recipe import recipe as recipes
 
 MODES = ("bfloat16", "float16")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")

@@ -19,7 +19,7 @@ from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
 
 Keys = dict[str, Any]
 State = dict[tuple[str, str], np.ndarray]

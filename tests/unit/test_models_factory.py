@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
 
 SOURCE = """
 from hpcdist import models

@@ -15,7 +15,7 @@ import hpcdist
 from hpcdist.batch import resources
 from hpcdist.batch.packaging import modulefile
 from hpcdist.batch.packaging.modulefile import Modulefile
-from hpcdist.cli.site_modulefile import command
+from hpcdist.cli.site import modulefile as site_modulefile
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 
 # Letters that mean something to Lua, Tcl or a shell are drawn more often than others.
@@ -64,7 +64,7 @@ def test_the_command_alone_does_not_find_itself(tmp_path, there):
 
 
 def invoke(*arguments: object):
-    return CliRunner().invoke(command, [str(each) for each in arguments])
+    return CliRunner().invoke(site_modulefile, [str(each) for each in arguments])
 
 
 def words_of(program: str, script: str, folder: Path) -> list[str]:
@@ -314,8 +314,8 @@ def test_it_is_light():
     """A login node runs it: no MPI, no arrays, no kernels."""
     heavy = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "numpy", "torch")
     code = (
-        "import sys\nfrom hpcdist.cli.site_modulefile import command\n"
-        "command(['--in-place'], standalone_mode=False)\n"
+        "import sys\nfrom hpcdist.cli.site import modulefile\n"
+        "modulefile(['--in-place'], standalone_mode=False)\n"
         f"print('loaded:', *[name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -18,10 +18,12 @@ from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
-from hpcdist.training import chaos, noise, state
-from hpcdist.training import recipe as recipes
-from hpcdist.training.fitting import fitting
-from hpcdist.training.saving import saver_of
+from hpcdist.training.build import state
+from hpcdist.training.chaos import injection
+from hpcdist.training.elastic.refit import refit
+from hpcdist.training.observe import noise_scale
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
 
@@ -150,7 +152,7 @@ def trained(ranks: int, settings: Settings) -> list[Measured]:
         trainer = assembled(comm, settings)
         if "chaos.overflow" in settings:
             run = Path(str(settings["data.path"])).parent
-            chaos.arm(trainer, saver_of(trainer, run / "checkpoints"), run)
+            injection.arm_faults(trainer, build_saver(trainer, run / "checkpoints"), run)
         found: list[StepResult] = []
         with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(batches, start=1):
@@ -251,11 +253,12 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path: Path) -> None:
         writer.include(lambda file, session: side_tables.append_noise_scales(file, session + 1, rows[1:2]))
     assert side_tables.last_noise_scale(path) == 80.0
     assert "noise      scale 80.0 samples, the critical batch" in text(report(tmp_path))
-    told = noise.described({"noise_scale": 48.0, "global_batch": 16})
+    told = noise_scale.describe_noise({"noise_scale": 48.0, "global_batch": 16})
     assert "48.0 samples" in told[0] and "4.00 times the fewest steps, and 1.33 times the fewest samples" in told[0]
     assert (
-        noise.described({}) == []
-        and "not known" in noise.described({"noise_scale": None, "noise_scale_reason": noise.UNKNOWN})[0]
+        noise_scale.describe_noise({}) == []
+        and "not known"
+        in noise_scale.describe_noise({"noise_scale": None, "noise_scale_reason": noise_scale.WHY_UNKNOWN})[0]
     )
 
 
@@ -294,7 +297,7 @@ def test_a_world_of_one_is_refused_and_what_is_left_of_a_job_goes_on_without(wor
     with pytest.raises(ConfigurationError, match="use 2 data ranks or more, or parallel.microbatches of 2 or more"):
         assembled(solo(), {**words, **EACH})
     recipe = recipes.load(None, ["run.noise_scale_every_steps=1"], {}).recipe
-    found = [fitting(recipe, ranks) for ranks in (3, 1)]
+    found = [refit(recipe, ranks) for ranks in (3, 1)]
     assert [(fit[0].run.noise_scale_every_steps, fit[1]) for fit in found if fit] == [(1, 3), (0, 1)]
 
 

@@ -28,9 +28,9 @@ from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer
 
 BLOCK = 512  # bytes: every tensor of the tests is cut
 LAYOUT = Layout.of(

@@ -27,9 +27,9 @@ from hpcdist.strategies.pipeline.partition import split_by_parameters
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training import recipe as recipes
-from hpcdist.training.outcome import Steps
-from hpcdist.training.summary import overlap_figures
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import StepStatistics
+from hpcdist.training.run.summary import overlap_figures
 
 SAMPLES, STEPS = 7, 4
 KINDS = ("thread", "poll")
@@ -311,7 +311,7 @@ def test_gradients_of_a_range_are_those_that_travel() -> None:
 
 def test_the_summary_tells_what_was_exposed() -> None:
     def rank(*steps: tuple[float, float]) -> dict[str, Any]:
-        made = Steps()
+        made = StepStatistics()
         for exposed_s, total_s in steps:
             made.add(1.0, 0.0, reductions_exposed_s=exposed_s, reductions_s=total_s)
         return made.measured()

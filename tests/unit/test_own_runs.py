@@ -25,7 +25,7 @@ from hpcdist.bench.calibrate.points import (
     ProductPoint,
     sizes,
 )
-from hpcdist.cli import plan_calibrate
+from hpcdist.cli.plan import calibrate
 from hpcdist.planner.cluster import toml_file
 
 pytest.importorskip("matplotlib")
@@ -105,7 +105,7 @@ def made(line: Sequence[str], hosts: int, ranks: int, bench: ModuleType) -> None
         return Path(line[list(line).index(name) + 1])
 
     if "calibrate" in line:
-        plan_calibrate.written(points(hosts, ranks), after("-o"), after("--points"), "workstation", "here", {})
+        calibrate.written(points(hosts, ranks), after("-o"), after("--points"), "workstation", "here", {})
         return
     rows = bench.of_rows.between() if "--between" in line else bench.of_rows.rows(hosts * ranks)
     rows = [row for row in rows if row.name.startswith(ONLY)]

@@ -8,9 +8,17 @@ import pytest
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.daly_interval import daly
-from hpcdist.training import recipe as recipes
-from hpcdist.training.pace import GUESS_BYTES_PER_S, GUESS_S, JOB_END, LEAVING_S, Pace, end_of_job, quantile
-from hpcdist.training.starts import Starts
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.checkpoint_timer import (
+    ASSUMED_BYTES_PER_S,
+    ASSUMED_SAVE_S,
+    JOB_END,
+    LEAVING_S,
+    CheckpointTimer,
+    end_of_job,
+    quantile,
+)
+from hpcdist.training.run.start_record import StartRecord
 
 
 class Clock:
@@ -39,22 +47,22 @@ def simulated(pace, clock, step_s, cost_s, until_s):
 
 def test_saves_come_at_the_interval_of_daly():
     clock = Clock()
-    pace = Pace(CheckpointConfig(mtbf_s=10_000), int(3 * GUESS_BYTES_PER_S), clock=clock)
-    assert pace.interval_s == daly(GUESS_S + 3.0, 10_000)
+    pace = CheckpointTimer(CheckpointConfig(mtbf_s=10_000), int(3 * ASSUMED_BYTES_PER_S), clock=clock)
+    assert pace.interval_s == daly(ASSUMED_SAVE_S + 3.0, 10_000)
     found = simulated(pace, clock, step_s=2.0, cost_s=5.0, until_s=20_000)
-    assert abs(found[0] - daly(GUESS_S + 3.0, 10_000)) <= 4, "by the guess, until one was measured"
+    assert abs(found[0] - daly(ASSUMED_SAVE_S + 3.0, 10_000)) <= 4, "by the guess, until one was measured"
     assert len(found) > 20 and all(abs(work - daly(5.0, 10_000)) <= 4 for work in found[1:])
 
 
 def test_without_failures_nothing_is_due():
     clock = Clock()
-    pace = Pace(CheckpointConfig(), 1 << 30, clock=clock)
+    pace = CheckpointTimer(CheckpointConfig(), 1 << 30, clock=clock)
     clock.now += 1e9
     assert not pace.due() and not pace.time_up() and pace.interval_s == math.inf
 
 
 def test_one_slow_save_does_not_count_for_all():
-    pace = Pace(CheckpointConfig(mtbf_s=3600), 0)
+    pace = CheckpointTimer(CheckpointConfig(mtbf_s=3600), 0)
     for seconds in (1.0, 1.0, 60.0):
         pace.saved(seconds)
     assert pace.cost_s == 1.0
@@ -63,14 +71,14 @@ def test_one_slow_save_does_not_count_for_all():
 def test_time_is_up_before_a_step_and_a_save_would_not_fit():
     clock = Clock()
     said = []
-    ends, guess_bytes = 1100.0 + LEAVING_S, int((20 - GUESS_S) * GUESS_BYTES_PER_S)
-    pace = Pace(CheckpointConfig(), guess_bytes, ends, said.append, clock)
+    ends, guess_bytes = 1100.0 + LEAVING_S, int((20 - ASSUMED_SAVE_S) * ASSUMED_BYTES_PER_S)
+    pace = CheckpointTimer(CheckpointConfig(), guess_bytes, ends, said.append, clock)
     clock.now = 1079.0
     assert not pace.time_up()
     clock.now = 1081.0
     assert pace.time_up() and pace.time_up(), "20 s by the guess"
     assert len(said) == 1 and "ends in 21.0 s" in said[0]
-    pace = Pace(CheckpointConfig(), guess_bytes, ends, said.append, clock)
+    pace = CheckpointTimer(CheckpointConfig(), guess_bytes, ends, said.append, clock)
     for seconds in (*np.linspace(1, 2, 99), 9.0):
         pace.stepped(float(seconds))
     for seconds in (4.0, 4.0, 6.0):
@@ -99,7 +107,7 @@ def test_the_end_of_the_job():
 
 def test_the_observed_time_between_failures(tmp_path):
     clock, config = Clock(), CheckpointConfig(mtbf_s=OBSERVED)
-    first = Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock))
+    first = CheckpointTimer(config, 0, clock=clock, starts=StartRecord(tmp_path, clock))
     first.saved(5.0)
     assert first.mtbf_s == 5.0, "it has seen nothing yet"
     found = simulated(first, clock, step_s=1.0, cost_s=5.0, until_s=21_000)
@@ -107,12 +115,12 @@ def test_the_observed_time_between_failures(tmp_path):
     assert abs(found[-1] - daly(5.0, 20_000)) <= 4, "the longer nothing fails, the longer it waits"
     assert found[0] < found[len(found) // 2] < found[-1]
     clock.now += 50_000
-    second = Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock))
+    second = CheckpointTimer(config, 0, clock=clock, starts=StartRecord(tmp_path, clock))
     second.saved(5.0)
     assert second.mtbf_s == pytest.approx(10_000, rel=1e-2), "20,000 s, and one start that failed"
     second.ended(stopped=True)
-    assert Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock)).mtbf_s == second.mtbf_s
-    assert Pace(config, 0, clock=clock).interval_s == math.inf, "another rank than the one that decides"
+    assert CheckpointTimer(config, 0, clock=clock, starts=StartRecord(tmp_path, clock)).mtbf_s == second.mtbf_s
+    assert CheckpointTimer(config, 0, clock=clock).interval_s == math.inf, "another rank than the one that decides"
 
 
 @pytest.mark.parametrize("text", ["60", "observed", "'observed'"])

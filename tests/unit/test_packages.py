@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import doctor_job
+from hpcdist.cli.doctor import job
 from hpcdist.comm.doctor.mpi_library import FAIL, OK
-from hpcdist.training import packages
-from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import requirements
 
 KEYS = {
     "run.device='gpu'": "cupy",
@@ -29,14 +29,14 @@ def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_names_its_package(key: str, none_is_installed: None) -> None:
-    (line,) = packages.missing(recipes.load(None, [key]).recipe)
+    (line,) = requirements.missing_packages(recipes.load(None, [key]).recipe)
     name, value = key.split("=", 1)
     assert line.startswith(f"{name} = {value} needs the module {KEYS[key]}, which {sys.executable} does not have")
     assert "pip install 'hpcdist[" in line
 
 
 def test_the_default_recipe_needs_none(none_is_installed: None) -> None:
-    assert packages.missing(recipes.load(None, []).recipe) == []
+    assert requirements.missing_packages(recipes.load(None, []).recipe) == []
 
 
 def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
@@ -49,21 +49,27 @@ def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
     )
     factory = f"{tmp_path / 'model.py'}:model"
     options = ["model.kind='import'", f"model.factory={factory!r}"]
-    found = packages.missing(recipes.load(None, options).recipe)
+    found = requirements.missing_packages(recipes.load(None, options).recipe)
     assert [line.split("needs the module ")[1].split(",")[0] for line in found] == ["not_there_1", "not_there_2"]
     (tmp_path / "model.py").write_text("import sys\nsys.path.insert(0, '/proj/lib')\nimport not_there_6\n")
-    assert packages.missing(recipes.load(None, options).recipe) == [], "it says itself where its modules are"
+    assert requirements.missing_packages(recipes.load(None, options).recipe) == [], (
+        "it says itself where its modules are"
+    )
     (tmp_path / "model.py").write_text("import (")
-    assert packages.missing(recipes.load(None, options).recipe) == [], "the training says what is wrong with it"
-    (line,) = packages.missing(recipes.load(None, [options[0], "model.factory='not_there.models:gpt'"]).recipe)
+    assert requirements.missing_packages(recipes.load(None, options).recipe) == [], (
+        "the training says what is wrong with it"
+    )
+    (line,) = requirements.missing_packages(
+        recipes.load(None, [options[0], "model.factory='not_there.models:gpt'"]).recipe
+    )
     assert "needs the module not_there," in line
 
 
 def test_the_doctor_says_what_the_ranks_lack(tmp_path: Path, none_is_installed: None) -> None:
     path = tmp_path / "job.toml"
     path.write_text(recipes.dump(recipes.load(None, ["telemetry.nvtx=true"]).recipe))
-    found = doctor_job._packages(path)
+    found = job._packages(path)
     assert found.status == FAIL and "telemetry.nvtx = true needs the module nvtx" in found.found
     path.write_text(recipes.dump(recipes.load(None, []).recipe))
-    assert doctor_job._packages(path).status == OK
-    assert doctor_job._packages(tmp_path / "lost.toml").status == FAIL
+    assert job._packages(path).status == OK
+    assert job._packages(tmp_path / "lost.toml").status == FAIL

@@ -16,9 +16,9 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import recipe as recipes
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 3
 trainer_of = partial(shard_runs.trainer_of, shards=6)

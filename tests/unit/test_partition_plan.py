@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from rank_runs import losses, trainer_of
 
 from hpcdist import models
-from hpcdist.cli.schedule import command as schedule
+from hpcdist.cli.plan.schedule import command as schedule
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
@@ -25,8 +25,8 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
-from hpcdist.training import partitioning
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build import pipeline
+from hpcdist.training.build.trainer import Trainer
 
 STATES = StateBytes(per_parameter=16, itemsize=4)
 
@@ -264,10 +264,10 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
         assert trainer.plan is not None
         return trainer.plan.stage_units
 
-    monkeypatch.setattr(partitioning.pipeline_measured, "measure", lambda *of: slow_at_the_end(7))
+    monkeypatch.setattr(pipeline.pipeline_measured, "measure", lambda *of: slow_at_the_end(7))
     (cut, *_) = run_threads(2, first)
     assert cut == (4, 3)
-    monkeypatch.setattr(partitioning.pipeline_measured, "measure", lambda *of: slow_at_the_end(7)[::-1])
+    monkeypatch.setattr(pipeline.pipeline_measured, "measure", lambda *of: slow_at_the_end(7)[::-1])
     assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys))) == [(3, 4)] * 2
     path = next((tmp_path / "checkpoints").glob("step-*"))
     assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys, path))) == [cut] * 2

@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 import click
 import pytest
 
-from hpcdist.cli import main, plan
-from hpcdist.cli.plan_options_layout import RENAMED
+from hpcdist.cli import main
+from hpcdist.cli.plan import group
+from hpcdist.cli.plan.options import LAYOUT_FIELDS
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
 
@@ -108,10 +109,10 @@ def test_help_is_instant():
     assert in_a_child(f"{helps}print('loaded:', *{loaded})").splitlines()[-1].strip() == "loaded:"
 
 
-@pytest.mark.parametrize("name", [None, *plan.COMMANDS])
+@pytest.mark.parametrize("name", [None, *group.COMMANDS])
 def test_every_option_explains_itself(name):
-    context = click.Context(plan.command)
-    command = plan.command if name is None else plan.command.get_command(context, name)
+    context = click.Context(group.command)
+    command = group.command if name is None else group.command.get_command(context, name)
     assert command is not None and command.help
     assert not [one.name for one in command.params if isinstance(one, click.Option) and not one.help]
 
@@ -124,9 +125,9 @@ def test_the_help_of_a_command_names_it(run):
 
 
 def test_every_field_of_a_layout_has_an_option():
-    renamed = {field: option for option, field in RENAMED.items()}
+    renamed = {field: option for option, field in LAYOUT_FIELDS.items()}
     assert {renamed.get(item.name, item.name) for item in fields(ParallelLayout)} <= {
-        one.name for one in plan.command.params
+        one.name for one in group.command.params
     }
 
 
@@ -553,8 +554,8 @@ def test_comparisons_that_are_refused(arguments, said, run):
 
 
 def test_names_are_completed():
-    parameters = {one.name: one for one in plan.command.params}
-    context = click.Context(plan.command)
+    parameters = {one.name: one for one in group.command.params}
+    context = click.Context(group.command)
     found = [item.value for item in parameters["cluster"].shell_complete(context, "a100")]
     assert found == ["a100-selene"]
     assert [item.value for item in parameters["recipe"].shell_complete(context, "cl")] == ["clusters", "cl"]

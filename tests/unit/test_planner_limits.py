@@ -14,7 +14,7 @@ from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, inner, of_config
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.training.recipe import load
+from hpcdist.training.recipe.recipe import load
 
 CLUSTER = toml_file.read("a100-selene")
 SHAPE = TransformerShape(layers=96, hidden=12288, heads=96, vocabulary=51200, context=2048, dropout=0.1)

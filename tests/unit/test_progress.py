@@ -3,12 +3,12 @@
 import pytest
 
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
-from hpcdist.training import progress as subject
-from hpcdist.training.progress import Progress
+from hpcdist.training.observe import step_log as subject
+from hpcdist.training.observe.step_log import ConsoleProgress
 
 
 def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(steps=10, first=0, every_s=1e9, shown=True)
+    progress = ConsoleProgress(steps=10, first=0, every_s=1e9, shown=True)
     for done in range(1, 11):
         progress.step(done, loss=2.5, targets=100, communication=0.25)
     progress.close()
@@ -18,14 +18,14 @@ def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[st
 
 
 def test_every_step_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(steps=3, first=0, every_s=0.0, shown=True)
+    progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     for done in range(1, 4):
         progress.step(done, 1.0, 1, 0.0)
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(steps=1, first=0, every_s=0.0, shown=False)
+    progress = ConsoleProgress(steps=1, first=0, every_s=0.0, shown=False)
     progress.say("nothing")
     progress.step(1, 1.0, 1, 0.0)
     progress.close()
@@ -38,7 +38,7 @@ def test_the_first_step_says_nothing_of_the_others(
     """It compiles for 40 s: no speed and no time that is left come from it, nor later ones by it."""
     now = [0.0]
     monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
-    progress = Progress(steps=105, first=5, every_s=0.0, shown=True, unit="samples")
+    progress = ConsoleProgress(steps=105, first=5, every_s=0.0, shown=True, unit="samples")
     now[0] += 40.0
     for done in (6, 7, 8):
         progress.step(done, 1.0, 100, 0.0)
@@ -53,7 +53,7 @@ def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TERMINAL_COLUMNS, "90")
-    progress = Progress(steps=3, first=0, every_s=0.0, shown=True)
+    progress = ConsoleProgress(steps=3, first=0, every_s=0.0, shown=True)
     progress.say("a line")
     for done in range(1, 4):
         progress.step(done, 1.0, 1, 0.25)

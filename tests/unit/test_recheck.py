@@ -15,10 +15,11 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError
 from hpcdist.strategies.schedule.executor import RecomputeVerdict
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training import chaos, recheck
-from hpcdist.training import recipe as recipes
-from hpcdist.training.saving import saver_of
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.chaos import injection
+from hpcdist.training.observe import sdc_check
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
 Steps = tuple[list[float], list[RecomputeVerdict | None], list[bytes]]  # losses, what was found, the state at the end
@@ -79,7 +80,7 @@ def make_steps(trainer: Trainer) -> Steps:
 def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Trainer], None] | None = None) -> list[Steps]:
     def body(comm: Communicator) -> Steps:
         trainer = assembled(comm, settings)
-        chaos.arm(trainer, saver_of(trainer, run / "checkpoints"), run)
+        injection.arm_faults(trainer, build_saver(trainer, run / "checkpoints"), run)
         if between is not None:
             between(trainer)
         return make_steps(trainer)
@@ -119,7 +120,7 @@ def test_an_overflow_that_does_not_repeat_is_suspicious(text: Settings, tmp_path
 def test_unusual_data_is_computed_again_to_the_same_bits(
     text: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recheck, "LEAST", 1)
+    monkeypatch.setattr(sdc_check, "LEAST_STEPS", 1)
 
     def between(trainer: Trainer) -> None:
         step = trainer.executor.run
@@ -140,7 +141,7 @@ def test_unusual_data_is_computed_again_to_the_same_bits(
 def failure(settings: Settings, tmp_path: Path, between: Callable[[Trainer], None] | None = None) -> list[str]:
     def body(comm: Communicator) -> str:
         trainer = assembled(comm, {**settings, **RING, **EACH})
-        chaos.arm(trainer, saver_of(trainer, tmp_path / "checkpoints"), tmp_path)
+        injection.arm_faults(trainer, build_saver(trainer, tmp_path / "checkpoints"), tmp_path)
         if between is not None:
             between(trainer)
         with pytest.raises(DivergenceError) as failed:

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.cli.config import command
-from hpcdist.training import recipe as recipes
-from hpcdist.training.recipe import Recipe
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
 
 
 @pytest.fixture

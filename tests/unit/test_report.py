@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.cli.report import report as command
+from hpcdist.cli.runs.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.telemetry import report
 from hpcdist.telemetry.metrics import observations, side_tables
@@ -139,7 +139,7 @@ def test_no_metrics_and_no_steps(tmp_path):
 
 
 def test_help_loads_nothing_heavy():
-    code = "import sys, hpcdist.cli.report; assert not {'h5py', 'numpy', 'matplotlib'} & set(sys.modules)"
+    code = "import sys, hpcdist.cli.runs.report; assert not {'h5py', 'numpy', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

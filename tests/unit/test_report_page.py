@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.cli.report import report as command
+from hpcdist.cli.runs.report import report as command
 from hpcdist.comm.record.spans import Spans
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.hdf5 import files

@@ -14,7 +14,7 @@ from hpcdist.bench.sweep import definition
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.cli import jobs_begin
+from hpcdist.cli.jobs import begin
 from hpcdist.comm.record import flight_file, spans
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
@@ -23,11 +23,11 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.page import history
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile
-from hpcdist.training import recipe as recipes
-from hpcdist.training import starts
-from hpcdist.training.energy import USAGE_FILE, Energy
-from hpcdist.training.recipe import Recipe
-from hpcdist.training.starts import STARTS_FILE, Starts
+from hpcdist.training.observe.energy import USAGE_FILE, EnergyRecorder
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run import start_record
+from hpcdist.training.run.start_record import STARTS_FILE, StartRecord
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_what_is_set_aside_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 
 def record_usage(run: Path) -> None:
-    Energy(solo(), Recipe(), None, run).note()
+    EnergyRecorder(solo(), Recipe(), None, run).note()
 
 
 def edit_metrics(run: Path) -> None:
@@ -95,7 +95,7 @@ def edit_metrics(run: Path) -> None:
 # Writer -> names beside its file that it once wrote through.
 WRITERS: dict[Callable[[Path], object], tuple[str, ...]] = {
     lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
-    lambda run: Starts(run).alive(certainly=True): ("starts.tmp", "starts.json"),
+    lambda run: StartRecord(run).alive(certainly=True): ("starts.tmp", "starts.json"),
     record_usage: ("usage.tmp", "usage.json"),
     edit_metrics: ("metrics.h5.new", "metrics.h5.journal"),
     lambda run: checkpoints.commit(run, 1, "{}", 1): ("step-1.tmp/manifest.json", "latest.tmp"),
@@ -136,7 +136,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "cluster.toml": lambda path: toml_file.read(str(path)),
     "sweep.toml": definition.read,
     "forecast.csv": carbon.read_forecast,
-    STARTS_FILE: starts.read,
+    STARTS_FILE: start_record.read_starts,
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
     "rank-00000.rec": flight_file.read,
@@ -162,8 +162,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Pa
 def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    Starts(tmp_path)
-    Energy(solo(), Recipe(), None, tmp_path).note()
+    StartRecord(tmp_path)
+    EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert set(before) == {STARTS_FILE, USAGE_FILE, ledger.FILE_NAME}
@@ -173,10 +173,10 @@ def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
 
     with monkeypatch.context() as during:
         during.setattr(regular, "read", fail)
-        started = Starts(tmp_path)
+        started = StartRecord(tmp_path)
         started.ended("stopped")
-        Energy(solo(), Recipe(), None, tmp_path).note()
-        assert jobs_begin._entries(tmp_path) == []
+        EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
+        assert begin._entries(tmp_path) == []
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in told)

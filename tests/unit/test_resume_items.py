@@ -18,8 +18,8 @@ from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
-from hpcdist.training.energy import Energy
-from hpcdist.training.trainer import Trainer
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.observe.energy import EnergyRecorder
 
 Body = dict[str, Any]  # that of a manifest
 
@@ -230,20 +230,20 @@ def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: P
 
 def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
     trainer = trainer_of(solo(), keys)
-    energy = Energy(solo(), trainer.recipe, None)
+    energy = EnergyRecorder(solo(), trainer.recipe, None)
     with energy.monitor, energy.window("training"):
         time.sleep(0.02)
     path = trainer.save(tmp_path / "run", HALF, energy=energy.state())
     seconds = energy.figures(HALF)["seconds_by_phase"]["training"]
-    again = Energy(solo(), trainer.recipe, path)
+    again = EnergyRecorder(solo(), trainer.recipe, path)
     with again.monitor, again.window("training"):
         time.sleep(0.01)
     assert again.figures(2 * HALF)["seconds_by_phase"]["training"] > seconds >= 0.02
     assert again.state()["since_step"] == 0
     rewrite(path, lambda body: body["scalars"].update(energy=7))
-    assert Energy(solo(), trainer.recipe, path).state()["since_step"] == HALF
+    assert EnergyRecorder(solo(), trainer.recipe, path).state()["since_step"] == HALF
     rewrite(path, without("energy"))
-    assert Energy(solo(), trainer.recipe, path).state()["since_step"] == HALF, "then it counts from here"
+    assert EnergyRecorder(solo(), trainer.recipe, path).state()["since_step"] == HALF, "then it counts from here"
 
 
 @pytest.mark.parametrize("forged", ({"optimizer": [1]}, {"steps": "many"}, {"steps": -3}, {"data": None}))

@@ -13,7 +13,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.generate.schedule_file import dump, generated, read
-from hpcdist.training import pipelining
+from hpcdist.training.build import pipeline
 
 TWO = """
 placement = looped
@@ -117,11 +117,11 @@ def test_activations_of_a_file_are_dropped_only_where_nobody_else_needs_them(tmp
         return ParallelConfig(pipeline=2, microbatches=2, schedule="file", schedule_file=str(file), recompute=True)
 
     looped = dump(generated("1f1b", 2, 2))
-    found = pipelining.written(wanted(looped), solo())
+    found = pipeline.read_schedule(wanted(looped), solo())
     assert found is not None and not found.keeps and dump(found) == looped
     one, other = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0", "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0"
     for text in (dump(generated("zb-h1", 2, 2)), f"placement = folded\nchunks = 2\n{one}\n{other}\n"):
         with pytest.raises(ConfigurationError, match="recompute = true with parallel.schedule_file .* stays in memory"):
-            pipelining.written(wanted(text), solo())
+            pipeline.read_schedule(wanted(text), solo())
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        pipelining.written(replace(wanted(looped), schedule_file=str(tmp_path / "no")), solo())
+        pipeline.read_schedule(replace(wanted(looped), schedule_file=str(tmp_path / "no")), solo())

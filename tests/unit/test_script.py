@@ -17,8 +17,8 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.training import recipe as recipes
 from hpcdist.training import script
+from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.script import Training
 
 CONFIG = ModelConfig(kind="mlp", layers=2, hidden=16)

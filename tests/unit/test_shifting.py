@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor
-from hpcdist.training import shifting
-from hpcdist.training.shifting import STEPS, Shifting
+from hpcdist.training.observe import instrumentation
+from hpcdist.training.observe.instrumentation import SHIFTED_STEPS, StepShifter
 
 PART = PowerSensor(0.1, 0.025)
 
@@ -35,12 +35,12 @@ class Kept:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Clock:
     found = Clock(int(rng.integers(10**12)))
-    monkeypatch.setattr(shifting, "now_ns", lambda: found.now)
-    monkeypatch.setattr(shifting.time, "sleep", found.sleep)
+    monkeypatch.setattr(instrumentation, "now_ns", lambda: found.now)
+    monkeypatch.setattr(instrumentation.time, "sleep", found.sleep)
     return found
 
 
-def positions(clock: Clock, shifted: Shifting, step_s: float, steps: int) -> np.ndarray:
+def positions(clock: Clock, shifted: StepShifter, step_s: float, steps: int) -> np.ndarray:
     """Return where in the sensor's period each step began, from 0 to 1."""
     found = []
     for step in range(steps):
@@ -53,28 +53,28 @@ def positions(clock: Clock, shifted: Shifting, step_s: float, steps: int) -> np.
 @pytest.mark.parametrize("step_s", [0.05, 0.1, 0.2, 0.5])
 def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock: Clock, step_s: float) -> None:
     kept = Kept()
-    found = positions(clock, Shifting(lambda: PART, kept), step_s, 10 * STEPS)
+    found = positions(clock, StepShifter(lambda: PART, kept), step_s, 10 * SHIFTED_STEPS)
     counts, _ = np.histogram(found, 8, (0, 1))
-    assert counts.tolist() == [10 * STEPS / 8] * 8
+    assert counts.tolist() == [10 * SHIFTED_STEPS / 8] * 8
     assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
     assert len(kept.rows) == len(clock.slept_s) and {row[:2] for row in kept.rows} == {("other", "shift")}
 
 
 def test_steps_that_drift_by_themselves_hardly_wait(clock: Clock) -> None:
-    positions(clock, Shifting(lambda: PART, Kept()), 0.1 * math.e, 10 * STEPS)
+    positions(clock, StepShifter(lambda: PART, Kept()), 0.1 * math.e, 10 * SHIFTED_STEPS)
     assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
 
 
 @pytest.mark.parametrize("sensor", [None, PowerSensor(0.1, 0.1)])
 def test_where_no_sensor_looks_part_of_the_time_nobody_waits(clock: Clock, sensor: PowerSensor | None) -> None:
-    positions(clock, Shifting(lambda: sensor, Kept()), 0.1, 2 * STEPS)
+    positions(clock, StepShifter(lambda: sensor, Kept()), 0.1, 2 * SHIFTED_STEPS)
     assert clock.slept_s == []
 
 
 def test_a_sensor_that_is_found_later_counts_from_then_on(clock: Clock) -> None:
     known: list[PowerSensor | None] = [None, PART]
-    shifted = Shifting(lambda: known.pop(0), Kept())
-    positions(clock, shifted, 0.1, STEPS)
+    shifted = StepShifter(lambda: known.pop(0), Kept())
+    positions(clock, shifted, 0.1, SHIFTED_STEPS)
     assert clock.slept_s == []
-    positions(clock, shifted, 0.1, STEPS)
+    positions(clock, shifted, 0.1, SHIFTED_STEPS)
     assert clock.slept_s

@@ -24,9 +24,9 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.sinks.prometheus import CounterTotals
-from hpcdist.training.energy import Energy
-from hpcdist.training.recipe import Recipe
-from hpcdist.training.starts import Starts
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run.start_record import StartRecord
 
 USED = {
     "since_step": 0,
@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
     (run / "recorder").mkdir(parents=True)
     metrics(run, None, 1, 2, 3)
-    Starts(run).ended("stopped")
+    StartRecord(run).ended("stopped")
     (run / "usage.json").write_text(json.dumps(USED))
     (run / "totals.json").write_text(json.dumps({"steps_total": 3.0}))
     for rank in range(2):
@@ -87,10 +87,10 @@ def code_of(*arguments: object) -> int:
 
 def goes_on(run: Path) -> None:
     """Do with the side files of ``run`` what a start does that goes on."""
-    starts = Starts(run)
+    starts = StartRecord(run)
     assert starts.mtbf_s >= 0
     starts.ended("stopped")
-    energy = Energy(solo(), Recipe(), None, run)
+    energy = EnergyRecorder(solo(), Recipe(), None, run)
     energy.note()
     energy.figures(4)
     metrics(run, 3, 4)

@@ -13,7 +13,7 @@ from job_scripts import check_by_bash
 
 import hpcdist
 from hpcdist.batch import resources
-from hpcdist.cli import doctor
+from hpcdist.cli.doctor import command
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
 SITE = resources.folder(resources.TEMPLATES) / "site"
@@ -68,7 +68,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def test_doctor_looks_for_what_is_required(required):
-    assert {plain(name) for name in doctor.REQUIRED} == set(required)
+    assert {plain(name) for name in command.REQUIRED} == set(required)
 
 
 class Recorder:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpcdist.training.starts import FINISHED, RENEWED_S, STARTS_FILE, STOPPED, Starts
+from hpcdist.training.run.start_record import FINISHED, HEARTBEAT_S, STARTS_FILE, STOPPED, StartRecord
 
 
 class Clock:
@@ -22,7 +22,7 @@ def clock():
 @pytest.fixture
 def begin(tmp_path, clock):
     """``begin(launch="")``: what rank 0 of a start does first."""
-    return lambda launch="": Starts(tmp_path, clock, launch)
+    return lambda launch="": StartRecord(tmp_path, clock, launch)
 
 
 def test_the_estimate_is_finite_and_grows_until_something_fails(begin, clock):
@@ -67,7 +67,7 @@ def test_an_ended_start_is_not_gone_on_with(begin):
 def test_signs_of_life_are_written_now_and_then(begin, clock, tmp_path):
     starts = begin()
     written = (tmp_path / STARTS_FILE).read_text()
-    clock.now += RENEWED_S - 1
+    clock.now += HEARTBEAT_S - 1
     starts.alive()
     assert (tmp_path / STARTS_FILE).read_text() == written
     clock.now += 1
@@ -94,7 +94,7 @@ def test_a_damaged_record_is_begun_anew(begin, tmp_path, capsys, text):
 
 
 def test_a_directory_that_cannot_be_written_is_told_once(tmp_path, clock, capsys):
-    starts = Starts(tmp_path / "gone", clock, "")
+    starts = StartRecord(tmp_path / "gone", clock, "")
     clock.now += 60
     starts.alive()
     assert capsys.readouterr().err.count("cannot be written") == 1

@@ -21,11 +21,11 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import observations, quantities, side_tables, step_metrics
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.training.energy import Energy
-from hpcdist.training.job import Job
-from hpcdist.training.loop import Loop
-from hpcdist.training.progress import Progress
-from hpcdist.training.survival import StopWishes
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.loop import TrainingLoop
+from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS = 12
 
@@ -41,7 +41,7 @@ def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     }
 
 
-class Said(Progress):
+class Said(ConsoleProgress):
     """Keeps what a person would read."""
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> Loop:
+def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> TrainingLoop:
     """Train to the end on the ranks of ``comm``, as a job does it."""
     trainer = assembled(comm, settings | {key.replace("__", "."): value for key, value in changes.items()})
     session = Session(comm, locate(comm, None), "threads", lambda code: None)
     session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
-    energy = Energy(comm, trainer.recipe, None, out)
-    loop = Loop(session, trainer, out, Said(), {}, StopWishes(), energy)
-    result = Job.steps(None, loop)  # type: ignore[arg-type]
+    energy = EnergyRecorder(comm, trainer.recipe, None, out)
+    loop = TrainingLoop(session, trainer, out, Said(), {}, StopRequests(), energy)
+    result = TrainingJob.steps(None, loop)  # type: ignore[arg-type]
     loop.metrics.finish(result.outcome.done, result.val_loss)
     return loop
 
@@ -146,9 +146,11 @@ def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path
 def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
     settings: dict[str, object], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(Energy, "part_time_sensor", lambda energy: PowerSensor(0.02, 0.005))
+    monkeypatch.setattr(EnergyRecorder, "part_time_sensor", lambda energy: PowerSensor(0.02, 0.005))
     settings = settings | {"energy.sources": "auto", "energy.shift": "true", "energy.powercap": tmp_path / "nowhere"}
-    monkeypatch.setattr("hpcdist.training.shifting.STEPS", 8)  # one for each slot: the second in the same one waits
+    monkeypatch.setattr(
+        "hpcdist.training.observe.instrumentation.SHIFTED_STEPS", 8
+    )  # one for each slot: the second in the same one waits
     run_threads(2, lambda comm: trained(comm, settings, tmp_path))
     shifts = [
         [span for span in record_spans.read(tmp_path / f"rank-{rank:05d}.spans").spans if span.name == "shift"]
@@ -167,14 +169,14 @@ def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dic
 
 def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("hpcdist.telemetry.anomalies.MIN_STEPS", 4)
-    original = Loop._train
+    original = TrainingLoop._train
 
-    def spiking(loop: Loop, step: int, batches: Any) -> Any:
+    def spiking(loop: TrainingLoop, step: int, batches: Any) -> Any:
         found = original(loop, step, batches)
         found.loss += 50.0 * (step == 9)
         return found
 
-    monkeypatch.setattr(Loop, "_train", spiking)
+    monkeypatch.setattr(TrainingLoop, "_train", spiking)
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
     (flag,) = [event for event in events_of(tmp_path)["anomaly"] if "anomalies_total[loss_spike]" in event["values"]]
     assert flag["step"] == 9 and flag["values"]["text"] in loop.progress.lines
@@ -186,7 +188,7 @@ def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_p
 
     def due_after(seconds: float, cost_s: float) -> bool:
         rows._costs_s.extend([cost_s] * 5)
-        monkeypatch.setattr("hpcdist.training.metrics.time.monotonic", lambda: rows._flushed + seconds)
+        monkeypatch.setattr("hpcdist.training.observe.metrics.time.monotonic", lambda: rows._flushed + seconds)
         return rows.due()
 
     assert [due_after(seconds, 0.001) for seconds in (4.9, 5.1)] == [False, True]

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hpcdist.batch.sites import search
-from hpcdist.cli import main, submit_estimate
+from hpcdist.cli import main
+from hpcdist.cli.submit import command
 from hpcdist.planner.cluster import toml_file
 
 RECIPE = """
@@ -107,7 +108,7 @@ def test_a_fault_of_the_planner_does_not_stop_a_job(submit, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("nothing by nothing")
 
-    monkeypatch.setattr(submit_estimate, "_lines", fail)
+    monkeypatch.setattr(command, "_estimate_lines", fail)
     assert submit("--cluster", "a100-selene")[1] == ["no estimate: nothing by nothing"]
 
 

@@ -12,8 +12,15 @@ from gpu_runs import assembled, write_text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.reporting.units import format_bytes
-from hpcdist.training.outcome import SAMPLED, Outcome, Steps
-from hpcdist.training.summary import NOT_VISIBLE, NOTHING, describe, each_at_its_own, in_lock_step, summarise
+from hpcdist.training.run.loop import SAMPLED_STEPS, RunOutcome, StepStatistics
+from hpcdist.training.run.summary import (
+    NO_STEP_MADE,
+    NOT_VISIBLE,
+    async_throughput,
+    describe,
+    lock_step_throughput,
+    summarise,
+)
 
 SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}
 TARGETS = 7 * 8  # of a whole step in these recipes
@@ -24,7 +31,7 @@ def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
-def summaries(settings: dict[str, object], outcomes: list[Outcome]) -> dict[str, Any]:
+def summaries(settings: dict[str, object], outcomes: list[RunOutcome]) -> dict[str, Any]:
     """The summary of ranks that measured this; the same on all of them, and JSON."""
 
     def body(comm: Communicator) -> dict[str, Any]:
@@ -38,8 +45,8 @@ def summaries(settings: dict[str, object], outcomes: list[Outcome]) -> dict[str,
 
 def outcome(
     step_s: list[float], comm_s: list[float], sent: list[float], targets: list[int] | None = None, loss: float = 2.0
-) -> Outcome:
-    found = Outcome(0, 5, None, loss)
+) -> RunOutcome:
+    found = RunOutcome(0, 5, None, loss)
     for step, seconds in enumerate(step_s):
         figures = {"communication_s": comm_s[step], "messages": sent[step], "targets": (targets or step_s)[step]}
         found.steps.add(seconds, sent[step], shared=0.0, unknown=0.0, staleness=0, **figures)
@@ -109,12 +116,12 @@ def test_without_lock_step_every_worker_counts_its_own_steps(text: dict[str, obj
 
 
 def test_one_step_is_better_than_none() -> None:
-    one, none = Steps(), Steps()
+    one, none = StepStatistics(), StepStatistics()
     one.add(4.0, 7.0, targets=28)
     one, none = ({**steps.measured(), "served": math.nan} for steps in (one, none))
-    pace = each_at_its_own([one, none], [one, none])
+    pace = async_throughput([one, none], [one, none])
     assert (pace.tokens_per_s, pace.step_s, pace.training_s, pace.sent_bytes) == (7.0, 4.0, 4.0, 7.0)
-    pace = in_lock_step([one, one], [one, one], 56)
+    pace = lock_step_throughput([one, one], [one, one], 56)
     assert (pace.tokens_per_s, pace.step_s, pace.training_s, pace.sent_bytes) == (14.0, 4.0, 4.0, 7.0)
 
 
@@ -129,9 +136,9 @@ def test_a_start_without_a_step_says_so(consistency: str, text: dict[str, object
         "comm_fraction": "comm",
         "bytes_sent_per_step": "bytes_sent",
     }.items():
-        assert found[figure] is None and found[f"{reason}_reason"] == NOTHING
+        assert found[figure] is None and found[f"{reason}_reason"] == NO_STEP_MADE
     assert found["training_s"] == 0
-    assert NOTHING in describe(found | {"energy_j": None, "energy_reason": "none"})
+    assert NO_STEP_MADE in describe(found | {"energy_j": None, "energy_reason": "none"})
 
 
 @pytest.mark.parametrize(
@@ -168,21 +175,21 @@ def test_it_tells_how_samples_were_shared(text: dict[str, object]) -> None:
 
 def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(text: dict[str, object]) -> None:
     """All ranks hold the same steps of their samples, and what is added up is of every step."""
-    count = 3 * SAMPLED
+    count = 3 * SAMPLED_STEPS
     step_s = np.random.default_rng(7).exponential(1.0, (count, 2)) + 1.0
     ranks = [outcome(step_s[:, rank].tolist(), [0.5] * count, [8.0] * count) for rank in range(2)]
     found = summaries(text, ranks)
     slowest = step_s[1:].max(axis=1)
-    assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED] * 2
+    assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED_STEPS] * 2
     pairs = {(own, other) for own, other in step_s.tolist()}
     samples = zip(*([seconds for seconds, _ in rank.steps.sample] for rank in ranks), strict=True)
-    assert len(set(samples) & pairs) == SAMPLED, "of each step, the seconds of both"
+    assert len(set(samples) & pairs) == SAMPLED_STEPS, "of each step, the seconds of both"
     assert found["step_s_median"] == pytest.approx(np.median(slowest), rel=0.05)
     assert found["tokens_per_s"] == pytest.approx(TARGETS / slowest.mean(), rel=0.02)
     assert found["training_s"] == pytest.approx(slowest.sum(), rel=0.02)
     assert found["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
     late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, _ in ranks[0].steps.sample)
-    assert late == pytest.approx(SAMPLED / 2, rel=0.1), "no part of the run counts more than another"
+    assert late == pytest.approx(SAMPLED_STEPS / 2, rel=0.1), "no part of the run counts more than another"
 
 
 def test_what_was_moved_is_said_by_its_kind(text: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.training.survival import EXIT_CODES, STOP_FILE, StopWishes, Wish, agreed
+from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
@@ -27,22 +27,22 @@ def handlers():
 @pytest.mark.parametrize(
     ("number", "wish"),
     [
-        (signal.SIGTERM, Wish.REQUEUE),
-        (signal.SIGHUP, Wish.REQUEUE),
-        (signal.SIGUSR1, Wish.REQUEUE),
-        (signal.SIGINT, Wish.INTERRUPT),
+        (signal.SIGTERM, StopReason.REQUEUE),
+        (signal.SIGHUP, StopReason.REQUEUE),
+        (signal.SIGUSR1, StopReason.REQUEUE),
+        (signal.SIGINT, StopReason.INTERRUPT),
     ],
 )
-def test_a_signal_becomes_a_wish_and_nothing_else(number: int, wish: Wish) -> None:
-    wishes = StopWishes(None)
+def test_a_signal_becomes_a_wish_and_nothing_else(number: int, wish: StopReason) -> None:
+    wishes = StopRequests(None)
     wishes.listen()
-    assert agreed(wishes.current()) is None
+    assert agreed_reason(wishes.current()) is None
     os.kill(os.getpid(), number)
-    assert agreed(wishes.current()) is wish
+    assert agreed_reason(wishes.current()) is wish
 
 
 def test_the_second_interrupt_does_not_wait() -> None:
-    wishes = StopWishes(None)
+    wishes = StopRequests(None)
     wishes.listen()
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -50,22 +50,22 @@ def test_the_second_interrupt_does_not_wait() -> None:
 
 
 def test_a_stop_file_asks_for_a_requeue(tmp_path: Path) -> None:
-    wishes = StopWishes(tmp_path / STOP_FILE)
-    assert agreed(wishes.current()) is None
+    wishes = StopRequests(tmp_path / STOP_FILE)
+    assert agreed_reason(wishes.current()) is None
     (tmp_path / STOP_FILE).touch()
-    assert agreed(wishes.current()) is Wish.REQUEUE
+    assert agreed_reason(wishes.current()) is StopReason.REQUEUE
 
 
 def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
-    assert agreed(np.array([0.0, 0.0])) is None
-    assert agreed(np.array([1.0, 0.0])) is Wish.REQUEUE
-    assert agreed(np.array([3.0, 1.0])) is Wish.INTERRUPT
-    assert EXIT_CODES == {Wish.REQUEUE: 75, Wish.INTERRUPT: 130}
+    assert agreed_reason(np.array([0.0, 0.0])) is None
+    assert agreed_reason(np.array([1.0, 0.0])) is StopReason.REQUEUE
+    assert agreed_reason(np.array([3.0, 1.0])) is StopReason.INTERRUPT
+    assert EXIT_CODES == {StopReason.REQUEUE: 75, StopReason.INTERRUPT: 130}
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
 def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text: str) -> None:
-    wishes = StopWishes()
+    wishes = StopRequests()
     wishes.grow_file = tmp_path / "grow"
     assert wishes.ranks() == 0
     wishes.grow_file.write_text(text)
@@ -77,8 +77,8 @@ def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text:
 # A rank in a call that ends by no signal, as in a collective of MPI: no handler of Python's runs. Its launcher sends.
 BLOCKED = """
 import ctypes, os, signal, subprocess, sys
-from hpcdist.training.survival import StopWishes
-wishes = StopWishes()
+from hpcdist.training.run.stop_requests import StopRequests
+wishes = StopRequests()
 wishes.listen()
 wishes.starts(lambda: print("let go"), lambda: 1 / 0)
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
@@ -103,14 +103,14 @@ def test_a_signal_is_a_wish_again_once_there_is_something_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCDIST_LAUNCH_DIR", str(tmp_path))
-    wishes = StopWishes()
+    wishes = StopRequests()
     wishes.listen()
     wishes.starts()
     assert [path.name for path in tmp_path.iterdir()] == [f"at-once-{os.getpid()}"]
     wishes.begun()
     assert not list(tmp_path.iterdir())
     os.kill(os.getpid(), signal.SIGTERM)
-    assert agreed(wishes.current()) is Wish.REQUEUE
+    assert agreed_reason(wishes.current()) is StopReason.REQUEUE
     wishes.ignore()
 
 

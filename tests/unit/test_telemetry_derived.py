@@ -136,13 +136,13 @@ def test_who_is_told_not_to_compute_has_no_part(rng):
 
 
 def test_hidden_share_as_in_the_summary(rng):
-    from hpcdist.training.outcome import Steps
-    from hpcdist.training.summary import overlap_figures
+    from hpcdist.training.run.loop import StepStatistics
+    from hpcdist.training.run.summary import overlap_figures
 
     exposed_s, overlapped_s = rng.uniform(0, 0.02, (30, 2)), rng.uniform(0.03, 0.05, (30, 2))
     rows = rows_of(rng, 30, 2, exposed_s=exposed_s, overlapped_s=overlapped_s)
     figures = DerivedFigures(100).of(rows)[-1]
-    ranks = [Steps(), Steps()]
+    ranks = [StepStatistics(), StepStatistics()]
     for step in range(30):
         for rank, steps in enumerate(ranks):
             times = {"reductions_exposed_s": exposed_s[step, rank], "reductions_s": overlapped_s[step, rank]}

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from recorded import Host, Rank, invent, write_clocks
 
-from hpcdist.cli import trace as command
+from hpcdist.cli.runs import trace as command
 from hpcdist.comm.record import flight_file, spans
 from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.errors import StorageError, UsageError

@@ -13,10 +13,10 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.training import origin, selection
-from hpcdist.training import recipe as recipes
-from hpcdist.training.selection import Selection
-from hpcdist.training.trainer import assemble
+from hpcdist.training.build import selection, state_source
+from hpcdist.training.build.selection import AlgorithmSelection
+from hpcdist.training.build.trainer import assemble
+from hpcdist.training.recipe import recipe as recipes
 
 SMALL = {"model.layers": 1, "model.hidden": 16, "model.heads": 1, "data.context": 8, "run.global_batch": 8}
 
@@ -31,12 +31,12 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(
     folder: Path, ranks: int, resume: Path | None = None, ranks_per_node: int | None = None, **keys: object
-) -> tuple[Selection, Path]:
+) -> tuple[AlgorithmSelection, Path]:
     """Assemble a run, save its state, and return what it chose and where it is saved."""
     settings = {**SMALL, "data.path": folder / "text.txt", **{k.replace("__", "."): v for k, v in keys.items()}}
     recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
 
-    def body(comm: Communicator) -> tuple[Selection, Path]:
+    def body(comm: Communicator) -> tuple[AlgorithmSelection, Path]:
         trainer = assemble(Session(comm, locate(comm, None), "threads", _abort), recipe, resume)
         assert trainer.seat.algorithm == trainer.selection.algorithm
         return trainer.selection, trainer.save(folder / "saved", trainer.first_step + 1)
@@ -80,19 +80,19 @@ def test_another_topology_chooses_anew_and_says_so(tmp_path, ranks, ranks_per_no
 def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
     """Their number of ranks is all that is known of its topology."""
     before = SimpleNamespace(scalars={"world": 2, "algorithm": "ring"})
-    monkeypatch.setattr(origin.manifest, "load", lambda path: before)
+    monkeypatch.setattr(state_source.manifest, "load", lambda path: before)
     kept = _resolved(2, tmp_path)
     assert (kept.algorithm, kept.source) == ("ring", "checkpoint")
     anew = _resolved(3, tmp_path)
     assert anew.source == "measured" and "was for 2 ranks" in anew.note
 
 
-def _resolved(ranks: int, saved: Path) -> Selection:
-    def body(comm: Communicator) -> Selection:
+def _resolved(ranks: int, saved: Path) -> AlgorithmSelection:
+    def body(comm: Communicator) -> AlgorithmSelection:
         recipe = recipes.load(None, [f"{key}={value}" for key, value in SMALL.items()]).recipe
         model = models.build(recipe.model, recipe.precision.mode, context=8)
         session = Session(comm, locate(comm, None), "threads", _abort)
-        return selection.resolve(session, recipe, model, comm, origin.Stored(saved))
+        return selection.resolve_algorithm(session, recipe, model, comm, state_source.CheckpointSource(saved))
 
     return run_threads(ranks, body)[0]
 

@@ -13,8 +13,8 @@ from hpcdist.arrays.backend import to_host
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.counts import counts
-from hpcdist.training import utilisation
-from hpcdist.training.utilisation import NO_ROOM, described, figures
+from hpcdist.training.observe import figures
+from hpcdist.training.observe.figures import NO_MEMORY_FOR_PEAK, describe_utilisation, utilisation_figures
 
 PEAK = 5e9
 SPEED = 1000.0  # tokens/s
@@ -31,7 +31,7 @@ def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple
     def body(comm: Communicator) -> Any:
         trainer = assembled(comm, settings)
         inputs = trainer.source.model_inputs()
-        return figures(comm, trainer, speed, "no step"), counts(trainer.recipe.model, **inputs), inputs
+        return utilisation_figures(comm, trainer, speed, "no step"), counts(trainer.recipe.model, **inputs), inputs
 
     found = run_threads(ranks, body)
     assert all(one[0] == found[0][0] for one in found)
@@ -40,18 +40,18 @@ def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple
 
 
 def test_the_share_is_that_of_all_ranks(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
+    monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
     found, (numbers, inputs) = told(text, 3)
     assert found["flops_per_sample"] == numbers.flops
     assert found["flops_per_s"] == pytest.approx(SPEED / inputs["context"] * numbers.flops)
     assert found["peak_flops_per_s"] == 3 * PEAK
     assert found["mfu"] == pytest.approx(found["flops_per_s"] / (3 * PEAK))
-    (line,) = described(found)
+    (line,) = describe_utilisation(found)
     assert f"{found['mfu']:.1%}" in line
 
 
 def test_a_server_is_no_peak(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilisation, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
+    monkeypatch.setattr(figures, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
     served = text | {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}
     assert told(served, 3)[0]["peak_flops_per_s"] == 2 * PEAK
 
@@ -59,15 +59,15 @@ def test_a_server_is_no_peak(text: dict[str, object], monkeypatch: pytest.Monkey
 def test_what_is_not_known_is_told_with_the_reason(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     slow = told(text, 1, speed=math.nan)[0]
     assert (slow["flops_per_s"], slow["mfu"], slow["mfu_reason"]) == (None, None, "no step")
-    assert slow["flops_per_sample"] > 0 and described(slow) == []
+    assert slow["flops_per_sample"] > 0 and describe_utilisation(slow) == []
 
     def full(*_: Any) -> float:
         raise MemoryError
 
-    monkeypatch.setattr(utilisation, "matmul_flops_per_s", full)
+    monkeypatch.setattr(figures, "matmul_flops_per_s", full)
     found = told(text, 2)[0]
-    assert (found["mfu"], found["mfu_reason"]) == (None, NO_ROOM) and found["flops_per_s"] > 0
-    assert NO_ROOM in described(found)[0]
+    assert (found["mfu"], found["mfu_reason"]) == (None, NO_MEMORY_FOR_PEAK) and found["flops_per_s"] > 0
+    assert NO_MEMORY_FOR_PEAK in describe_utilisation(found)[0]
 
 
 def test_a_peak_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:

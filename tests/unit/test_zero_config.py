@@ -4,7 +4,7 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
-from hpcdist.training import recipe
+from hpcdist.training.recipe import recipe
 
 
 def refused(*overrides: str) -> str:

@@ -29,9 +29,9 @@ from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
-from hpcdist.training import recipe as recipes
-from hpcdist.training.outcome import Steps
-from hpcdist.training.summary import prefetch_figures
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import StepStatistics
+from hpcdist.training.run.summary import prefetch_figures
 
 SAMPLES, STEPS, LAYERS = 7, 2, 3
 KINDS = ("thread", "poll")
@@ -363,7 +363,7 @@ def test_recipes_that_can_be_had_are_taken() -> None:
 
 def test_the_summary_tells_of_gathers_ahead() -> None:
     def rank(*steps: PrefetchCounts) -> dict[str, Any]:
-        made = Steps()
+        made = StepStatistics()
         for fetched in steps:
             made.add(1.0, 0.0, hits=fetched.hits, misses=fetched.misses, fetches_exposed_s=fetched.exposed_s)
         return {**made.measured(), "prefetches": True}

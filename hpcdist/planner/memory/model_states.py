@@ -106,7 +106,7 @@ def _states(
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes of a parameter that error feedback keeps, as `hpcdist.training.partitioning` counts them."""
+    """Return the bytes of a parameter that error feedback keeps, as `hpcdist.training.build.pipeline` counts them."""
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)

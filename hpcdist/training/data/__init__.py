@@ -1,23 +1,35 @@
-"""Training data: sources in files, samples by global index, and reading ahead."""
+"""Training data: sources in files, samples by global index, sample order, and prefetching.
+
+Which samples a batch holds follows from the seed and the global sample index alone, never from the number of ranks.
+It may import `arrays`, `comm`, `hdf5` and `models` (names of tokens) and, of training, `recipe.config` only. Begin
+with `source.open_source` (the ``[data]`` section as samples) and `prefetch.Prefetcher` (the batches of a rank).
+"""
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples
-from hpcdist.training.data.sampler import FEISTEL, RULES, UNIFORM, Order, microbatches, shards
-from hpcdist.training.data.script import of_script
-from hpcdist.training.data.shares import Balance, Shares
-from hpcdist.training.data.source import Source, open_source
+from hpcdist.training.data.sampler import (
+    FEISTEL,
+    RULES,
+    UNIFORM,
+    LoadBalancer,
+    SampleOrder,
+    SampleShares,
+    microbatches,
+    shards,
+)
+from hpcdist.training.data.source import Source, open_source, script_source
 
 __all__ = [
     "FEISTEL",
     "RULES",
     "UNIFORM",
-    "Balance",
-    "Order",
+    "LoadBalancer",
     "Prefetcher",
-    "Shares",
+    "SampleOrder",
+    "SampleShares",
     "Source",
     "microbatches",
-    "of_script",
     "open_source",
     "own_samples",
+    "script_source",
     "shards",
 ]

@@ -1,10 +1,10 @@
-"""A digest of all elements of the data, by which a resumed run knows that its data is what it was.
+"""Digest of all data elements, by which a resumed run knows that its data is unchanged.
 
-It is that of the digests (xxh3) of blocks, so ranks that see the same files read a part each, and the digest is that of
-the elements: a copy on another disk, or in another format, has the same. It is kept in the cache directory of the user
-under what the files were then: paths, inodes, sizes, times of the last change of their bytes and of their inodes.
+It is the xxh3 of the digests of blocks, so ranks that see the same files read a part each, and it depends on the
+elements only: a copy on another disk, or in another format, has the same. It is cached in the user's cache directory
+under the state of the files: paths, inodes, sizes, times of the last change of their bytes and of their inodes.
 
-Costs: once for each state of the files, all bytes are read, by all ranks together from a shared file system, by the
+Costs: once for each state of the files all bytes are read, by all ranks together from a shared file system, by the
 ranks of a node from its own disk; 16 bytes a block are sent.
 """
 
@@ -22,15 +22,15 @@ import xxhash
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError
 from hpcdist.reporting import user_cache
-from hpcdist.training.data.arrays import Dataset
+from hpcdist.training.data.files import Hdf5Dataset
 from hpcdist.training.data.samples import FileArray, Sliceable
 
 KIND: Final = "data_digests"
 BLOCK_BYTES: Final = 1 << 28  # read by one rank between two messages; part of the definition
 READ_BYTES: Final = 1 << 22  # at a time
-TOLD_ROUNDS: Final = 16  # reading more blocks than that one after the other is told
+ANNOUNCED_ROUNDS: Final = 16  # reading more blocks than that one after the other is told
 SETTLED_NS: Final = 2_000_000_000  # a file that changed later could change again without another time
-_seen: dict[str, str] = {}  # digests by the state of the files, for a process whose user has no cache directory
+_memory_cache: dict[str, str] = {}  # digests by the state of the files, for a process whose user has no cache directory
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
@@ -40,8 +40,8 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
     StorageError on all ranks where one cannot read them.
     """
     began_ns = time.time_ns()
-    key, newest_ns = _state(columns)
-    known = comm.allgather_object((key, _kept(key)))
+    key, newest_ns = _file_state(columns)
+    known = comm.allgather_object((key, _cached(key)))
     members = [rank for rank, (other, _) in enumerate(known) if other == key]
     own = next((value for other, value in known if other == key and value), "")
     sizes = {other: 0 for other, _ in known}
@@ -52,15 +52,15 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
         return ""
     blocks = sum(_blocks(column) for column in columns)
     rounds = max((-(-blocks // sizes[other]) for other in waiting), default=0)
-    if rounds > TOLD_ROUNDS and comm.rank == 0:
-        _tell(what, columns)
+    if rounds > ANNOUNCED_ROUNDS and comm.rank == 0:
+        _announce(what, columns)
     parts: list[bytes] = []
     for number in range(rounds):
         index = number * len(members) + members.index(comm.rank)
         part: bytes | HpcdistError = b""
         if not own and index < blocks:
             try:
-                part = _block(*_place(columns, index))
+                part = _block(*_block_place(columns, index))
             except HpcdistError as error:
                 part = error
         gathered = comm.allgather_object(part)
@@ -72,8 +72,8 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
         return own
     types = json.dumps([[str(column.dtype), list(column.shape)] for column in columns])
     own = xxhash.xxh3_128_hexdigest(types.encode() + b"".join(parts))
-    if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _state(columns)[0] == key:
-        _keep(key, own, write=comm.rank == members[0])
+    if newest_ns is not None and newest_ns < began_ns - SETTLED_NS and _file_state(columns)[0] == key:
+        _cache(key, own, write=comm.rank == members[0])
     return own
 
 
@@ -86,7 +86,7 @@ def _blocks(column: Sliceable) -> int:
     return -(-len(column) // _rows(column))
 
 
-def _place(columns: Sequence[Sliceable], index: int) -> tuple[Sliceable, int]:
+def _block_place(columns: Sequence[Sliceable], index: int) -> tuple[Sliceable, int]:
     """Return the column of block ``index`` of all columns, and the row with which it begins."""
     for column in columns:
         if index < _blocks(column):
@@ -115,7 +115,7 @@ def _slices(column: Sliceable, start: int, stop: int) -> Iterator[np.ndarray]:
         yield column[first : min(first + step, stop)]
 
 
-def _state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
+def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
     """Return a name for the columns and the files that hold them, and when one of those changed last, in ns.
 
     None: not all files are known; the ranks of this host see the same ones.
@@ -123,7 +123,7 @@ def _state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
     state: list[Any] = []
     newest_ns = 0
     for column in columns:
-        if not isinstance(column, FileArray | Dataset) or (files := column.files()) is None:
+        if not isinstance(column, FileArray | Hdf5Dataset) or (files := column.files()) is None:
             return f"of {socket.gethostname()}", None
         state.append([str(column.dtype), list(column.shape), column.place])
         for path, status in files:
@@ -132,32 +132,32 @@ def _state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
     return user_cache.digest({"state": state}), newest_ns
 
 
-def _kept(key: str) -> str:
+def _cached(key: str) -> str:
     """Return the digest that was kept under ``key``; "" where none can be used."""
-    if key in _seen:
-        return _seen[key]
+    if key in _memory_cache:
+        return _memory_cache[key]
     try:
-        content = json.loads(user_cache.read(_path(key)))
+        content = json.loads(user_cache.read(_cache_path(key)))
         value = content["digest"] if content["key"] == key else ""
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 
 
-def _keep(key: str, value: str, *, write: bool) -> None:
-    _seen[key] = value
+def _cache(key: str, value: str, *, write: bool) -> None:
+    _memory_cache[key] = value
     try:
         if write:
-            user_cache.write(_path(key), {"key": key, "digest": value})
+            user_cache.write(_cache_path(key), {"key": key, "digest": value})
     except OSError:
         pass  # the next start reads the data again
 
 
-def _path(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return user_cache.directory(KIND) / f"{key}.json"
 
 
-def _tell(what: str, columns: Sequence[Sliceable]) -> None:
+def _announce(what: str, columns: Sequence[Sliceable]) -> None:
     size = sum(_row_bytes(column) * len(column) for column in columns)
     print(
         f"hpcdist: all {size / 1e9:,.0f} GB of {what} are read once, so that a resume knows them; "

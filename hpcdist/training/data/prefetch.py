@@ -1,4 +1,8 @@
-"""Reading ahead: a thread prepares the next batches while this one is computed."""
+"""Prefetch batches: a thread prepares the next ones while this one is computed.
+
+`Prefetcher` yields this rank's share of each global batch. No message is sent: which samples a batch holds follows
+from the recipe, and which are this rank's from its place on the data axis, or from measured shares.
+"""
 
 import queue
 import threading
@@ -10,16 +14,15 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.training.data.sampler import UNIFORM, Sampler, share
+from hpcdist.training.data.sampler import UNIFORM, Sampler, SampleShares, even_part
 from hpcdist.training.data.samples import Batch
-from hpcdist.training.data.shares import Shares
 from hpcdist.training.data.source import Source
 
 if TYPE_CHECKING:
-    from hpcdist.training.recipe import Recipe
+    from hpcdist.training.recipe.recipe import Recipe
 
 T = TypeVar("T")
-DEPTH = 2  # one batch ready and one in the making hide the reading; more would only take memory
+PREFETCH_DEPTH = 2  # one batch ready and one in the making hide the reading; more would only take memory
 POLL_S = 0.1
 CLOSE_S = 1.0
 
@@ -37,7 +40,7 @@ class ReadAhead(Generic[T]):
     A context manager: leaving it ends the thread.
     """
 
-    def __init__(self, items: Iterable[T], depth: int = DEPTH) -> None:
+    def __init__(self, items: Iterable[T], depth: int = PREFETCH_DEPTH) -> None:
         self._queue: queue.Queue[T | _End] = queue.Queue(depth)
         self._closed = threading.Event()
         self._end: _End | None = None
@@ -91,13 +94,13 @@ class ReadAhead(Generic[T]):
         self.close()
 
 
-def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: Shares | None = None) -> Range:
+def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
     """Return which samples of ``batch``, counted from 0, are those of this rank's replica (local)."""
     if shares is not None:
         return shares.own(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)
     parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
-    each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
+    each, some = size // parts, even_part(parts, data_axis.size, data_axis.rank)
     return Range(each * some.start, each * some.stop)
 
 
@@ -118,7 +121,7 @@ class Prefetcher(ReadAhead[Batch]):
         steps: int,
         *,
         reads: bool = True,
-        shares: Shares | None = None,
+        shares: SampleShares | None = None,
         rule: int = UNIFORM,
     ) -> None:
         batches = recipe.run.batches

@@ -1,15 +1,27 @@
-"""How numbered samples are cut out of an array of tokens or of a table."""
+"""Numbered samples over arrays of tokens or tables, and their masked form for encoders.
+
+`FileArray` reads elements from a file without a copy of it; `TokenWindows`, `NextTokenSamples` and `TableRows` cut
+samples from an array of any kind.
+
+`MaskedSamples` hides tokens for an encoder (Devlin et al. 2018): of each sample exactly `predictions` tokens are
+chosen; four in five become the mask, one in ten another token, one in ten stays; all are targets. The choice is a
+function of (seed, epoch, sample) alone: the same under every cut of a batch, other places in every epoch. Words come
+from Philox4x32-10 (Salmon et al., SC'11).
+"""
 
 import math
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from hpcdist.arrays.jit import Primitive, jit
+from hpcdist.arrays.rng import philox_arrays
 from hpcdist.errors import StorageError
+from hpcdist.models.tokens import IGNORED
+from hpcdist.models.transformer import masked_predictions
 from hpcdist.reporting.regular import open_regular
 
 Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targets (samples, ...)
@@ -135,7 +147,7 @@ class FileArray:
             )
 
 
-class Part:
+class ArraySlice:
     """Elements ``start`` to ``stop - 1`` of a dataset, read when a slice of them is asked for."""
 
     def __init__(self, whole: Sliceable, start: int, stop: int) -> None:
@@ -155,14 +167,14 @@ class Part:
         return gather(self._whole, self._start + starts, length)
 
 
-def part(whole: Sliceable, start: int, stop: int) -> Sliceable:
+def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
     """Return elements ``start`` to ``stop - 1`` of ``whole`` without reading them."""
-    return whole[start:stop] if isinstance(whole, np.ndarray) else Part(whole, start, stop)
+    return whole[start:stop] if isinstance(whole, np.ndarray) else ArraySlice(whole, start, stop)
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
     """Return (n, length, ...) as a new array: the elements of ``whole`` from each start on."""
-    if isinstance(whole, FileArray | Part):
+    if isinstance(whole, FileArray | ArraySlice):
         return whole.gather(starts, length)
     rows = np.empty((len(starts), length, *whole.shape[1:]), whole.dtype)
     for row, start in enumerate(starts.tolist()):
@@ -181,7 +193,7 @@ class Samples(Protocol):
         ...
 
 
-class Windows:
+class TokenWindows:
     """Windows of ``context`` tokens side by side; the target of each token is the next one.
 
     With ``shifting`` all windows can be moved by up to ``context - 1`` tokens, so that epochs do not always cut the
@@ -202,7 +214,7 @@ class Windows:
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
 
-class NextToken:
+class NextTokenSamples:
     """Every place in a text: the input is the ``context`` tokens before it, the target its token."""
 
     shifts = 1
@@ -218,7 +230,7 @@ class NextToken:
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
 
-class Rows:
+class TableRows:
     """Rows ``start`` to ``stop - 1`` of a table ``x`` (rows, ...) and of its classes ``y`` (rows,).
 
     ``shaped`` ones keep the shape that they have in ``x``; others become a line of features.
@@ -237,3 +249,64 @@ class Rows:
         rows = self._start + indices
         x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]
         return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y
+
+
+MASKED_SHARE: Final = 0.8  # the share of the chosen tokens that become the mask
+OTHER_SHARE: Final = 0.1  # and another token
+VALIDATION_EPOCH: Final = 0xFFFFFFFF  # the epoch, under seed 0, whose masks validation has: no run comes as far
+COUNTER_WORDS: Final = 4  # of a counter
+_WORD: Final = 0xFFFFFFFF
+_MASKING_STREAM: Final = 0x6D61736B  # tells these words from those of dropout under the same seed
+
+
+class MaskedSamples:
+    """The samples of ``windows`` with tokens hidden as ``epoch`` has it; targets are what they were, or IGNORED.
+
+    ``mask`` stands for a hidden token, of ``vocabulary`` tokens.
+    """
+
+    def __init__(
+        self, windows: Samples, mask: int, vocabulary: int, seed: int = 0, epoch: int = VALIDATION_EPOCH
+    ) -> None:
+        assert 0 <= mask < vocabulary and vocabulary > 1
+        self._windows, self._mask, self._vocabulary = windows, mask, vocabulary
+        self._seed, self._epoch = seed, epoch
+        self.count, self.shifts = windows.count, windows.shifts
+
+    def in_epoch(self, seed: int, epoch: int) -> "MaskedSamples":
+        """Return the same samples as ``epoch`` of a run with ``seed`` has them."""
+        return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
+
+    def take(self, indices: np.ndarray, shift: int) -> Batch:
+        """Return inputs (n, context), in a type that has room for the mask, and targets (n, context) int64."""
+        tokens, _ = self._windows.take(indices, shift)
+        count, context = tokens.shape
+        chosen = masked_predictions(context)
+        words = self._words(indices, context + 2 * chosen)
+        # Of random words the places of the least are a random choice; the place behind the word makes all different.
+        order = words[:, :context] << np.uint64(32) | np.arange(context, dtype=np.uint64)
+        places = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(_WORD)
+        places = np.sort(places, axis=1).astype(np.int64)
+        fates, draws = words[:, context : context + chosen], words[:, context + chosen :]
+        others = (draws * np.uint64(self._vocabulary - 1) >> np.uint64(32)).astype(np.int64)
+        others += others >= self._mask  # any token but the mask
+        said = np.take_along_axis(tokens, places, axis=1).astype(np.int64)
+        masked, other = fates < round(MASKED_SHARE * 2**32), fates < round((MASKED_SHARE + OTHER_SHARE) * 2**32)
+        read = np.where(masked, self._mask, np.where(other, others, said))
+        inputs = tokens.astype(np.result_type(tokens.dtype, np.min_scalar_type(self._vocabulary - 1)))
+        np.put_along_axis(inputs, places, read.astype(inputs.dtype), axis=1)
+        targets = np.full((count, context), IGNORED, np.int64)
+        np.put_along_axis(targets, places, said, axis=1)
+        return inputs, targets
+
+    def _words(self, indices: np.ndarray, count: int) -> np.ndarray:
+        """Return (n, count) random words below 2^32 as uint64, a row for each sample."""
+        sample = indices.astype(np.uint64)[:, None]
+        place = np.arange(-(-count // COUNTER_WORDS), dtype=np.uint64)[None, :]
+        place = place + np.zeros_like(sample)
+        key = self._seed & _WORD ^ _MASKING_STREAM, self._seed >> 32 & _WORD
+        words = philox_arrays((place, sample & np.uint64(_WORD), sample >> np.uint64(32), self._epoch & _WORD), key)
+        found: np.ndarray = np.stack(np.broadcast_arrays(*words), axis=2).reshape(
+            len(indices), COUNTER_WORDS * place.shape[1]
+        )
+        return found[:, :count]

@@ -1,4 +1,8 @@
-"""Where samples come from: the `[data]` section made into training and validation samples that all ranks agree on."""
+"""Data sources: the ``[data]`` section as training and validation samples that all ranks agree on.
+
+A source knows the arguments of the model that the data decides, a fingerprint of probes, and the digest of all of it,
+so that a resume refuses other data. `script_source` stands for a run whose script brings the batches.
+"""
 
 import hashlib
 import math
@@ -15,19 +19,27 @@ from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.tokens import check_tokens
 from hpcdist.reporting import regular
-from hpcdist.training.config import DataConfig
-from hpcdist.training.data import arrays, text
+from hpcdist.training.data import files
 from hpcdist.training.data.digest import digest
-from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.sampler import in_order
-from hpcdist.training.data.samples import Batch, NextToken, Rows, Samples, Sliceable, Windows, part
+from hpcdist.training.data.samples import (
+    Batch,
+    MaskedSamples,
+    NextTokenSamples,
+    Samples,
+    Sliceable,
+    TableRows,
+    TokenWindows,
+    slice_of,
+)
+from hpcdist.training.recipe.config import DataConfig
 
 if TYPE_CHECKING:
-    from hpcdist.training.recipe import Recipe
+    from hpcdist.training.recipe.recipe import Recipe
 
 PROBES, PROBE_ELEMENTS = 64, 1024  # what is read to tell data apart
-INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
-LARGEST = 1 << 40  # of these: products of three of them stay numbers that NumPy has
+MODEL_INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
+LARGEST_INPUT = 1 << 40  # of these: products of three of them stay numbers that NumPy has
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
@@ -85,9 +97,9 @@ class Source:
 
 def usable_inputs(told: object) -> dict[str, int]:
     """Return ``told`` if it can be what `Source.model_inputs` once returned, as it was read; else {} (local)."""
-    if not isinstance(told, dict) or not set(told) <= INPUTS:
+    if not isinstance(told, dict) or not set(told) <= MODEL_INPUTS:
         return {}
-    return told if all(type(size) is int and 0 < size < LARGEST for size in told.values()) else {}
+    return told if all(type(size) is int and 0 < size < LARGEST_INPUT for size in told.values()) else {}
 
 
 def open_source(
@@ -101,7 +113,7 @@ def open_source(
     """
     verdict: str | HpcdistError
     try:
-        source, columns = _open(config, model)
+        source, columns = _open_files(config, model)
         verdict = source.fingerprint
     except HpcdistError as error:
         verdict = error
@@ -127,32 +139,32 @@ def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
         )
 
 
-def _open(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
+def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
     """Return the source, and the arrays that it is made of."""
     path = Path(config.staged or config.path)
     config.check_exists()
-    kind = _kind(path) if config.path else "library"
+    kind = _file_kind(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(
             f"data.path = {config.path!r}: a convnet takes pictures; give an HDF5 file with datasets x (rows, height, "
             "width) or (rows, height, width, channels) and y (rows,)"
         )
-    if kind == "hdf5" and model.kind == "import" and not arrays.holds_tokens(path):
-        return _table(path, config.validation_fraction, pictures=False, shaped=True)
+    if kind == "hdf5" and model.kind == "import" and not files.holds_tokens(path):
+        return _table_source(path, config.validation_fraction, pictures=False, shaped=True)
     if kind == "hdf5" and model.kind not in (*TRANSFORMERS, "import"):
-        return _table(path, config.validation_fraction, pictures=model.kind == "convnet")
+        return _table_source(path, config.validation_fraction, pictures=model.kind == "convnet")
     tokens: Sliceable
     if kind in ("hdf5", "npy"):
-        tokens = arrays.hdf5_tokens(path) if kind == "hdf5" else arrays.npy_tokens(path)
+        tokens = files.hdf5_tokens(path) if kind == "hdf5" else files.npy_tokens(path)
         description = f"{path}"
     elif kind == "library":
-        tokens, description = text.of_standard_library()
+        tokens, description = files.text_of_standard_library()
     else:
-        tokens, description = text.of_directory(path) if kind == "directory" else text.of_file(path)
-    return _tokens(tokens, f"{description}, {len(tokens):,} {_unit(tokens)}", config, model), (tokens,)
+        tokens, description = files.text_of_directory(path) if kind == "directory" else files.text_of_file(path)
+    return _token_source(tokens, f"{description}, {len(tokens):,} {_token_unit(tokens)}", config, model), (tokens,)
 
 
-def _kind(path: Path) -> str:
+def _file_kind(path: Path) -> str:
     """Return what is at ``path``. What a file begins with decides, and its name where that says nothing."""
     if path.is_dir():
         return "directory"
@@ -170,41 +182,41 @@ def _kind(path: Path) -> str:
     return "npy" if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy" else "text"
 
 
-def _unit(tokens: Sliceable) -> str:
+def _token_unit(tokens: Sliceable) -> str:
     return "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
 
 
-def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:
+def _token_source(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:
     context = config.context
     needs = (
         f"data.context = {context} needs {context + 1} tokens a sample; give more data, or set a smaller data.context"
     )
     stop = _training_part(len(tokens), config.validation_fraction, context + 1, description, needs)
-    training = part(tokens, 0, stop)
-    rest = part(tokens, stop, len(tokens)) if stop < len(tokens) else None
+    training = slice_of(tokens, 0, stop)
+    rest = slice_of(tokens, stop, len(tokens)) if stop < len(tokens) else None
     fingerprint = _fingerprint(tokens)
     if model.kind in (*TRANSFORMERS, "import"):
-        validation: Samples | None = Windows(rest, context, shifting=False) if rest is not None else None
-        windows = Windows(training, context, shifting=True)
+        validation: Samples | None = TokenWindows(rest, context, shifting=False) if rest is not None else None
+        windows = TokenWindows(training, context, shifting=True)
         inputs = {"context": context}
         if model.kind != "encoder":
             return Source(description, windows, validation, training, inputs, fingerprint)
         masks = model.mask, model.vocabulary
-        validation = Masked(validation, *masks) if validation is not None else None
-        return Source(description, Masked(windows, *masks), validation, None, inputs, fingerprint)
+        validation = MaskedSamples(validation, *masks) if validation is not None else None
+        return Source(description, MaskedSamples(windows, *masks), validation, None, inputs, fingerprint)
     if tokens.dtype != np.uint8:
         raise DataError(
             f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it"
         )
-    places = NextToken(rest, context) if rest is not None else None
+    places = NextTokenSamples(rest, context) if rest is not None else None
     inputs = {"features": context, "classes": 256}
-    return Source(description, NextToken(training, context), places, training, inputs, fingerprint)
+    return Source(description, NextTokenSamples(training, context), places, training, inputs, fingerprint)
 
 
-def _table(
+def _table_source(
     path: Path, fraction: float, *, pictures: bool, shaped: bool = False
 ) -> tuple[Source, tuple[Sliceable, ...]]:
-    x, y, classes = arrays.hdf5_table(path)
+    x, y, classes = files.hdf5_table(path)
     features = math.prod(x.shape[1:])
     inputs = {"features": features, "classes": classes}
     description = f"{path}, {len(x):,} rows of {features} features in {classes} classes"
@@ -218,8 +230,8 @@ def _table(
         inputs = {"height": height, "width": width, "channels": channels, "classes": classes}
         description = f"{path}, {len(x):,} pictures of {height} x {width} x {channels} in {classes} classes"
     stop = _training_part(len(x), fraction, 1, description, "a sample is a row; give more data")
-    validation = Rows(x, y, stop, len(x), shaped=shaped) if stop < len(x) else None
-    rows = Rows(x, y, 0, stop, shaped=shaped)
+    validation = TableRows(x, y, stop, len(x), shaped=shaped) if stop < len(x) else None
+    rows = TableRows(x, y, 0, stop, shaped=shaped)
     return Source(description, rows, validation, None, inputs, _fingerprint(x, y)), (x, y)
 
 
@@ -242,3 +254,18 @@ def _fingerprint(*columns: Sliceable) -> str:
             start = probe * max(0, len(column) - rows) // (PROBES - 1)
             state.update(np.ascontiguousarray(column[start : start + rows]).tobytes())
     return state.hexdigest()
+
+
+class ScriptSamples:
+    """Stands for samples that only the script knows."""
+
+    count, shifts = 1, 1
+
+    def take(self, indices: np.ndarray, shift: int) -> Batch:
+        """Return nothing: nobody may ask."""
+        raise AssertionError("the batches of this run come from its script")
+
+
+def script_source() -> Source:
+    """Return the source of such a run: what it holds is the script's affair, validation included."""
+    return Source("of the script", ScriptSamples(), None, None, {}, "of the script")

@@ -1,0 +1,137 @@
+"""The group `hpcdist bench`, and `bench sweep`: measure configurations one after the other."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcdist.cli.bench import checkpoint, collectives, data, pipeline, results, step
+from hpcdist.cli.bench.power import command as power_command
+from hpcdist.cli.bench.trials import SweepRecipes, check_alone, remove_leftovers, run_trials, trial_command
+from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+from hpcdist.reporting.units import counted
+
+if TYPE_CHECKING:  # late at run time: --help must not load h5py
+    from hpcdist.bench.sweep.definition import Sweep, SweepTrial
+    from hpcdist.bench.sweep.series import SeriesItem
+    from hpcdist.bench.sweep.trial import Command
+
+
+@click.group()
+def command() -> None:
+    """Measure configurations of a training, its steps, power, exchanges, pipelines, collectives, checkpoints."""
+
+
+command.add_command(collectives.command)
+command.add_command(data.command)
+command.add_command(pipeline.command)
+command.add_command(checkpoint.command)
+command.add_command(results.merge)
+command.add_command(power_command.command)
+command.add_command(step.command)
+
+
+@command.command()
+@click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("results.h5"),
+    help="HDF5 file that the results are appended to.",
+)
+@click.option("--trial", "wanted", metavar="TRIAL", help="Run this one alone: its number from 0, its id or its name.")
+@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
+@click.option(
+    "--budget-s",
+    type=click.FloatRange(min=1.0),
+    help="Seconds after which a trial under way is ended; what is left waits for the next call.",
+)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
+@click.option("--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string.")
+@click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
+@click.option("--dry-run", is_flag=True, help="Print the trials and the command of each, and start nothing.")
+@click.option("--list", "listing", is_flag=True, help="Print number, id, ranks and name of the trials, and no more.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: one JSON object.")
+def sweep(
+    sweep_file: Path,
+    output: Path,
+    wanted: str | None,
+    limit_s: float,
+    budget_s: float | None,
+    ranks_per_node: int | None,
+    run_args: str,
+    retry_failed: bool,
+    anonymous: bool,
+    dry_run: bool,
+    listing: bool,
+    as_json: bool,
+) -> int:
+    """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
+
+    Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. The run
+    directory of a trial lies beside OUTPUT while it is needed, and so does OUTPUT.lock, which keeps other sweeps from
+    OUTPUT. `hpcdist report OUTPUT` shows the table. The tasks of a job array run one --trial each, with an OUTPUT of
+    its own, and `hpcdist bench merge` makes one of them.
+
+    Exit code 0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are
+    left for the next call: the budget was spent, or SIGTERM, SIGHUP or SIGUSR1 came.
+    """
+    if as_json and not listing:
+        raise UsageError("--json prints what --list does; add --list, or see `hpcdist report --json` for results")
+    check_alone()
+    found, trials = _trials(sweep_file)
+    only = _position(trials, wanted, sweep_file)
+    if listing:
+        _list(found, trials, only, as_json)
+        return OK
+    from hpcdist.bench.sweep import results, series
+
+    line = trial_command(ranks_per_node, run_args)
+    results.check_place(output)
+    if dry_run:
+        _show(series.plan(trials, found.repeats, output, retry_failed, only), line)
+        return OK
+    with results.locked(output):
+        remove_leftovers(output)
+        items = series.plan(trials, found.repeats, output, retry_failed, only)
+        tally = run_trials(items, output, series.SeriesLimits(limit_s, budget_s or float("inf")), anonymous, line)
+    again = "; --retry-failed runs the failed again" if tally.failed else ""
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{again}", err=True)
+    return REQUEUE if tally.left else FAILURE if tally.failed else OK
+
+
+def _trials(sweep_file: Path) -> "tuple[Sweep, list[SweepTrial]]":
+    from hpcdist.bench.sweep import definition as sweeps
+
+    found = sweeps.read(sweep_file)
+    return found, sweeps.expand(found, SweepRecipes(found))
+
+
+def _position(trials: "list[SweepTrial]", wanted: str | None, sweep_file: Path) -> int | None:
+    from hpcdist.bench.sweep import definition
+
+    return None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
+
+
+def _list(found: "Sweep", trials: "list[SweepTrial]", only: int | None, as_json: bool) -> None:
+    """Print what the trials are; needs neither MPI nor HDF5."""
+    from hpcdist.bench.sweep import definition
+
+    rows = definition.trial_rows(trials, found)
+    rows = rows if only is None else [rows[only]]
+    click.echo(json.dumps({"sweep": str(found.path), "trials": rows}) if as_json else definition.trial_table(rows))
+
+
+def _show(items: "list[SeriesItem]", line: "Command") -> None:
+    """Print the trials in their order, and below the command of each."""
+    for number, item in enumerate(items, 1):
+        state = f"recorded: {item.status}" if item.status else "to run"
+        settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
+        where = f"{item.trial.id} {item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
+        click.echo(f"[{number}/{len(items)}] {where} ({state}): {settings}")
+    for ranks in sorted({item.trial.ranks for item in items}):
+        click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))

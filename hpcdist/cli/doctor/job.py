@@ -1,0 +1,185 @@
+"""`hpcdist doctor --job`: the ranks of a batch job check their nodes before the training starts.
+
+Checked are packages, volumes, binding, clocks, the walltime that is left, and what the scheduler gave. Imported late:
+it needs MPI.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.checkpoint.lock import LOCK_FILE
+from hpcdist.cli.doctor import report
+from hpcdist.comm import start
+from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
+from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import environment as launch_environment
+from hpcdist.errors import FAILURE, ConfigurationError, HpcdistError
+
+if TYPE_CHECKING:
+    from hpcdist.comm.doctor.facts import SchedulerRequest, Volume
+    from hpcdist.comm.start import Session
+
+REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
+UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
+# Removed again; where a rank is killed before that, the training must not take the directory for somebody else's.
+DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
+
+
+def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
+    """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
+    said = launch_environment.launch_environment()
+    found = facts.gpu_facts(said, device)
+    try:
+        session = start.start(examined=True)
+    except HpcdistError as error:
+        if said is None or not said.rank:
+            report.show([_clock_offsets(said, error)], as_json, plain=True)
+        failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
+    comm, directory = session.comm, (out or Path()).absolute()
+    deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
+    gathered = gather.gather(
+        comm,
+        facts.rank_facts(said, found),
+        lambda: facts.node_facts(mpi_library.short_version(session.library), _volumes(directory)),
+        directory,
+        deadline.stage,
+        DOCTOR_PREFIX,
+    )
+    deadline.stage("hearing what rank 0 makes of it", REPORTING_S)
+    code = 0
+    if gathered is not None:
+        asked = facts.scheduler_request(said)
+        checks = [_world(session, said), _walltime(asked.scheduler), *_checks(gathered, asked, device, directory)]
+        if recipe is not None:
+            checks.append(_packages(recipe))
+        nodes = gathered.table.labels
+        report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
+        code = report.exit_code(checks)
+    code = comm.broadcast_object(code)
+    deadline.stop()
+    session.leave(code)
+    return code
+
+
+def _checks(gathered: gather.Gathered, asked: "SchedulerRequest", device: str, directory: Path) -> list[Check]:
+    table = gathered.table
+    return [
+        job_checks.check_size(table, asked),
+        job_checks.check_messages(table),
+        binding_checks.check_local_ranks(table),
+        binding_checks.check_gpus(table, device, asked.holds_gpus),
+        binding_checks.check_cores(table, asked.scheduler),
+        job_checks.check_clocks(table, gathered.offsets),
+        job_checks.check_directory(table, str(directory), gathered.failure),
+        job_checks.check_space(table),
+        job_checks.check_software(table),
+        job_checks.check_processors(table),
+        job_checks.check_settings(table),
+    ]
+
+
+def _packages(path: Path) -> Check:
+    """Check that this Python, which is that of all ranks, has what the recipe in ``path`` needs."""
+    from hpcdist.training.recipe import recipe as recipes
+    from hpcdist.training.recipe import requirements
+
+    try:
+        recipe = recipes.load_stored(path)
+    except HpcdistError as error:
+        return Check("packages", FAIL, str(error), "submit the job again")
+    absent = requirements.missing_packages(recipe)
+    if absent:
+        return Check("packages", FAIL, "; ".join(absent), "install them where the ranks run")
+    wanted = sorted({need.module for need in requirements.requirements(recipe)})
+    return Check("packages", OK, ", ".join(wanted) or "the recipe needs no optional ones")
+
+
+def _volumes(directory: Path) -> "tuple[Volume, ...]":
+    """Return what this node has left in the run directory, in its own folder and in /dev/shm."""
+    return (
+        _volume(job_checks.RUN_DIRECTORY, directory),
+        _volume(job_checks.NODE_LOCAL, Path(os.environ.get("TMPDIR") or "/tmp")),
+        _volume(job_checks.SHARED_MEMORY, Path("/dev/shm")),
+    )
+
+
+def _volume(role: str, path: Path) -> "Volume":
+    from hpcdist.checkpoint.stripe import file_system
+
+    try:
+        kind = file_system(path).kind
+    except OSError:
+        kind = "unknown"  # what is free there cannot be asked for either, and that says why
+    return facts.volume_facts(role, path, kind)
+
+
+def _world(session: "Session", said: launch_environment.LaunchEnvironment | None) -> Check:
+    """Say which MPI and launcher made the world; that it is the one announced was checked at the start."""
+    if said is None:
+        return Check("world", OK, "this process alone: no launcher announced any others")
+    found = f"announced by {said.launcher}; {mpi_library.short_version(session.library)}"
+    if session.comm.supports("thread_multiple"):
+        return Check("world", OK, f"{found}, MPI_THREAD_MULTIPLE")
+    return Check("world", WARN, f"{found}, below MPI_THREAD_MULTIPLE", mpi_library.WITHOUT_THREADS)
+
+
+def _clock_offsets(
+    said: launch_environment.LaunchEnvironment | None, error: HpcdistError, environment: Mapping[str, str] = os.environ
+) -> Check:
+    """Say why there is no world, and how the launcher can be made to give one."""
+    cure = (
+        "start the job by the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` takes it"
+    )
+    # With --mpi=pmi2, srun announces as the mpirun of an MPICH does.
+    if said is not None and (
+        said.launcher == "Slurm srun" or launch_environment.started_by_srun(said.size, said.rank, environment)
+    ):
+        kinds = facts.plugin_versions() or "nothing"
+        cure = f"srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH; `srun --mpi=list` has {kinds}; or `hpcdist run`"
+    return Check("world", FAIL, str(error), cure)
+
+
+def _walltime(scheduler: str, environment: Mapping[str, str] = os.environ, now: float | None = None) -> Check:
+    """Say when the scheduler ends the job."""
+    from hpcdist.training.run.checkpoint_timer import JOB_END, end_of_job
+
+    name, now = "walltime", time.time() if now is None else now
+    try:
+        ends = end_of_job(None, now, environment)
+    except ConfigurationError as error:
+        return Check(name, FAIL, str(error), f"unset {JOB_END}")
+    if math.isfinite(ends):
+        return Check(name, OK, _time_left(ends - now, now))
+    if not scheduler:
+        return Check(name, OK, "no scheduler, no limit")
+    left_s = _queued_s(environment.get("SLURM_JOB_ID", ""))
+    if left_s is None:
+        return Check(
+            name, WARN, f"{scheduler} does not say when the job ends", "hand it on: hpcdist train --time-limit"
+        )
+    alone = f"by squeue alone: there is no {JOB_END}, so a training knows of it by a signal or its --time-limit"
+    return Check(name, OK, f"{_time_left(left_s, now)}, {alone}")
+
+
+def _time_left(left_s: float, now: float) -> str:
+    if left_s > UNLIMITED_S:
+        return "no limit"
+    minutes, seconds = divmod(max(0, int(left_s)), 60)
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now + left_s))
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left, until {at}"
+
+
+def _queued_s(job: str) -> float | None:
+    """Return what squeue says is left of a job, in seconds; None where it does not."""
+    from hpcdist.batch.schedulers.slurm import queue
+
+    try:
+        return next((one.time_left_s for one in queue.queued([job])), None) if job else None
+    except HpcdistError:
+        return None

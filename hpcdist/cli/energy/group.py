@@ -1,0 +1,297 @@
+"""The group `hpcdist energy` with `sources` and `watch`: counters of this machine, and watts now.
+
+`sources` lists the counters that a training could read here, and why others cannot be read. `watch` shows watts once a
+second and joules at the end; around a command it ends with it and leaves with its exit code.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.cli.lazy_group import LazyGroup
+from hpcdist.energy.config import PM_COUNTERS, POWERCAP
+from hpcdist.errors import INTERRUPTED, OK, STORAGE
+
+if TYPE_CHECKING:
+    from hpcdist.energy.monitor.watch import EnergyWatch, WatchInterval
+
+REFRESH_S: Final = 1.0
+MAX_SOURCES: Final = 4  # on a line; of more, kinds are shown
+NOT_FOUND: Final = 127  # as shells say it
+NOT_EXECUTABLE: Final = 126
+SIGNALLED: Final = 128
+UUID_SHOWN: Final = 12
+SHARES: Final = (("cpu", "node_cpu"), ("memory", "node_memory"), ("gpu", "gpu"))
+
+
+@click.command("watch", context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), help="End after so long; else with Ctrl-C.", show_default=False
+)
+@click.option(
+    "--interval",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(0.001, 10.0),
+    help="Seconds between two reads of the counters, as energy.interval_s in a recipe.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and no lines meanwhile.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Keep all samples in this HDF5 file.")
+@click.option("--powercap", default=POWERCAP, show_default=True, type=click.Path(path_type=Path), help="See `sources`.")
+@click.option(
+    "--pm-counters", default=PM_COUNTERS, show_default=True, type=click.Path(path_type=Path), help="See `sources`."
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND ...]")
+@click.pass_context
+def watch(
+    context: click.Context,
+    seconds: float | None,
+    interval: float,
+    as_json: bool,
+    output: Path | None,
+    powercap: Path,
+    pm_counters: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Show the watts of every source once a second, and the joules of each at the end.
+
+    Around COMMAND it ends with it and leaves with its exit code; then all that is said here goes to stderr. Joules are
+    those of whole devices: what others do on this machine meanwhile is in them too.
+    """
+    from hpcdist.energy.config import EnergyConfig
+    from hpcdist.energy.monitor.watch import EnergyWatch  # late: --help must not load numpy
+
+    config = EnergyConfig(interval_s=interval, powercap=str(powercap), pm_counters=str(pm_counters))
+    watch = EnergyWatch(config, output)
+    screen = _Display(to_stderr=bool(arguments), quiet=as_json)
+    screen.begin(watch)
+    code = _watch_command(watch, arguments, seconds, screen) if arguments else _watch_for(watch, seconds, screen)
+    found = watch.finish()
+    screen.end(json.dumps(_jsonable(found | {"exit_code": code}), allow_nan=False) if as_json else _total(found))
+    if watch.lost_output:
+        click.echo(f"Error: not all samples are kept: {watch.lost_output}", err=True)
+    context.exit(code or (STORAGE if watch.lost_output else OK))
+
+
+class _Display:
+    """Where lines go: one line that is renewed on a terminal, else a line each time."""
+
+    def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
+        self._err, self._quiet = to_stderr, quiet
+        self._renews = (sys.stderr if to_stderr else sys.stdout).isatty()
+        self._shown = False
+
+    def begin(self, watch: "EnergyWatch") -> None:
+        """Tell what is measured, and what is not."""
+        if self._quiet:
+            return
+        for track in watch.sampler.tracks:
+            told = "; ".join(filter(None, (track.about.model, track.about.note)))
+            click.echo(f"{track.kind:5} {track.name}{f' ({told})' if told else ''}", err=self._err)
+        for kind, reason in watch.missing().items():
+            click.echo(f"{kind:5} not measured: {reason}", err=self._err)
+
+    def moment(self, found: "WatchInterval") -> None:
+        """Show the watts of a moment."""
+        if self._quiet:
+            return
+        line = _line(found)
+        if self._renews:
+            width = shutil.get_terminal_size().columns - 1
+            click.echo(f"\r{line[:width]:{width}}", nl=False, err=self._err)
+        else:
+            click.echo(line, err=self._err)
+        self._shown = True
+
+    def end(self, text: str) -> None:
+        """Print the last words."""
+        if self._shown and self._renews:
+            click.echo("", err=self._err)
+        click.echo(text, err=self._err)
+
+
+def _watch_for(watch: "EnergyWatch", seconds: float | None, screen: _Display) -> int:
+    """Watch for so many ``seconds``, or until a signal; that is how a watch without an end is meant to end."""
+    with _signals() as caught:
+        limit = math.inf if seconds is None else time.monotonic() + seconds
+        _refresh(watch, screen, lambda: time.monotonic() >= limit or bool(caught), limit)
+    return INTERRUPTED if caught and seconds is not None else OK
+
+
+def _watch_command(watch: "EnergyWatch", arguments: Sequence[str], seconds: float | None, screen: _Display) -> int:
+    """Run a command, stop it after so many ``seconds``, and return its exit code."""
+    with _signals() as caught:
+        try:
+            child = subprocess.Popen(arguments)
+        except FileNotFoundError:
+            click.echo(f"Error: {arguments[0]}: there is no such command", err=True)
+            return NOT_FOUND
+        except OSError as error:
+            click.echo(f"Error: {arguments[0]} cannot be started: {error.strerror}", err=True)
+            return NOT_EXECUTABLE
+        passed = 0
+
+        def over() -> bool:
+            nonlocal passed
+            for number in caught[passed:]:
+                passed += 1
+                if number != signal.SIGINT or not sys.stdin.isatty():  # a terminal sends its Ctrl-C to the command too
+                    child.send_signal(number)
+            return child.poll() is not None
+
+        limit = math.inf if seconds is None else time.monotonic() + seconds
+        _refresh(watch, screen, lambda: over() or time.monotonic() >= limit, limit)
+        if child.poll() is None:
+            child.terminate()
+            while not over():
+                time.sleep(0.05)
+    return child.returncode if child.returncode >= 0 else SIGNALLED - child.returncode
+
+
+def _refresh(watch: "EnergyWatch", screen: _Display, over: Callable[[], bool], limit: float) -> None:
+    """Show a moment a second until it is ``over``, of which the monotonic time ``limit`` is known before."""
+    next_s = time.monotonic() + REFRESH_S
+    while not over():
+        now_s = time.monotonic()
+        if now_s >= next_s:
+            screen.moment(watch.moment())
+            next_s += REFRESH_S * max(1, math.ceil((now_s - next_s) / REFRESH_S))
+        time.sleep(max(0.0, min(0.05, next_s - now_s, limit - now_s)))
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM instead of ending: what was measured is to be told."""
+    caught: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: caught.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(found: "WatchInterval") -> str:
+    shown = found.watts if len(found.watts) <= MAX_SOURCES else found.by_kind
+    watts = [f"{_short(name)} {_watts(value)}" for name, value in shown.items()]
+    shares = [(name, found.utilisation.get(key, math.nan)) for name, key in SHARES]
+    busy = [f"{name} {share:.0%}" for name, share in shares if not math.isnan(share)]
+    return " | ".join(
+        filter(None, (f"{found.seconds:6.0f} s  {_watts(found.total_w)}", ", ".join(watts), ", ".join(busy)))
+    )
+
+
+def _short(name: str) -> str:
+    return name[:UUID_SHOWN] if name.startswith("GPU-") else name
+
+
+def _watts(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.1f} W"
+
+
+def _total(found: Mapping[str, Any]) -> str:
+    """Return what was used, source by source."""
+    lines = [f"in {found['seconds']:.1f} s:"]
+    for row in found["sources"]:
+        joules = "unknown" if math.isnan(row["joules"]) else f"{row['joules']:,.1f} J"
+        part = "" if row["counted"] else ", a part of the node's"
+        failed = f", {row['failed_reads']} failed reads" if row["failed_reads"] else ""
+        lines.append(f"  {row['kind']:5} {row['name']}: {joules}{part}{failed}")
+    if found["reason"] is None:
+        watts = found["energy_j"] / found["seconds"]
+        lines.append(f"  total {found['energy_j']:,.1f} J, {watts:.1f} W on average")
+    else:
+        lines.append(f"  total unknown: {found['reason']}")
+    if not math.isnan(found["sampler_share"]):
+        lines.append(f"  reading took {found['sampler_share']:.2%} of a processor")
+    return "\n".join(lines)
+
+
+def _jsonable(value: Any) -> Any:
+    """Return ``value`` as JSON has it: what is not known is null."""
+    if isinstance(value, Mapping):
+        return {name: _jsonable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# name -> (where its click command is, what the overview says of it)
+COMMANDS: Final = {
+    "sources": ("hpcdist.cli.energy.group:sources", "List the energy counters of this machine."),
+    "watch": ("hpcdist.cli.energy.group:watch", "Show watts now, or the joules of a command."),
+    "report": ("hpcdist.cli.energy.report:command", "Account for the energy of a run."),
+}
+
+
+class EnergyGroup(LazyGroup):
+    """The sub-commands of energy, in the order in which they are needed."""
+
+    lazy = COMMANDS
+
+
+@click.group(cls=EnergyGroup)
+def command() -> None:
+    """Energy: its sources on this machine, watts now, joules of runs."""
+
+
+@click.command()
+@click.option(
+    "--powercap",
+    default=POWERCAP,
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where Linux shows RAPL, as energy.powercap in a recipe.",
+)
+@click.option(
+    "--pm-counters",
+    default=PM_COUNTERS,
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where a Cray shows its counters, as energy.pm_counters in a recipe.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def sources(powercap: Path, pm_counters: Path, as_json: bool) -> None:
+    """List the energy counters that a training could read here, and why the others cannot be read."""
+    from hpcdist.energy.config import EnergyConfig
+    from hpcdist.energy.sources.discovery import survey  # late: --help must not load numpy
+
+    rows = survey(EnergyConfig(powercap=str(powercap), pm_counters=str(pm_counters)), os.environ)
+    if as_json:
+        click.echo(json.dumps({"readable": any(row["readable"] for row in rows), "sources": rows}))
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        first, *more = _source_lines(row)
+        click.echo(f"{row['kind']:5} {row['name']:{width}}  {first}")
+        for line in more:
+            click.echo(f"{'':5} {'':{width}}  {line}")
+
+
+def _source_lines(row: dict[str, Any]) -> list[str]:
+    if not row["readable"]:
+        return [f"not measured: {row['reason']}"]
+    if "model" not in row:
+        return ["readable"]
+    use = "this environment holds it" if row["held"] else "counted when a rank computes on it (run.device = 'gpu')"
+    lines = [f"readable, {row['model']}; {use}"]
+    lines += [row["note"]] if row["note"] else []
+    lines.append(f"power: {row['power']}" if row["power"] else "it tells no power")
+    if row["sensor"] is not None:
+        update_s, window_s, source = row["sensor"]
+        lines.append(f"its sensor looks {window_s * 1e3:g} ms of every {update_s * 1e3:g} ms ({source})")
+    return lines

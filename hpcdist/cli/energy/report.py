@@ -1,0 +1,198 @@
+"""`hpcdist energy report`: print the joules of a run by phase, source and start, and what they cost.
+
+The figures are made by `hpcdist.training.use_cases.energy_figures`, which is imported late: it loads numpy and h5py.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from hpcdist.errors import UsageError
+from hpcdist.reporting import regular
+
+UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
+
+
+@click.command("report")
+@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.option("--target-loss", type=float, help="Also tell the joules until the training loss came down to this.")
+@click.option(
+    "--pue", type=click.FloatRange(1.0, 10.0), help="Power usage effectiveness of the site; else the recipe's."
+)
+@click.option("--carbon-intensity", type=click.FloatRange(min=0.0), help="gCO2e per kWh; else the recipe's.")
+@click.option("--carbon-source", help="Whose figure --carbon-intensity is.")
+@click.option("--carbon-date", help="Of when --carbon-intensity is.")
+@click.option("--carbon", type=click.Path(dir_okay=False, path_type=Path), help="Intensity over time: a CSV forecast.")
+@click.option("--price", type=click.FloatRange(min=0.0), help="Price of a kWh; else the recipe's.")
+@click.option("--currency", default="", help="That of --price.")
+@click.option("--slurm", is_flag=True, help="Compare with Slurm's own figure of the jobs (sacct).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    run_dir: Path,
+    target_loss: float | None,
+    pue: float | None,
+    carbon_intensity: float | None,
+    carbon_source: str | None,
+    carbon_date: str | None,
+    carbon: Path | None,
+    price: float | None,
+    currency: str,
+    slurm: bool,
+    as_json: bool,
+) -> None:
+    """Account for the energy of the run in RUN_DIR, over all of its starts. It may be under way.
+
+    Joules by phase are measured around checkpoints and validations; what training consists of is told by what the
+    ranks did between two new values of a counter, and has a standard error.
+    """
+    _check(carbon_intensity, carbon_source, carbon_date, carbon)
+    # Late: --help must not load numpy.
+    from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+    from hpcdist.training.use_cases.energy_figures import EnergyReportOptions, figures
+
+    given = None
+    if carbon_intensity is not None:
+        given = CarbonIntensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
+    with regular.damage(run_dir, regular.FIGURES):
+        found = figures(run_dir, EnergyReportOptions(target_loss, pue, given, carbon, price, currency, slurm))
+        lines = json.dumps(found) if as_json else "\n".join(text(found))
+    click.echo(lines)
+
+
+def _check(intensity: float | None, source: str | None, date: str | None, forecast: Path | None) -> None:
+    if intensity is not None and forecast is not None:
+        raise UsageError("--carbon-intensity and --carbon are two ways to say the same; choose one")
+    if (source or date) and intensity is None:
+        raise UsageError("--carbon-source and --carbon-date say whose figure --carbon-intensity is; give that, too")
+
+
+def text(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report as lines for people."""
+    label = f" ({found['energy_label']})" if found["energy_label"] else ""
+    yield f"run         {found['run_dir']}"
+    if found["energy_j"] is None:
+        yield f"energy      not measured: {found['energy_reason']}; see `hpcdist energy sources`"
+    else:
+        yield f"energy      {_joules(found['energy_j'])} of {' + '.join(found['by_kind']) or 'the run'}{label}"
+        yield (
+            f"            {found['energy_kwh']:.4g} kWh, mean {_number(found['average_w'], ',.1f')} W, energy x delay "
+            f"{found['energy_delay_product_js']:.4g} J s"
+        )
+    yield from _phases(found)
+    for name, what in (("j_per_step", "a step"), ("j_per_sample", "a sample"), ("j_per_token", "a token")):
+        if found[name] is not None:
+            yield f"{'training' if what == 'a step' else '':11} {found[name]:.4g} J {what}"
+    if "target" in found:
+        yield f"to target   {_target(found['target'])}"
+    yield from _equivalents(found)
+    yield from _sources(found)
+    yield from _starts(found)
+    if "slurm" in found:
+        yield f"Slurm       {_slurm(found['slurm'])}"
+
+
+def _phases(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["phases"]:
+        return
+    whole = found["energy_j"]
+    yield ""
+    yield f"{'phase':18} {'joules':>14} {'share':>7} {'seconds':>11} {'watts':>9}"
+    for name, row in found["phases"].items():
+        yield _row(name, row, whole)
+        if name == "training":
+            for part, own in found["activities"].items():
+                known = own["reason"] == found["energy_reason"]  # said once, above
+                yield _row(f"  {part}", own | {"reason": None} if known else own, whole)
+            if not found["activities"] and found["activities_reason"] != found["energy_reason"]:
+                yield f"  its parts are not known: {found['activities_reason']}"
+    yield ""
+
+
+def _row(name: str, row: Mapping[str, Any], whole: float | None) -> str:
+    joules, seconds = row["joules"], row["seconds"]
+    share = "" if joules is None or not whole else f"{joules / whole:.1%}"
+    watts = "" if joules is None or not seconds else f"{joules / seconds:,.1f}"
+    error = f"  +- {_joules(row['error_j'])}" if row.get("error_j") else ""
+    why = f"  {row['reason']}" if joules is None and row.get("reason") else ""
+    return f"{name:18} {_number(joules, ',.1f'):>14} {share:>7} {seconds:11,.1f} {watts:>9}{error}{why}"
+
+
+def _equivalents(found: Mapping[str, Any]) -> Iterator[str]:
+    if found["energy_j"] is None:
+        return
+    yield f"site        {found['facility_kwh']:.4g} kWh at PUE {found['pue']:g}"
+    if found["emissions_g"] is None:
+        yield f"emissions   not known: {found['emissions_reason']}"
+    else:
+        low, high = found["emissions_spread_g"]
+        spread = "" if math.isclose(low, high) else f" (between {_grams(low)} and {_grams(high)})"
+        dated = f", {found['carbon_date']}" if found["carbon_date"] else ""
+        yield (
+            f"emissions   {_grams(found['emissions_g'])} CO2e{spread} at {found['carbon_g_per_kwh']:.4g} g/kWh "
+            f"({found['carbon_source']}{dated})"
+        )
+    if found["cost"] is not None:
+        yield f"cost        {found['cost']:.4g} {found['currency'] or ''}".rstrip()
+
+
+def _sources(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["sources"]:
+        return
+    yield ""
+    width = max(len(row["name"]) for row in found["sources"])
+    yield f"node kind  {'source':{width}} {'joules':>14}"
+    for row in found["sources"]:
+        notes = ["declared model, not measured"] if row["declared"] else []
+        notes += [row["note"]] if row["note"] else []
+        notes += [] if row["counted"] else ["part of the node's, not added"]
+        said = f"  {'; '.join(notes)}" if notes else ""
+        yield f"{row['node']:4} {row['kind']:5} {row['name']:{width}} {_number(row['joules'], ',.1f'):>14}{said}"
+
+
+def _starts(found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["starts"]:
+        return
+    yield ""
+    yield f"{'start':5} {'steps kept':>10} {'seconds':>11} {'joules':>14} {'J a step':>10} {'watts':>9}"
+    for row in found["starts"]:
+        yield (
+            f"{row['start']:5} {row['steps']:10} {row['seconds']:11,.1f} {_number(row['joules'], ',.1f'):>14} "
+            f"{_number(row['j_per_step'], '.4g'):>10} {_number(row['average_w'], ',.1f'):>9}"
+        )
+
+
+def _target(target: Mapping[str, Any]) -> str:
+    if target["joules"] is None:
+        return f"{target['loss']:g} nats: not known: {target['reason']}"
+    return (
+        f"{_joules(target['joules'])} until the training loss was {target['loss']:g} nats, after {target['step']:.0f} "
+        f"steps and {target['seconds']:,.1f} s"
+    )
+
+
+def _slurm(slurm: Mapping[str, Any]) -> str:
+    if slurm["energy_j"] is None:
+        return f"no figure: {slurm['reason']}"
+    ratio = "" if slurm["ratio"] is None else f", {slurm['ratio']:.2f} times what the run measured"
+    lacking = "" if slurm["reason"] is None else f"; {slurm['reason']}"
+    jobs = ", ".join(slurm["jobs"])
+    return f"{_joules(slurm['energy_j'])} of {jobs}{ratio} (whole nodes, whoever used them{lacking})"
+
+
+def _joules(joules: float | None) -> str:
+    if joules is None:
+        return "unknown"
+    factor, unit = next(((factor, unit) for factor, unit in UNITS if abs(joules) >= 10 * factor), (1.0, "J"))
+    return f"{joules / factor:,.1f} {unit}"
+
+
+def _grams(grams: float) -> str:
+    return f"{grams / 1000:.4g} kg" if grams >= 1000 else f"{grams:.4g} g"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

@@ -1,0 +1,308 @@
+"""`hpcdist jobs begin` and `end`: the questions that a job script asks before it trains, and after.
+
+Both run on the first node of a job, without MPI, and answer with one word on stdout (go, done); the reason goes to
+stderr. A run that starts again and again without a new checkpoint is refused with exit code 78.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+
+from hpcdist.batch import ledger
+from hpcdist.batch.job import RECIPE_FILE
+from hpcdist.batch.schedulers.slurm import allocation
+from hpcdist.comm.launch.restarts import FRUITLESS
+from hpcdist.errors import (
+    CONFIGURATION,
+    INTERRUPTED,
+    MISSING_CAPABILITY,
+    OK,
+    REQUEUE,
+    USAGE,
+    ConfigurationError,
+    StorageError,
+)
+from hpcdist.reporting import atomic, regular
+
+GO: Final = "go"
+DONE: Final = "done"
+STOP_FILE: Final = "stop"
+# Whatever became of the nodes, another start would end in the same way, or is not wanted. A refused configuration is
+# none of these: where a node crashes while MPI begins, a rank finds itself in a world of 1.
+_FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)
+
+_RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
+_JOB = click.option("--job", required=True, help="Number of the job.")
+_RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help="How often it was requeued before.")
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest checkpoint of a run, and when it was written; "" and 0 where there is none."""
+
+    name: str = ""
+    ns: int = 0
+
+    @property
+    def step(self) -> int:
+        """The steps that it has."""
+        return int(self.name.removeprefix("step-") or 0)
+
+
+def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
+    """Return the newest checkpoint of the run in ``run_dir``, by the names of those that are complete (local)."""
+    from hpcdist.cli.run import checkpoints
+
+    return next((NewestCheckpoint(*found) for found in checkpoints(run_dir).items()), NewestCheckpoint())
+
+
+@click.command("begin")
+@_RUN_DIR
+@_JOB
+@_RESTART
+@click.option(
+    "--most-fruitless",
+    type=click.IntRange(min=0),
+    default=3,
+    help="Begin no more after so many starts in a row without a new checkpoint; 0: always begin.",
+)
+@click.option(
+    "--recipe",
+    "recipe_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]",
+)
+@click.option("--program", help="In place of a recipe: the command that this start runs.")
+def begin(
+    run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None, program: str | None
+) -> None:
+    """Enter the start of a job in the ledger of RUN_DIR, and print `go`; or `done` when the run has all its steps.
+
+    A run that comes back again and again without a new checkpoint is refused with exit code 78; a changed recipe
+    begins the count anew. Of a program nobody knows how many steps it has to make: it always begins, unless the starts
+    since it last ended well were in vain.
+    """
+    from hpcdist.training.recipe import recipe as recipe_recipe
+    from hpcdist.training.recipe import recipe as recipes
+
+    kept = run_dir / RECIPE_FILE
+    stored = kept if recipe_file is None else recipe_file
+    known = program is None and (recipe_file is not None or stored.exists())
+    recipe = recipes.load_stored(stored) if known else None
+    digest = (program or "") if recipe is None else recipes.digest(recipe)
+    entries, saved = _entries(run_dir), newest_checkpoint(run_dir)
+    if program is not None:
+        entries = _since_success(entries)
+    is_this = recipe is None or not kept.exists() or not recipe_recipe.contradictions(recipes.load_stored(kept), recipe)
+    # Another run is not complete: the training refuses it, with the keys.
+    if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
+        _end(run_dir, job, restart, OK, saved, ledger.STOP)
+        _log(f"the run in {run_dir} has all its {recipe.run.steps} steps")
+        click.echo(DONE)
+        return
+    vain = fruitless_starts(entries, saved, digest)
+    if 0 < most_fruitless <= len(vain):
+        _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
+        raise ConfigurationError(_refusal(run_dir, vain, saved))
+    _forget_stop(run_dir, job)
+    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": node_count()}
+    ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
+    ledger.register_run(run_dir)
+    click.echo(GO)
+
+
+def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
+    """Return the ledger of ``run_dir``; one that cannot be read keeps no job from its start."""
+    try:
+        return ledger.read(run_dir)
+    except StorageError as error:
+        if not regular.is_damage(error):
+            _log(f"{error}; it stays as it is, and what became of earlier jobs is not known")
+            return []
+        aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
+        if aside is None:
+            raise
+        _log(f"{error}; it is now {aside.name}, and what became of earlier jobs is not known")
+        return []
+
+
+def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many nodes the job has in which this process runs; None where its scheduler does not say (local)."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    if environment.get("PBS_NODEFILE"):
+        try:
+            return len(set(Path(environment["PBS_NODEFILE"]).read_text().split())) or None
+        except OSError:
+            return None
+    return 1 if environment.get("HPCDIST_JOB_ID") else None  # a job of this machine
+
+
+def fruitless_starts(
+    entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
+) -> list[ledger.LedgerEntry]:
+    """Return the last starts in a row that began with ``saved``, with which this one would begin too (local).
+
+    However they ended: a start that was killed made no more progress than one that failed. Those of cancelled jobs do
+    not count: whoever ended them early has said nothing of what they would have done.
+    """
+    found: list[ledger.LedgerEntry] = []
+    entries = list(entries)
+    cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
+    for entry in entries:
+        if entry.event != ledger.BEGAN or entry.job in cancelled:
+            continue
+        same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
+        found = [*found, entry] if same else []
+    return found
+
+
+def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
+    """Return what follows the last start that ended with exit code 0."""
+    well = [index for index, entry in enumerate(entries) if entry.event == ledger.ENDED and entry.number("code") == OK]
+    return entries[well[-1] + 1 :] if well else entries
+
+
+def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpoint) -> str:
+    starts = ", ".join(dict.fromkeys(entry.job for entry in vain[-5:]))
+    return (
+        f"the last {len(vain)} starts of {run_dir} (job {starts}) began at {saved.name or 'the beginning'} and made no "
+        f"new checkpoint, and the next would not either; `hpcdist jobs log {run_dir}` tells why. Change the recipe, or "
+        "begin nevertheless with --most-fruitless 0"
+    )
+
+
+def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
+    """Whether nothing is left to do after the last step: its start was not killed while it evaluated the model."""
+    from hpcdist.training.run import start_record
+
+    own = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
+    if own:
+        return own[-1].event == ledger.ENDED and own[-1].number("code") == OK
+    try:  # trained without jobs
+        found = start_record.read_starts(run_dir / start_record.STARTS_FILE)
+    except (OSError, ValueError, TypeError):
+        return False
+    return bool(found) and found[-1].end == start_record.FINISHED
+
+
+def _forget_stop(run_dir: Path, job: str) -> None:
+    """Remove a stop file that `hpcdist jobs cancel` wrote for another job, which ended before it had looked.
+
+    One that names no job is somebody's own wish, and stays.
+    """
+    path = run_dir / STOP_FILE
+    try:
+        if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):
+            path.unlink()
+    except OSError:
+        return
+
+
+@click.command("end")
+@_RUN_DIR
+@_JOB
+@_RESTART
+@click.option("--code", type=int, required=True, help="Exit code of the training.")
+@click.option("--preempted", is_flag=True, help="The scheduler has said that it takes the nodes from this job.")
+def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
+    """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
+
+    It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
+    start that was stopped before it could save is made once more. It is `again` too when the training failed and a node
+    of a Slurm job does not answer any more, or the start before lost a node or was killed, whose steps Slurm may still
+    be ending; and whenever the job was preempted before its training ended: such starts without a new checkpoint are
+    bounded by `begin` alone. It is `cancelled` when `jobs cancel` has stopped it: nothing is lost, and the job ends
+    with exit code 0.
+    """
+    saved = newest_checkpoint(run_dir)
+    entries: list[ledger.LedgerEntry] = []
+    try:
+        entries = ledger.read(run_dir)
+    except StorageError as error:
+        _log(f"warning: {error}")
+    vain = _starts_in_vain(entries, job, saved)
+    own = ledger.jobs(entries).get(job)
+    reason = _why_not_again(own, vain, saved, code)
+    lost: list[str] = []
+    unwanted = code in _FINAL_CODES or (own is not None and own.is_cancelled)
+    if reason and preempted and not unwanted:
+        _log(f"Slurm preempts this job (exit code {code} of the training)")
+        reason = ""
+    if reason and not unwanted:
+        lost, _ = allocation.lost_nodes()
+    if lost:
+        _log(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
+        reason = ""
+    elif reason and not unwanted and (before := _crash_before(own, restart)):
+        _log(f"the start before {before}: once more (exit code {code} of the training)")
+        reason = ""
+    word = ledger.STOP if reason else ledger.AGAIN
+    try:
+        _end(run_dir, job, restart, code, saved, word, lost)
+    except StorageError as error:  # the decision stands without it
+        _log(f"warning: {error}")
+    outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
+    _log(reason or f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}")
+    is_cancelled = code == REQUEUE and own is not None and own.is_to_save
+    click.echo(ledger.CANCELLED if is_cancelled else word)
+
+
+def _crash_before(own: ledger.LedgerJob | None, restart: int) -> str:
+    """Return which nodes crashed under the start of this job before ``restart``; "" where none did.
+
+    A start that has no end in the ledger lost the first node of the job, and this script with it.
+    """
+    entries = () if own is None else own.entries
+    before = [entry for entry in entries if entry.number("restart") == restart - 1]
+    ends = [entry for entry in before if entry.event == ledger.ENDED]
+    if ends:
+        nodes = ends[-1].texts("lost")
+        return f"lost {', '.join(nodes)}" if nodes else ""
+    return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
+
+
+def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
+    """Return how many starts in a row, the last of ``job`` included, were stopped with nothing newer than ``saved``.
+
+    Those that were killed do not count here: `begin` bounds all that were in vain.
+    """
+    own = ledger.jobs(entries).get(job)
+    began = None if own is None else own.last(ledger.BEGAN)
+    if began is None:
+        return 0 if saved.name else FRUITLESS  # the ledger says nothing: what is there counts
+    vain = fruitless_starts(entries, saved, began.text("recipe"))
+    stopped = {
+        (entry.job, entry.number("restart"))
+        for entry in entries
+        if entry.event == ledger.ENDED and entry.number("code") == REQUEUE
+    }
+    return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
+
+
+def _why_not_again(own: ledger.LedgerJob | None, vain: int, saved: NewestCheckpoint, code: int) -> str:
+    """Return why the training does not go on by itself; "" where it does."""
+    if code == OK:
+        return "the training is complete"
+    if code != REQUEUE:
+        return f"the training ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
+    if own is not None and own.is_cancelled:
+        return f"saved {saved.name or 'nothing'}; not started again: somebody has cancelled the job"
+    if vain >= FRUITLESS:
+        return f"not started again: {vain} starts in a row made no new checkpoint ({saved.name or 'there is none'})"
+    return ""
+
+
+def _end(
+    run_dir: Path, job: str, restart: int, code: int, saved: NewestCheckpoint, word: str, lost: Sequence[str] = ()
+) -> None:
+    """Enter an end. Raises StorageError."""
+    found = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
+    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found, **({"lost": list(lost)} if lost else {}))
+
+
+def _log(text: str) -> None:
+    click.echo(f"hpcdist jobs: {text}", err=True)

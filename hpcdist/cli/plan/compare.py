@@ -1,0 +1,139 @@
+"""`hpcdist plan compare`: plan several layouts, on one or several clusters, side by side."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import click
+
+from hpcdist.cli.plan import options
+from hpcdist.cli.plan.options import CLUSTER_SECTION, LAYOUT_OPTIONS, SectionedCommand, SectionedOption, layout_options
+from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan.subject import PlanSubject
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.estimate import PlanEstimate
+
+EXAMPLES: Final = """\b
+Examples:
+  hpcdist plan compare recipe.toml --cluster h100-hgx --devices 64 --layout zero=1 --layout 'tensor=8 zero=3'
+  hpcdist plan compare recipe.toml --cluster a100-selene --cluster h100-hgx --devices 64
+"""
+_SIZE_OPTIONS: Final = ("devices", "batch")  # what a layout may say beside the options that lay out
+
+
+@click.command("compare", cls=SectionedCommand, epilog=EXAMPLES)
+@options.recipe_options
+@options.clusters_option
+@click.option(
+    "--layout",
+    "layouts",
+    cls=SectionedOption,
+    section=CLUSTER_SECTION,
+    multiple=True,
+    metavar="'KEY=VALUE ...'",
+    help="One layout: options of the layout without their dashes, also devices= and batch=; may be given again.",
+)
+@options.subject_options
+@layout_options
+@options.json_option
+def command(
+    recipe: Path | None,
+    clusters: tuple[str, ...],
+    layouts: tuple[str, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Plan RECIPE, or a model in numbers, once for each --layout and --cluster, and show all of them in a table.
+
+    Options of the layout hold for each --layout that does not say otherwise.
+    """
+    from hpcdist.cli.plan.subject import read_cluster as read
+    from hpcdist.cli.plan.subject import subject_from_options, with_published_kernels
+
+    if max(1, len(clusters)) * max(1, len(layouts)) < 2:
+        raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
+    places = [read(named) for named in clusters or (None,)]
+    said = [options | _parse_layout(text) for text in layouts] or [options]
+    found = [
+        (text, subject_from_options(recipe, overrides, each)) for text, each in zip(layouts or ("",), said, strict=True)
+    ]
+    plans = [_plan(with_published_kernels(one, on), on, text) for on in places for text, one in found]
+    if all(isinstance(plan.answer, str) for plan in plans):
+        raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
+    click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _report_text(plans))
+    if not any(not isinstance(plan.answer, str) and plan.answer.memory.fits for plan in plans):
+        click.get_current_context().exit(FAILURE)
+
+
+class _ComparedPlan(NamedTuple):
+    """A layout on a cluster, as it was said; the answer is the reason where it cannot be."""
+
+    subject: "PlanSubject"
+    cluster: "Cluster"
+    said: str
+    answer: "PlanEstimate | str"
+
+
+def _plan(one: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
+    from hpcdist.cli.plan.group import plan_of_subject
+
+    try:
+        return _ComparedPlan(one, on, text, plan_of_subject(one, on, simulate=True))
+    except ConfigurationError as error:
+        return _ComparedPlan(one, on, text, str(error))
+
+
+def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
+    from hpcdist.planner.report.estimate_json import estimate_json
+
+    if isinstance(plan.answer, str):
+        return {"cluster": plan.cluster.name, "said": plan.said, "impossible": plan.answer}
+    return estimate_json(plan.answer, plan.subject.description, plan.cluster) | {"said": plan.said, "impossible": None}
+
+
+def _report_text(plans: list[_ComparedPlan]) -> str:
+    """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
+    from hpcdist.planner.report.caveats import by_row
+    from hpcdist.planner.report.quantities import wrapped
+    from hpcdist.planner.report.table import capped_rows, comparison_table
+
+    possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
+    first = possible[0][1]
+    lines = [
+        *capped_rows([one for _, one in possible]),
+        f"{plans[0].subject.description.name}, {first.parameters:,} parameters",
+        *comparison_table(possible),
+    ]
+    for plan in plans:
+        if isinstance(plan.answer, str):
+            lines += wrapped(f"left out: {plan.said or 'the layout'} on {plan.cluster.name}: {plan.answer}")
+    answers = [answer for _, answer in possible]
+    for flag in by_row([one.flags for one in answers], layouts=[one.layout for one in answers]):
+        lines += wrapped(f"note: {flag}")
+    return "\n".join(lines)
+
+
+@click.command("layout")
+@layout_options
+@click.option("--devices", type=click.IntRange(min=1))
+@click.option("--batch", type=click.IntRange(min=1))
+def _options(**options: Any) -> None:
+    """Take what a --layout may say; parsed, and never run."""
+
+
+def _parse_layout(text: str) -> dict[str, Any]:
+    """Return the options that a --layout says, by name. Raises UsageError."""
+    words = []
+    for word in shlex.split(text.replace(",", " ")):
+        key, sign, value = word.partition("=")
+        words.append(f"--{key.replace('_', '-')}" + (f"={value}" if sign else ""))
+    try:
+        context = _options.make_context("layout", words)
+    except click.UsageError as error:
+        raise UsageError(f"--layout {text!r}: {error.format_message()}") from error
+    found = {name: context.params[name] for name in (*LAYOUT_OPTIONS, *_SIZE_OPTIONS)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,242 @@
+"""The group `hpcdist plan`: memory, time, energy and failures of one layout; lists of clusters and models.
+
+Needs no MPI and no GPU. The group is a command itself: a first word that names one of its commands (search, compare,
+clusters, models, calibrate) is that command, any other word is a recipe. A training that does not fit into memory ends
+with exit code 1.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from hpcdist.cli.lazy_group import LazyGroup
+from hpcdist.cli.plan import options
+from hpcdist.cli.plan.options import SectionedCommand, layout_options
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan.subject import PlanSubject
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.estimate import PlanEstimate
+
+
+@click.command("clusters")
+@click.argument("named", metavar="[NAME|FILE]", required=False)
+@options.json_option
+def clusters(named: str | None, as_json: bool) -> None:
+    """List the clusters that come with hpcdist, or print one as TOML: the start of a file of your own.
+
+    A file is checked as it is read, so this tells as well whether one is right.
+    """
+    from hpcdist.planner.cluster import toml_file
+    from hpcdist.planner.report.estimate_json import finite_json
+
+    if named is not None:
+        found = toml_file.read(named)
+        click.echo(json.dumps(finite_json(dataclasses.asdict(found))) if as_json else toml_file.dump(found), nl=as_json)
+        return
+    known = [toml_file.read(name) for name in toml_file.names()]
+    if as_json:
+        click.echo(json.dumps([{"name": one.name, "about": one.about, "devices": one.devices} for one in known]))
+        return
+    width = max(len(one.name) for one in known)
+    for one in known:
+        click.echo(f"{one.name:{width}}  {one.devices:>6,} x {one.device.name}, {one.node.devices} a node: {one.about}")
+
+
+@click.command("models")
+@click.argument("named", metavar="[NAME]", required=False)
+@options.json_option
+def models(named: str | None, as_json: bool) -> None:
+    """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
+    from hpcdist.planner.model import published as known
+    from hpcdist.planner.model.transformer import describe
+
+    shapes = {name: known.named(name) for name in ([named] if named is not None else known.names())}
+    rows = {
+        name: {**dataclasses.asdict(shape), "parameters": describe(shape, name).parameters}
+        for name, shape in shapes.items()
+    }
+    if as_json:
+        click.echo(json.dumps(rows[named] if named is not None else rows))
+    elif named is not None:
+        for key, value in rows[named].items():
+            click.echo(f"{key} = {str(value).lower() if isinstance(value, bool) else json.dumps(value)}")
+    else:
+        from hpcdist.planner.report.quantities import large_count
+
+        width = max(len(name) for name in rows)
+        for name, row in rows.items():
+            click.echo(
+                f"{name:{width}}  {large_count(row['parameters'], 4):>14}: {row['layers']} layers x {row['hidden']}, "
+                f"{row['heads']} heads, context {row['context']:,}, vocabulary {row['vocabulary']:,}"
+            )
+
+
+PlanResult = TypeVar("PlanResult")
+
+CALIBRATE: Final = "calibrate"
+# Where each command is, and what the overview says of it.
+COMMANDS: Final = {
+    "search": ("hpcdist.cli.plan.search:command", "Find the best layouts for a number of devices."),
+    "compare": ("hpcdist.cli.plan.compare:command", "Put several layouts, or clusters, side by side."),
+    "clusters": ("hpcdist.cli.plan.group:clusters", "List the clusters that are known, or show one."),
+    "models": ("hpcdist.cli.plan.group:models", "List the models that are known, or show one."),
+    CALIBRATE: ("hpcdist.cli.plan.calibrate:command", "Measure the machine at hand, for a cluster of its own."),
+}
+
+
+EXAMPLES: Final = """\b
+Examples:
+  hpcdist plan recipe.toml --cluster h100-hgx --devices 64
+  hpcdist plan --model gpt3-175b --cluster a100-selene --tensor 8 --pipeline 16 --data 6 --batch 1536
+"""
+
+
+class PlanGroup(LazyGroup):
+    """A command that plans one layout, with commands of its own: a first word that names one is that one."""
+
+    allow_interspersed_args = True
+    allow_extra_args = False
+    lazy = COMMANDS
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context of the command that ``args`` begin with, or of the plan itself."""
+        args = list(args)
+        if f"--{CALIBRATE}" in args:
+            args.remove(f"--{CALIBRATE}")
+            args.insert(0, CALIBRATE)
+        if not args or args[0] not in self.lazy:
+            return super().make_context(info_name, args, parent, **extra)
+        outer = click.Context(click.Group(self.name), info_name=info_name, parent=parent)  # its usage has no RECIPE
+        command = self.get_command(outer, args[0])
+        assert command is not None
+        return command.make_context(args[0], args[1:], outer, **extra)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options of the plan itself."""
+        return click.Command.parse_args(self, ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Plan."""
+        return click.Command.invoke(self, ctx)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return what stands behind the name in the usage."""
+        return click.Command.collect_usage_pieces(self, ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by section, then the commands."""
+        SectionedCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
+        self.format_commands(ctx, formatter)
+
+
+def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the commands that may stand in the place of a recipe, and files."""
+    found = [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
+    return [*found, CompletionItem(incomplete, type="file")]
+
+
+@click.command("plan", cls=PlanGroup, epilog=EXAMPLES)
+@click.argument(
+    "recipe", type=click.Path(dir_okay=False, path_type=Path), required=False, shell_complete=_complete_recipe
+)
+@options.cluster_option
+@options.subject_options
+@layout_options
+@click.option("--simulate/--no-simulate", default=True, help="Time a pipeline by the simulator of schedules.")
+@options.plot_option
+@options.json_option
+def command(
+    recipe: Path | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    simulate: bool,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say whether the training of RECIPE, or of a model in numbers, fits a cluster, how long it takes, what it costs.
+
+    Nothing is started, and neither MPI nor a GPU is needed. Without options of the layout, that of the recipe is
+    planned; those that are given take its place. Without a recipe and a model it is the default recipe, which
+    `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`. A training that does not fit into the memory ends
+    with exit code 1.
+    """
+    from hpcdist.cli.plan.subject import read_cluster as read
+    from hpcdist.cli.plan.subject import subject_from_options, with_published_kernels
+    from hpcdist.planner.report import text
+
+    check_plot(plot)
+    on = read(cluster)
+    found = with_published_kernels(subject_from_options(recipe, overrides, options), on)
+    answer = plan_of_subject(found, on, simulate=simulate)
+    if plot is not None:
+        draw_plot(answer, found, on, plot)
+    if as_json:
+        from hpcdist.planner.report.estimate_json import estimate_json
+
+        click.echo(json.dumps(estimate_json(answer, found.description, on)))
+    else:
+        click.echo(text.text(answer, found.description, on))
+    if not answer.memory.fits:
+        click.get_current_context().exit(FAILURE)
+
+
+def plan_of_subject(found: "PlanSubject", cluster: "Cluster", *, simulate: bool = False) -> "PlanEstimate":
+    """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
+
+    One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
+    pipeline one by one, where that is possible here.
+    """
+    from hpcdist.planner.limits import checks
+    from hpcdist.planner.plan import plan
+    from hpcdist.planner.report import caveats
+
+    description, layout, batch = found.description, found.layout, found.global_batch
+    wrong = [one.text for one in checks.shape_problems(description, layout, cluster, batch)]
+    if wrong:
+        raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
+    answer, notes = with_simulator(
+        lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
+        wanted=simulate and layout.pipeline > 1,
+    )
+    flags = (*answer.flags, *caveats.layout_caveats(answer), *notes, *found.notes, *caveats.assumption_line(cluster))
+    return dataclasses.replace(answer, flags=caveats.ordered(flags, [layout]))
+
+
+def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple[PlanResult, tuple[str, ...]]:
+    """Return ``make(wanted)``, or where the simulator cannot be loaded what closed forms give, and a note of it."""
+    try:
+        return make(wanted), ()
+    except ImportError as error:
+        if not wanted:
+            raise
+        return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
+
+
+def check_plot(file: Path | None) -> None:
+    """Raise before anything is planned where ``file`` cannot be drawn."""
+    if file is not None:
+        from hpcdist.planner.report import plot
+
+        plot.check(file)
+
+
+def draw_plot(answer: "PlanEstimate", found: "PlanSubject", cluster: "Cluster", file: Path) -> None:
+    """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
+    from hpcdist.planner.report import plot
+    from hpcdist.planner.report.timeline import timeline
+
+    try:
+        steps = timeline(found.description, found.layout, cluster, found.global_batch)
+    except ImportError as error:
+        raise MissingCapabilityError(f"--plot {file} needs the simulator, which cannot be loaded: {error}") from error
+    plot.draw(answer, steps, found.description.name, cluster, file)

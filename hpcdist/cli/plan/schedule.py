@@ -1,0 +1,183 @@
+"""`hpcdist schedule`: verify, simulate and draw pipeline schedules; needs no rank."""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import regular
+
+if TYPE_CHECKING:  # late at run time: --help must not load numpy
+    from hpcdist.bench.pipeline.schedules import ScheduleRequest, SimulatedSchedule
+    from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
+
+
+class _Costs(click.ParamType):
+    """Seconds of F, I and W."""
+
+    name = "F,I,W"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, float, float]:
+        """Return the three numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if len(numbers) != 3:
+            self.fail(f"{value!r} is not three numbers of seconds, as 1,1,1: forward, input, weights", param, ctx)
+        return numbers[0], numbers[1], numbers[2]
+
+
+@click.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--stages", type=click.IntRange(min=1), default=4, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=click.IntRange(min=1), default=8, help="Micro-batches of a step.")
+@click.option("--chunks", type=click.IntRange(min=1), default=2, help="Chunks of every rank, for interleaved.")
+@click.option(
+    "--costs",
+    multiple=True,
+    type=_Costs(),
+    default=((1.0, 1.0, 1.0),),
+    show_default="1,1,1",
+    help="Seconds of a stage for a micro-batch: forward, gradient of the input, gradients of the weights; once for all "
+    "stages, or once for each.",
+)
+@click.option("--message-s", type=click.FloatRange(min=0.0), default=0.0, help="Seconds that a message takes.")
+@click.option("--recompute", is_flag=True, help="Keep inputs only, and compute activations again.")
+@click.option(
+    "--file",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A schedule that was written out, or by hand.",
+)
+@click.option(
+    "--recipe",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Show the stages that the pipeline of a recipe is cut into: their work and memory.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe.")
+@click.option("--dump", type=click.Path(dir_okay=False, path_type=Path), help="Write the schedule for --file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the timelines (.png, .pdf, .svg).")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write them for Perfetto (.json).")
+def command(
+    names: tuple[str, ...],
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: tuple[tuple[float, float, float], ...],
+    message_s: float,
+    recompute: bool,
+    source: Path | None,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    dump: Path | None,
+    as_json: bool,
+    plot: Path | None,
+    trace: Path | None,
+) -> None:
+    """Show what pipeline schedules cost: bubble, critical path, activations alive.
+
+    NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; several are drawn below each other. Each is proven free of
+    deadlock first. Nothing is trained and no MPI is needed.
+    """
+    from hpcdist.bench.collectives.report import check_folder, check_plot
+    from hpcdist.bench.pipeline import schedules
+
+    if recipe is not None or overrides:
+        _show_stages(recipe, overrides, to_stderr=as_json)
+        if not names and source is None:
+            return
+    wanted = schedules.ScheduleRequest(stages, microbatches, tuple(costs), message_s, recompute)
+    if plot is not None:
+        check_plot(plot)
+    if trace is not None:
+        check_folder(trace)
+    with _without_collection():
+        known = _from_file(names, wanted, chunks, source)
+        if dump is not None:
+            _dump(known, dump)
+        found = [schedules.simulate_schedule(name, written, wanted) for name, written in known]
+    if as_json:
+        about = {"stages": stages, "microbatches": microbatches, "costs": costs, "message_s": message_s}
+        click.echo(json.dumps({**about, "schedules": [schedules.jsonable(one) for one in found]}))
+    else:
+        click.echo(schedules.text(found))
+    if plot is not None or trace is not None:
+        _draw(found, plot, trace)
+
+
+def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: bool) -> None:
+    from hpcdist.training.build import pipeline
+    from hpcdist.training.recipe import recipe as recipes
+
+    for line in pipeline.plan_without_mpi(recipes.load(recipe, overrides).recipe).table():
+        click.echo(line, err=to_stderr)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: a million tuples would be looked through again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _from_file(
+    names: tuple[str, ...], wanted: "ScheduleRequest", chunks: int, source: Path | None
+) -> "list[tuple[str, ScheduleText]]":
+    """Return the schedules by name."""
+    from hpcdist.strategies.schedule.generate import schedule_file
+    from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+
+    known = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
+    if not names and source is None:
+        raise UsageError(f"give a schedule: {', '.join(known)}, or --file FILE")
+    found = []
+    for name in dict.fromkeys(names):
+        if name not in known:
+            raise UsageError(f"{name!r} is no pipeline schedule; choose from {', '.join(known)}, or give --file FILE")
+        many = chunks if SCHEDULES[name].most is None else 1
+        found.append((name, schedule_file.generated(name, wanted.stages, wanted.microbatches, many)))
+    if source is not None:
+        try:
+            text = regular.text(source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"{source}: cannot be read: {error}") from error
+        found.append((source.name, schedule_file.read(text, wanted.stages, wanted.microbatches, str(source))))
+    return found
+
+
+def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
+    from hpcdist.strategies.schedule.generate import schedule_file
+
+    if len(known) != 1:
+        raise UsageError(f"--dump writes one schedule, and {len(known)} are named")
+    name, written = known[0]
+    try:
+        file.write_text(schedule_file.dump(written, name), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _draw(found: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
+    from hpcdist.bench.pipeline import timeline as pictures
+
+    panels = [pictures.panel(f"{one.name}, bubble {one.timeline.bubble:.1%}", one.timeline) for one in found]
+    if plot is not None:
+        pictures.draw(panels, plot)
+    if trace is not None:
+        pictures.write_trace(panels, trace)

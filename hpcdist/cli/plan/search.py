@@ -1,0 +1,258 @@
+"""`hpcdist plan search`: find the best layouts for a number of devices, and explain them.
+
+It also prints the `hpcdist plan` command that plans the best layout again, with every option that the layout needs.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.cli.plan import options
+from hpcdist.cli.plan.options import LAYOUT_FIELDS, LAYOUT_OPTIONS, SectionedCommand, SectionedOption, layout_options
+from hpcdist.cli.plan.subject import PARAMETER_SERVER
+from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan.subject import PlanSubject
+    from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.search.best_layouts import SearchResult
+    from hpcdist.planner.search.space import SearchSpec
+if TYPE_CHECKING:
+    from hpcdist.planner.layout import ParallelLayout
+
+SEARCH_SECTION: Final = "Search"
+OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
+# Option of the layout -> the field of `Wanted` that has only its value, where it is given.
+FIXED_OPTIONS: Final = {
+    "schedule": "schedules",
+    "chunks": "chunks",
+    "recompute": "recompute",
+    "compression": "compressions",
+    "tensor": "tensors",
+    "pipeline": "pipelines",
+    "context_ranks": "contexts",
+    "expert_ranks": "experts",
+    "microbatch": "microbatches",
+    "sequence_parallel": "sequence_parallel",
+}
+_DERIVED_OPTIONS: Final = ("data", "servers")
+
+
+def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(*names, cls=SectionedOption, section=SEARCH_SECTION, **settings)
+
+
+@click.command("search", cls=SectionedCommand)
+@options.recipe_options
+@options.cluster_option
+@options.subject_options
+@_option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default="time",
+    help="What is to be least: seconds, joules, price, or joules times seconds, of a step.",
+)
+@_option(
+    "--memory", metavar="SIZE", help='What a device may use, as "70 GB" or "64 GiB".  [default: 95 % of all it has]'
+)
+@_option("--fewer", is_flag=True, help="A layout may leave devices unused.")
+@_option("--runnable", is_flag=True, help="Only what this version of hpcdist runs itself.")
+@_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
+@_option("--first", type=click.IntRange(min=1), default=10, metavar="N", help="How many to show and explain.")
+@_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
+@layout_options
+@options.plot_option
+@options.json_option
+def command(
+    recipe: Path | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the best layouts of RECIPE, or of a model in numbers, on --devices of a cluster, and explain them.
+
+    What varies: data x pipeline x tensor x context devices, the stage of ZeRO, micro-batch, schedule and recomputation;
+    an option of the layout that is given does not. Compression changes what is trained, and is tried where
+    --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
+    """
+    from hpcdist.cli.plan.group import check_plot, draw_plot, with_simulator
+    from hpcdist.cli.plan.subject import read_cluster as read
+    from hpcdist.cli.plan.subject import with_published_kernels
+    from hpcdist.planner.report import caveats, text
+    from hpcdist.planner.report.table import search_table
+    from hpcdist.planner.search import best_layouts
+
+    check_plot(plot)
+    on = read(cluster)
+    found = _subject(recipe, overrides, options)
+    if not options["runnable"]:  # else this toolkit's own kernels are what is asked for
+        found = with_published_kernels(found, on, always=True)
+    devices = options["devices"] or on.devices
+    sought = _search_request(found, on, options)
+    result, closed = with_simulator(
+        lambda runs: best_layouts.search(
+            found.description, on, devices, found.global_batch, dataclasses.replace(sought, simulate=runs)
+        ),
+        wanted=sought.simulate,
+    )
+    paid = {line for one in result.found for line in text.idle_devices_line(one.estimate.layout, on)}
+    notes = (*closed, *sorted(paid), *found.notes, *caveats.assumption_line(on))
+    kernels = found.layout.implementation if options["runnable"] and on.device.is_accelerator else found.kernels
+    again = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, found)
+    if as_json:
+        click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))
+    else:
+        click.echo(search_table(result, notes, again))
+    if plot is not None and result.found:
+        best = result.found[0].estimate
+        draw_plot(best, dataclasses.replace(found, layout=best.layout), on, plot)
+    if not result.found:
+        click.get_current_context().exit(FAILURE)
+
+
+def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "PlanSubject":
+    """Return what is to be laid out, with what never varies of its layout."""
+    from hpcdist.cli.plan.subject import options_given, subject_from_options
+
+    for name in options_given(options, _DERIVED_OPTIONS):
+        raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
+    varied = {*FIXED_OPTIONS, "strategy", "zero", "devices"}
+    return subject_from_options(path, overrides, {name: value for name, value in options.items() if name not in varied})
+
+
+def _search_request(found: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
+    from hpcdist.cli.plan.subject import strategy_from_options
+    from hpcdist.planner.search.space import SearchSpec
+
+    values: dict[str, Any] = {
+        field: (options[name],) for name, field in FIXED_OPTIONS.items() if options.get(name) is not None
+    }
+    strategy = strategy_from_options(options, found.layout).get("strategy")
+    if strategy is not None:
+        values["strategies"] = (strategy,)
+    if "compressions" not in values:  # that of a recipe stays as it is
+        values["compressions"] = (found.layout.compression,)
+    if options["memory"] is not None:
+        values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
+    for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
+        values[name] = options[name]
+    base = dataclasses.replace(found.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
+    return SearchSpec(base=base, steps=found.steps, **values)
+
+
+def _memory_bytes(said: str, cluster: "Cluster") -> float:
+    """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
+    from hpcdist.planner.cluster.units import parse
+
+    try:
+        limit = parse(said, "bytes")
+    except ConfigurationError as error:
+        raise UsageError(f"--memory {error}") from error
+    if not 0 < limit <= cluster.device.memory_bytes:
+        size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
+        raise UsageError(f"--memory {said} is none of the {size}; leave it out, or choose more than 0 and no more")
+    return limit
+
+
+def _replan(
+    result: "SearchResult",
+    path: Path | None,
+    overrides: tuple[str, ...],
+    options: Mapping[str, Any],
+    found: "PlanSubject",
+) -> str | None:
+    """Return the command that plans the best layout again; None where nothing was found."""
+    from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
+
+    if not result.found:
+        return None
+    layout = result.found[0].estimate.layout
+    simulate = options["simulate"] and passes(layout, found.global_batch) <= MOST_PASSES
+    return replan_command(path, overrides, options, found.layout, layout, simulate=simulate)
+
+
+def _jsonable(
+    result: "SearchResult", found: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
+) -> dict[str, Any]:
+    from hpcdist.planner.report.estimate_json import estimate_json, finite_json
+
+    plans = [
+        {"value": one.value, "unit": one.unit, "why": one.why, "limits": one.limits}
+        | estimate_json(one.estimate, found.description, cluster)
+        for one in result.found
+    ]
+    about = {name: getattr(result, name) for name in ("objective", "devices", "layouts", "estimated", "left_out")}
+    refused = [dataclasses.asdict(one) for one in result.refused]
+    said: dict[str, Any] = finite_json(
+        {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *notes)}
+    )
+    return said
+
+
+# Options of the layout that are written where the layout has another value than it would have without them.
+_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in ("data", "microbatch", "zero"))
+# Those that the layout without them has as they were given.
+_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*FIXED_OPTIONS, "strategy"))
+_COLOCATED: Final = "parameter_server.placement=colocated"
+
+
+def replan_command(
+    path: Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    base: "ParallelLayout",
+    layout: "ParallelLayout",
+    *,
+    simulate: bool,
+) -> str:
+    """Return the command that plans ``layout``, which a search of these arguments and ``options`` has found.
+
+    ``base`` is the layout that the command would plan without those options that a search may vary, ``simulate``
+    whether the pipeline was simulated.
+    """
+    from hpcdist.cli.plan.group import command
+
+    is_wider = layout.strategy == base.strategy == PARAMETER_SERVER and base.servers > layout.servers == 0
+    values = {
+        **{name: value for name, value in options.items() if name not in (*LAYOUT_OPTIONS, "devices", "simulate")},
+        **{name: options[name] for name in _AS_GIVEN},
+        **_changed_options(base, layout),
+        "overrides": (*overrides, _COLOCATED) if is_wider else overrides,
+        "simulate": None if simulate or layout.pipeline == 1 else False,
+    }
+    words = [word for one in command.params if isinstance(one, click.Option) for word in _option_words(one, values)]
+    return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
+
+
+def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
+    """Return the options that make ``layout`` of ``base``: the degree of data and the micro-batch in any case."""
+    found: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
+    for name in _LAYOUT_FIELDS:
+        if layout.pipeline == 1 and name in ("schedule", "chunks"):
+            continue  # which has no effect, and is refused
+        field = LAYOUT_FIELDS.get(name, name)
+        if getattr(layout, field) != getattr(base, field):
+            found[name] = getattr(layout, field)
+    if not layout.servers:
+        found.pop("servers", None)
+    return found
+
+
+def _option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an option as it is written, or nothing where it has no value."""
+    value = values.get(str(option.name))
+    if value is None or value == ():
+        return
+    if isinstance(value, bool):
+        yield from (option.opts if value else option.secondary_opts)[:1]
+        return
+    for one in value if isinstance(value, tuple) else (value,):
+        yield option.opts[0]
+        yield str(one)

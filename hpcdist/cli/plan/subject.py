@@ -1,0 +1,325 @@
+"""Make the subject of a plan from options: a model, its layout, its batch and its steps.
+
+The model is that of a recipe, a published one by name, or one in numbers. Options of the layout take the place of the
+recipe's values; contradictions, and options without effect, are usage errors. On a GPU that nobody has measured the
+kernels of published trainings (Megatron) are planned, the only ones that estimates were held against.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hpcdist.cli.plan.options import LAYOUT_FIELDS, LAYOUT_OPTIONS, SHAPE_FLAGS, SHAPE_OPTIONS
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.planner.cluster.hardware import Cluster
+from hpcdist.planner.layout import HALVES, ParallelLayout
+from hpcdist.planner.limits import checks
+from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.reporting.units import counted
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe.recipe import Recipe
+
+PARAMETER_SERVER: Final = "parameter_server"
+
+
+def options_given(options: Mapping[str, Any], names: tuple[str, ...] = LAYOUT_OPTIONS) -> list[str]:
+    """Return those of the options ``names`` that were given, as they are written."""
+    return [flag(name) for name in names if options.get(name) is not None]
+
+
+def flag(name: str) -> str:
+    """Return an option as it is written: --kv-heads."""
+    return f"--{name.replace('_', '-')}"
+
+
+def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
+    """Return ``base`` with what the options say in its place, and as many replicas as --devices leaves.
+
+    Raises UsageError where the options contradict each other, or the degrees do not make up the devices.
+    """
+    plain = {name for name in LAYOUT_OPTIONS if name not in ("zero", "strategy", "servers", "data")}
+    values = {LAYOUT_FIELDS.get(name, name): options[name] for name in plain if options.get(name) is not None}
+    found = dataclasses.replace(base, **values, **strategy_from_options(options, base))
+    _check_pipeline(found, options)
+    _check_effect(found, options)
+    found = dataclasses.replace(found, chunks=_chunks(found))
+    if found.sequence_parallel and found.tensor == 1:
+        raise UsageError(
+            "--sequence-parallel with one tensor device cuts nothing; leave it out, or give --tensor 2 or more"
+        )
+    return dataclasses.replace(found, data=_replicas(options, found))
+
+
+def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
+    """Return the fields strategy and servers where the options say them. Raises UsageError for contradictions."""
+    stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
+    if stage is not None:
+        meant = f"zero{stage}" if stage else "allreduce"
+        if strategy not in (None, meant):
+            raise UsageError(f"--zero {stage} is --strategy {meant}, and --strategy {strategy} is given; keep one")
+        strategy = meant
+    if servers is not None:
+        if strategy not in (None, PARAMETER_SERVER):
+            said = f"--zero {stage}" if stage is not None else f"--strategy {strategy}"
+            raise UsageError(f"--servers {servers} is for --strategy {PARAMETER_SERVER}, and {said} is given; keep one")
+        strategy = PARAMETER_SERVER
+    if strategy is None:
+        return {}
+    kept = base.servers if strategy == base.strategy else 0
+    return {"strategy": strategy, "servers": kept if servers is None else servers}
+
+
+def _check_pipeline(found: ParallelLayout, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for a schedule or chunks that have no effect, where they were asked for."""
+    if found.pipeline == 1:
+        for name in ("schedule", "chunks"):
+            if options.get(name) not in (None, 1, "sequential"):
+                raise UsageError(
+                    f"{flag(name)} {options[name]} with one pipeline device has no effect; leave it out, or give "
+                    "--pipeline 2 or more"
+                )
+
+
+def _chunks(found: ParallelLayout) -> int:
+    """Return how many parts of the model a stage has. Raises UsageError where the schedule has others."""
+    row, asked = SCHEDULES[found.schedule], found.chunks
+    if found.pipeline == 1:
+        return 1
+    if row.most is None and asked < row.least:
+        raise UsageError(
+            f"--schedule {found.schedule} needs --chunks, parts of the model on each stage; give {row.least} or more"
+        )
+    if row.most is not None and asked not in (1, row.most):
+        raise UsageError(
+            f"--chunks {asked} with --schedule {found.schedule}, which has {row.most}; leave it out, or try interleaved"
+        )
+    return asked if row.most is None else row.most
+
+
+def _check_effect(found: ParallelLayout, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that would change nothing."""
+    for name in ("main_gradients", "gradient_fusion"):
+        if options.get(name) is not None and found.implementation != "megatron":
+            raise UsageError(
+                f"{flag(name)} is of --implementation megatron, and has no effect with {found.implementation}; leave "
+                "it out, or choose that one"
+            )
+    for name in ("activations", "main_gradients"):
+        if options.get(name) is not None and found.precision not in HALVES:
+            raise UsageError(
+                f"{flag(name)} {options[name]} has no effect with the precision {found.precision}; leave it out, or "
+                f"choose --precision {' or '.join(HALVES)}"
+            )
+
+
+def _replicas(options: Mapping[str, Any], found: ParallelLayout) -> int:
+    """Return the degree of the data axis. Raises UsageError, with the whole equation."""
+    devices, data = options.get("devices"), options.get("data")
+    each = found.pipeline * found.tensor * found.context
+    if devices is None:
+        return data or found.data
+    workers = devices - found.servers
+    replicas = data or workers // each
+    if replicas < 1 or replicas * each != workers:
+        servers = f" + servers {found.servers}" if found.servers else ""
+        product = (
+            f"data {data or '?'} x pipeline {found.pipeline} x tensor {found.tensor} x context {found.context}{servers}"
+        )
+        least, lower = each * (data or 1) + found.servers, max(1, workers // each) * each + found.servers
+        near = least if data else lower
+        raise UsageError(
+            f"--devices {devices}: {product} does not make {counted(devices, 'device')}; the nearest that it makes is "
+            f"{near}"
+        )
+    return int(replicas)
+
+
+DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
+MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
+_REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
+_ALL_SHAPE_OPTIONS: Final = (*SHAPE_OPTIONS, "context", *SHAPE_FLAGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSubject:
+    """A model, the layout that was asked for, samples and steps; ``notes`` say what the plan leaves out."""
+
+    description: ModelDescription
+    layout: ParallelLayout
+    global_batch: int
+    steps: int
+    notes: tuple[str, ...] = ()
+    kernels: str | None = None  # whose were asked for
+    of_recipe: bool = False  # this toolkit will train it
+
+
+def with_published_kernels(found: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
+    """Return ``found`` with the kernels of published trainings, where nobody has measured others on such a device.
+
+    Those are the only ones that estimates for a GPU were held against. Not for what is no transformer, for kernels that
+    were asked for, nor for a layout that these cannot have, unless ``always``.
+    """
+    is_measured = on.calibrated or not on.device.is_accelerator
+    if is_measured or found.kernels is not None or found.description.shape is None:
+        return found
+    library = found.layout.library or ("mpi" if found.of_recipe else "")
+    layout = dataclasses.replace(found.layout, implementation="megatron", library=library)
+    if not always and any(checks.shape_problems(found.description, layout, on, found.global_batch)):
+        return found
+    note = (
+        f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
+        "--implementation hpcdist plans them all the same"
+    )
+    return dataclasses.replace(found, layout=layout, notes=(*found.notes, note, *checks.unsupported(found.layout)))
+
+
+def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
+    """Return what the arguments and options describe.
+
+    Without a recipe or a model it is the default recipe, which `hpcdist train` trains. Raises UsageError for options
+    that contradict each other or are missing, ConfigurationError for a recipe or a model that cannot be planned, and
+    StorageError for a recipe that is not there.
+    """
+    named = options.get("model") is not None
+    numbers = options_given(options, _ALL_SHAPE_OPTIONS)
+    if path is not None and (named or numbers):
+        raise UsageError(
+            f"the recipe {path} and {'--model' if named else numbers[0]} are two models; keep one (--set model.KEY="
+            "VALUE changes that of the recipe)"
+        )
+    if not (named or numbers):
+        from hpcdist.training.recipe import recipe as recipes
+
+        if path is not None:
+            _check_recipe_exists(path)
+        recipe = recipes.load(path, overrides).recipe
+        return subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
+    if overrides:
+        raise UsageError(f"--set {overrides[0]} changes a recipe, and none is given; use the options instead")
+    description = _by_name(options) if named else _in_numbers(options)
+    if options.get("batch") is None:
+        raise UsageError("give --batch, the samples of a step over all replicas: without a recipe nothing says it")
+    steps, notes = _steps(options, description, options["batch"])
+    base = ParallelLayout()
+    return PlanSubject(
+        description=description,
+        layout=layout_from_options(options, base),
+        global_batch=options["batch"],
+        steps=DEFAULT_STEPS if steps is None else steps,
+        notes=notes,
+        kernels=options.get("implementation"),
+    )
+
+
+def _check_recipe_exists(path: Path) -> None:
+    """Raise where there is no file ``path``: UsageError for what looks like a command, else StorageError."""
+    if path.exists():
+        return
+    from hpcdist.cli.plan.group import COMMANDS
+
+    close = difflib.get_close_matches(str(path), COMMANDS, 1)
+    if close:
+        raise UsageError(
+            f"there is no recipe {str(path)!r}, and no command of that name; did you mean `hpcdist plan {close[0]}`?"
+        )
+    raise StorageError(f"recipe {path}: there is no such file")
+
+
+def read_cluster(named: str | None) -> Cluster:
+    """Return the cluster of a name or a file. Raises UsageError where none is given."""
+    from hpcdist.planner.cluster import toml_file
+
+    if named is None:
+        raise UsageError(f"give --cluster NAME|FILE: {', '.join(toml_file.names())}, or a file of your own")
+    return toml_file.read(named)
+
+
+def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> PlanSubject:
+    """Return a recipe, called ``name``, with what the options say in the place of its own values.
+
+    Raises ConfigurationError where it cannot be planned, and UsageError.
+    """
+    from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
+
+    found = plan_of_recipe(recipe, name)
+    batch = options.get("batch") or found.global_batch
+    layout = layout_from_options(options, found.layout)
+    if options.get("microbatch") is None:  # a recipe says how many there are, not how large
+        many = recipe.parallel.microbatches
+        layout = dataclasses.replace(layout, microbatch=max(1, math.ceil(batch / (layout.data * many))))
+    steps, _ = _steps(options, found.description, batch)
+    notes = list(found.notes)
+    if not (recipe.parallel.data or options.get("data") or options.get("devices")):
+        notes.append("neither parallel.data nor --devices says how many replicas there are: one is planned")
+    return PlanSubject(
+        description=found.description,
+        layout=layout,
+        global_batch=batch,
+        steps=found.steps if steps is None else steps,
+        notes=tuple(notes),
+        kernels=options.get("implementation"),
+        of_recipe=True,
+    )
+
+
+def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int) -> tuple[int | None, tuple[str, ...]]:
+    """Return the steps that the options say, None where they say none, with a note on them."""
+    steps, tokens = options.get("steps"), options.get("tokens")
+    if steps is not None and tokens is not None:
+        raise UsageError(f"--steps {steps} and --tokens {tokens:g} both say how long the run is; keep one")
+    if tokens is not None:
+        steps = max(1, math.ceil(tokens / (batch * description.tokens)))
+    if steps is not None and steps > MAX_STEPS:
+        said = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
+        raise UsageError(f"{said}: a plan is made for at most {MAX_STEPS:,} steps")
+    if steps is not None:
+        return int(steps), ()
+    return None, (f"neither --steps nor --tokens is given: the run is planned with {DEFAULT_STEPS} steps",)
+
+
+def _by_name(options: Mapping[str, Any]) -> ModelDescription:
+    from hpcdist.planner.model import published
+    from hpcdist.planner.model.transformer import describe
+
+    others = options_given(options, (*SHAPE_OPTIONS, *SHAPE_FLAGS))
+    if others:
+        raise UsageError(
+            f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
+            "a name)"
+        )
+    found = published.named(options["model"])
+    if options.get("context") is not None:
+        found = dataclasses.replace(found, context=options["context"])
+    return describe(found, options["model"])
+
+
+def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
+    from hpcdist.planner.model.transformer import describe
+
+    missing = [flag(name) for name in _REQUIRED_SHAPE if options.get(name) is None]
+    if missing:
+        raise UsageError(f"a model in numbers also needs {', '.join(missing)}")
+    if options.get("feed_forward") is not None and options.get("mlp_ratio") is not None:
+        raise UsageError("--feed-forward and --mlp-ratio say the same; keep one")
+    if options.get("experts_per_token") is not None and options.get("experts") is None:
+        raise UsageError(f"--experts-per-token {options['experts_per_token']} needs --experts, how many there are")
+    values = {
+        name: options[name] for name in _ALL_SHAPE_OPTIONS if options.get(name) is not None and name != "mlp_ratio"
+    }
+    if options.get("mlp_ratio") is not None:
+        wide = options["mlp_ratio"] * options["hidden"]
+        if not math.isclose(wide, round(wide)) or round(wide) < 1:
+            raise UsageError(
+                f"--mlp-ratio {options['mlp_ratio']:g} x --hidden {options['hidden']} = {wide:g} is no whole width; "
+                "give --feed-forward"
+            )
+        values["feed_forward"] = round(wide)
+    shape = TransformerShape(**values)
+    name = f"transformer {shape.layers} x {shape.hidden}"
+    return describe(shape, name)

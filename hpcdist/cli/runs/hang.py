@@ -1,0 +1,75 @@
+"""`hpcdist hang`: the first rank that left the common path of a run, by its flight recorder.
+
+It works while the run hangs and after it died. Exit code 1 when something is wrong.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcdist.comm.record.flight_file import RecordedEvent
+from hpcdist.errors import FAILURE, OK
+from hpcdist.reporting import regular
+from hpcdist.telemetry.hang import Finding, HangReport, RankState, analyse, load
+
+MAX_RANKS = 32  # ranks in the table; a job of thousands is not read line by line
+
+
+@click.command("hang")
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--patience", default=10.0, show_default=True, help="Seconds an operation of a running job may take.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def command(context: click.Context, run_dir: Path, patience: float, as_json: bool) -> None:
+    """Name the first rank of RUN_DIR that left the common path, with its operation and line.
+
+    Reads the flight recorder of every rank, while the run hangs or after it died. Exit code 0 when nothing is wrong,
+    1 when something is.
+    """
+    damaged: dict[int, str] = {}
+    with regular.damage(run_dir, regular.FIGURES):
+        report = analyse(load(run_dir, damaged), patience, damaged=damaged)
+        text = json.dumps(as_dict(report)) if as_json else render(report)
+    click.echo(text)
+    context.exit(FAILURE if report.findings else OK)
+
+
+def render(report: HangReport) -> str:
+    """Return the report as text: the verdict, then a line per rank."""
+    lines = [] if report.findings else ["nothing is wrong: every rank runs, or finished"]
+    for number, finding in enumerate(report.findings):
+        lines.append(("" if number == 0 else "also: ") + _sentence(finding))
+    # Ranks that stand apart come first when not all can be shown.
+    named = {rank for finding in report.findings for rank in finding.ranks}
+    shown = sorted(
+        sorted(report.ranks, key=lambda rank: rank.rank not in named)[:MAX_RANKS], key=lambda rank: rank.rank
+    )
+    lines += ["", f"{'rank':>6}  {'state':<9} operation", *(_row(rank) for rank in shown)]
+    if len(shown) < len(report.ranks):
+        lines.append(f"{'':>6}  and {len(report.ranks) - len(shown)} more ranks; --json lists them")
+    return "\n".join(lines)
+
+
+def as_dict(report: HangReport) -> dict[str, Any]:
+    """Return the report as plain values; an operation becomes its fields."""
+    return {"wrong": bool(report.findings), **dataclasses.asdict(report)}
+
+
+def _sentence(finding: Finding) -> str:
+    ranks = f"{'rank' if len(finding.ranks) == 1 else 'ranks'} {', '.join(map(str, finding.ranks))}"
+    at = f"\n    at: {finding.event}" if finding.event is not None else ""
+    return f"{finding.kind.upper()}: {ranks} {finding.text}{at}"
+
+
+def _row(rank: RankState) -> str:
+    note = f" [{rank.note}]" if rank.note else ""
+    return f"{rank.rank:>6}  {rank.state:<9} {_where(rank.last, rank.waiting_s)}{note}"
+
+
+def _where(last: RecordedEvent | None, waiting_s: float | None) -> str:
+    if last is None:
+        return "none yet"
+    return f"after {last}" if waiting_s is None else f"{waiting_s:.1f} s in {last}"

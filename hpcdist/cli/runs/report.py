@@ -1,0 +1,260 @@
+"""`hpcdist report`: print, plot, or write as one HTML page what a run did or a benchmark measured.
+
+The page joins the metrics of the run with its recipe, its energy costs, its checkpoints and a text sample, which
+another process draws in a minute at most. Numpy, h5py and matplotlib are imported late.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.errors import HpcdistError, StorageError, UsageError
+from hpcdist.reporting import regular
+from hpcdist.reporting.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
+
+SAMPLE_TOKENS: Final = 600
+SAMPLE_LIMIT_S: Final = 60.0  # a large model on a login node is left in the middle of its sentence
+MAX_MODEL_BYTES: Final = 4 << 30  # of parameters that are loaded for a sample
+MAX_CHECKPOINTS: Final = 1000
+
+
+def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
+    """Write the page of the run in ``run_dir`` into ``file``; with a ``sample`` that begins with ``prompt``."""
+    from hpcdist.telemetry.page import document
+    from hpcdist.telemetry.page.charts import style
+
+    style.require_matplotlib()  # before a minute goes into a sample
+    document.write_page(run_dir, file, page_context(run_dir, sample=sample, prompt=prompt))
+
+
+def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
+    """Return what recipe, checkpoints and model have to say of the run; each with the reason where it has nothing."""
+    from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
+
+    settings, why_no_settings, steps = _settings(run_dir)
+    checkpoints, why_no_checkpoints = _checkpoints(run_dir)
+    return ExternalData(
+        settings=settings,
+        settings_reason=why_no_settings,
+        planned_steps=steps,
+        checkpoints=checkpoints,
+        checkpoints_reason=why_no_checkpoints or NO_CHECKPOINT,
+        costs=_costs(run_dir),
+        sample=_sample(run_dir, checkpoints, prompt) if sample else TextSample(reason=NOT_ASKED),
+    )
+
+
+def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
+    """Return the keys of the recipe, why there are none, and the steps it asks for."""
+    from hpcdist.telemetry.page.run_data import RecipeSetting
+    from hpcdist.training.recipe import recipe as recipes
+
+    path = run_dir / "recipe.toml"
+    if not path.is_file():
+        return [], f"The directory has no {path.name}.", None
+    try:
+        found = recipes.flat(recipes.load_stored(path))
+    except HpcdistError as error:
+        return [], f"The recipe cannot be read: {error}", None
+    known = recipes.defaults()
+    rows = [
+        RecipeSetting(key, recipes.toml_value(value), recipes.toml_value(known[key])) for key, value in found.items()
+    ]
+    return rows, "", int(found["run.steps"])
+
+
+def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
+    """Return what makes kWh, emissions and costs of joules, as the recipe says."""
+    from hpcdist.energy.accounts import energy_metrics
+    from hpcdist.energy.config import EnergyConfig
+    from hpcdist.training.observe.energy_summary import carbon_intensity
+    from hpcdist.training.recipe import recipe as recipes
+
+    try:
+        config = recipes.load_stored(run_dir / "recipe.toml").energy
+    except HpcdistError:
+        config = EnergyConfig()
+    return lambda joules, seconds: energy_metrics.figures(
+        joules,
+        seconds,
+        pue=config.pue,
+        intensity=carbon_intensity(config),
+        price_per_kwh=config.price_per_kwh,
+        currency=config.currency,
+    )
+
+
+def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
+    from hpcdist.checkpoint import listing
+    from hpcdist.telemetry.page.run_data import CheckpointEntry
+
+    try:
+        found = listing.list_checkpoints(run_dir)[:MAX_CHECKPOINTS]
+    except StorageError:
+        return [], ""  # there are none
+    except OSError as error:
+        return [], f"the checkpoints cannot be read: {error.strerror or error}"
+    return [CheckpointEntry(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in found], ""
+
+
+def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) -> "TextSample":
+    """Return text from the newest checkpoint, or why there is none. Another process draws it, for a minute at most."""
+    from hpcdist.checkpoint import listing
+    from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, TextSample
+
+    if not any(one.state == listing.COMPLETE for one in checkpoints):
+        return TextSample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
+    try:
+        newest = listing.inspect(listing.select(run_dir))
+        assert newest.manifest is not None
+        nbytes = sum(tensor.nbytes for tensor in listing.stored_tensors(newest.manifest, (listing.PARAMETERS,)))
+    except HpcdistError as error:
+        return TextSample(reason=str(error))
+    if nbytes > MAX_MODEL_BYTES:
+        return TextSample(
+            reason=f"the parameters take {nbytes / 2**30:.1f} GiB; hpcdist sample {run_dir} where there is room"
+        )
+    words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
+    line = [sys.executable, "-P", "-m", "hpcdist", "sample", *words]
+    try:
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=SAMPLE_LIMIT_S, check=False)
+        text, said, code = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        text, said, code = error.stdout or b"", b"it took longer than a minute", 0
+    drawn = text.decode(errors="replace")
+    if code or len(drawn) <= len(prompt) + 1:
+        lines = said.decode(errors="replace").strip().splitlines()
+        return TextSample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
+    return TextSample(text=drawn.rstrip("\n"), prompt=prompt, reason="")
+
+
+METRICS_FILE: Final = "metrics.h5"  # of a run directory
+_PLACE_HINT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
+
+
+@click.command("report")
+@click.argument("place", metavar="RUN_DIR|RESULTS.h5", type=click.Path(path_type=Path))
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this file (.png, .pdf)."
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write all of it as a page that needs no network."
+)
+@click.option("--no-sample", is_flag=True, help="The page: no text from the model.")
+@click.option("--sample-prompt", default="def ", help="The page: text that the model continues.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
+def report(
+    place: Path,
+    plot: Path | None,
+    html: Path | None,
+    no_sample: bool,
+    sample_prompt: str,
+    as_json: bool,
+    markdown: bool,
+) -> None:
+    """Show loss, times and bytes of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
+
+    Either may be under way. --html makes one file to send to others: charts, figures, a step's timeline, recipe,
+    environment and a text sample of the model.
+    """
+    _check_options(place, html, no_sample, sample_prompt)
+    if as_json and markdown:
+        raise UsageError("--json and --markdown are two ways to print the same; choose one")
+    if not place.exists():
+        raise StorageError(f"{place}: there is no such directory or file; {_PLACE_HINT}")
+    if place.name == METRICS_FILE and place.is_file():
+        raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
+    if html is not None:
+        _report_page(place, html, None if no_sample else sample_prompt, as_json)
+        if not (as_json or plot):
+            return
+    if place.is_file() and _is_collectives(place):
+        _report_collectives(place, plot, as_json, markdown)
+    elif place.is_file():
+        _report_sweep(place, plot, as_json, markdown)
+    elif markdown:
+        raise UsageError(f"--markdown prints the table of a sweep; {place} is not a results file")
+    else:
+        _report_run(place, plot, as_json)
+    if plot is not None and not (as_json or markdown):
+        click.echo(f"\nplot       {plot}")
+
+
+def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str) -> None:
+    """Refuse options that would have no effect."""
+    said = click.get_current_context().get_parameter_source("sample_prompt")
+    prompted = said is not None and said.name == "COMMANDLINE"
+    if html is None and (no_sample or prompted):
+        raise UsageError("--no-sample and --sample-prompt are of the page; add --html FILE")
+    if no_sample and prompted:
+        raise UsageError("--no-sample and --sample-prompt contradict each other; choose one")
+    if not prompt:
+        raise UsageError("--sample-prompt is empty; give at least one character, or --no-sample")
+    if html is not None and place.is_file():
+        raise UsageError(f"--html makes the page of a run; {place} is a file of results: use --plot or --markdown")
+
+
+def _report_page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
+    # late: --help must not load numpy
+
+    write_page(run_dir, file, sample=prompt is not None, prompt=prompt or "")
+    if not quiet:
+        click.echo(f"page       {file}, {format_bytes(file.stat().st_size)}")
+
+
+def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
+    from hpcdist.telemetry import report as reports  # late: --help must not load h5py
+
+    with regular.damage(run_dir, regular.FIGURES):
+        found = reports.report(run_dir)
+        text = json.dumps(reports.jsonable(found)) if as_json else reports.text(found)
+    click.echo(text)
+    if plot is not None:
+        with regular.damage(run_dir, regular.FIGURES):
+            reports.plot(found, plot)
+
+
+def _is_collectives(path: Path) -> bool:
+    from hpcdist.bench.collectives import results
+    from hpcdist.hdf5 import files
+
+    with files.open_read(path) as file:
+        return bool(file.attrs.get("schema") == results.SCHEMA)
+
+
+def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+    from hpcdist.bench.collectives import report as reports
+    from hpcdist.bench.collectives import results
+
+    if markdown:
+        raise UsageError("--markdown prints the table of a sweep; leave it out for one of collectives")
+    found = results.read(path)
+    table = reports.rows(found.configurations)
+    if as_json:
+        click.echo(json.dumps(reports.jsonable(found)))
+    else:
+        click.echo("\n".join([reports.text(table), "", *reports.notes(table)]))
+    if plot is not None:
+        reports.plot(table, plot)
+
+
+def _report_sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+    from hpcdist.bench.sweep import report as reports
+
+    found = reports.read(path)
+    if as_json:
+        click.echo(json.dumps(reports.jsonable(path, found)))
+    else:
+        click.echo(reports.markdown(found) if markdown else reports.text(path, found))
+    if plot is not None:
+        reports.plot(found, plot)

@@ -1,0 +1,130 @@
+"""`hpcdist trace`: write the timeline of all ranks in one file for Perfetto, and say who waited for whom."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpcdist import __version__
+from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
+
+if TYPE_CHECKING:  # late at run time: --help must not load numpy
+    from hpcdist.telemetry.trace.summary import Trace
+
+
+class _Steps(click.ParamType):
+    """Steps, or one step: both ends belong to them."""
+
+    name = "A:B"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        """Return the steps."""
+        if isinstance(value, range):
+            return value
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            self.fail(f"{value!r} are no steps; give the first and the last, as 100:120, or one", param, ctx)
+        return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+class _Ranks(click.ParamType):
+    """Ranks: numbers and ranges, with commas."""
+
+    name = "0-3,7"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the ranks, ascending."""
+        if isinstance(value, tuple):
+            return value
+        found: set[int] = set()
+        for part in str(value).split(","):
+            ends = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
+            if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+                self.fail(f"{value!r} are no ranks; give numbers and ranges, as 0-3,7", param, ctx)
+            found |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+        return tuple(sorted(found))
+
+
+@click.command("trace")
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace (.json or .json.gz)."
+)
+@click.option("--steps", type=_Steps(), help="Which steps; the last 20 that all ranks have, where none are given.")
+@click.option("--ranks", type=_Ranks(), help="Which ranks to show; all, where none are given.")
+@click.option("--json", "as_json", is_flag=True, help="Print what it tells as one JSON object.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the step of middle length (.png, .pdf, .svg)."
+)
+def command(
+    run_dir: Path,
+    output: Path | None,
+    steps: range | None,
+    ranks: tuple[int, ...] | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Show what decided the time of the steps of RUN_DIR, and write a timeline of all ranks.
+
+    The trace opens in https://ui.perfetto.dev and chrome://tracing. The clocks of the nodes are put right, also where
+    they are hours apart. The run may be under way, or dead.
+    """
+    from hpcdist.telemetry.trace import chrome, summary
+
+    draw = _prepared(plot)
+    if output is not None:
+        _check_folder(output)
+    with regular.damage(run_dir, regular.FIGURES):
+        found = summary.collect(run_dir, steps, ranks)
+        figures = summary.figures(found)
+        written = chrome.write(found, output, _header(run_dir)) if output is not None else 0
+    if as_json:
+        click.echo(json.dumps(figures | {"output": None if output is None else str(output), "events": written}))
+    else:
+        click.echo(summary.format_text(figures))
+        if output is not None:
+            click.echo(f"trace          {output}: {written} events, for https://ui.perfetto.dev or chrome://tracing")
+    if plot is not None and draw:
+        _draw(found, plot, quiet=as_json)
+
+
+def _prepared(plot: Path | None) -> bool:
+    """Raise what keeps the plot from being drawn before anything else is done; whether there is one."""
+    if plot is None:
+        return False
+    from hpcdist.telemetry.trace import plot as trace_plot
+
+    trace_plot.check(plot)
+    return True
+
+
+def _check_folder(file: Path) -> None:
+    if not file.absolute().parent.is_dir():
+        raise StorageError(f"{file}: cannot be written: there is no folder {file.absolute().parent}")
+
+
+def _draw(found: "Trace", plot: Path, *, quiet: bool) -> None:
+    from hpcdist.telemetry.trace import plot as trace_plot
+
+    step = trace_plot.draw(found, plot)
+    if not quiet:
+        click.echo(f"plot           {plot}: step {step}")
+
+
+def _header(run_dir: Path) -> dict[str, str]:
+    """Return versions of this hpcdist, and of what made the run where its metrics tell."""
+    from hpcdist.telemetry.metrics import step_metrics
+
+    about = {"hpcdist": __version__}
+    path = run_dir / "metrics.h5"
+    if path.exists():
+        try:
+            attributes = step_metrics.read(path).attributes
+        except StorageError:
+            return about
+        keys = ("hpcdist_version", "git_commit", "mpi_library", "numpy_version", "python_version", "strategy")
+        about |= {f"run_{key}": str(attributes[key]) for key in keys if key in attributes}
+    return about

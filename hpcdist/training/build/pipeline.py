@@ -1,0 +1,198 @@
+"""Pipeline of a recipe: its schedule, and the partition of the model into stages.
+
+The order of the passes comes from a named schedule or a file. A partition by parameters or operations follows from
+the recipe. A measured one is kept in checkpoints, and by a start that goes on from one, as long as it has as many
+chunks: sums over the ranks of a pipeline would round differently. Also asked by `hpcdist schedule`, without MPI.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hpcdist import models
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.model import Model
+from hpcdist.optim.optimizer import OPTIMIZERS
+from hpcdist.reporting import regular
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.pipeline import measured as pipeline_measured
+from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline.memory import StateBytes
+from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
+from hpcdist.strategies.pipeline.tied import tied_tensors
+from hpcdist.strategies.schedule.generate import schedule_file
+from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES
+from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText, generated
+from hpcdist.strategies.zero.config import STAGES, ShardingDegrees
+from hpcdist.training import data
+from hpcdist.training.build.state_source import StateSource
+from hpcdist.training.recipe.recipe import Recipe
+
+
+def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
+    """Return the schedule of ``parallel.schedule_file``, None where the schedule is none of a file. Collective.
+
+    One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, or is no schedule of this
+    pipeline.
+    """
+    if parallel.order != FILE:
+        return None
+    text: str | OSError = ""
+    if comm.rank == 0:
+        try:
+            text = regular.text(parallel.schedule_file)
+        except (OSError, UnicodeDecodeError) as error:
+            text = error if isinstance(error, OSError) else OSError(f"not text: {error}")
+    text = comm.broadcast_object(text)
+    if isinstance(text, OSError):
+        raise ConfigurationError(
+            f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
+            "`hpcdist schedule 1f1b --dump FILE`"
+        )
+    found = schedule_file.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+    if parallel.recompute and found.keeps:
+        raise ConfigurationError(
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
+            "splits backwards: what its chunks need stays in memory; set it to false, or make it looped, of F and B"
+        )
+    return found
+
+
+def check_exchange(
+    parallel: ParallelConfig, found: ScheduleText | None, seat: RankContext, *, accumulates: bool
+) -> None:
+    """Raise ConfigurationError where gradients would be exchanged before they are complete (local)."""
+    if not accumulates and tied_tensors(seat.model, seat.placed):
+        raise ConfigurationError(
+            f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
+            f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
+            "reduced after each micro-batch; set zero.keep_gradients = true, or choose allreduce or zero1"
+        )
+    if not accumulates and splits_backward(parallel, found):
+        raise ConfigurationError(
+            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: the gradients "
+            "of several micro-batches are under way at once where a backward is split, and cannot be reduced one by "
+            "one; set zero.keep_gradients = true, or choose a schedule that does not split, as 1f1b"
+        )
+
+
+def splits_backward(parallel: ParallelConfig, found: ScheduleText | None) -> bool:
+    """Whether backwards are done in two passes (local)."""
+    if found is None:
+        return SCHEDULES[parallel.order].splits
+    return found.splits
+
+
+STAGE_UNITS = "stage_units"  # among the scalars of a checkpoint
+
+
+def plan_partition(
+    comm: Communicator,
+    recipe: Recipe,
+    grid: ProcessGrid,
+    whole: Model,
+    own: Model,
+    schedule: ScheduleText | None,
+    origin: StateSource | None,
+) -> PartitionPlan | None:
+    """Return the cut of the ``whole`` model, the same on all ranks; None where it is one part.
+
+    Collective over ``comm``, the world, where it is measured: this rank has ``own`` of the model. ``schedule`` is that
+    of a file. Raises ConfigurationError, on all ranks.
+    """
+    parallel = recipe.parallel
+    order = schedule or generated_schedule(recipe)
+    if grid.pipeline * order.chunks == 1:
+        return None
+    kept: tuple[int, ...] = ()
+    seconds: Sequence[PassSeconds] | None = None
+    samples = largest_microbatch(recipe, grid.data)
+    if parallel.partition == "measured":
+        kept = _checkpointed_partition(origin, len(whole.stages), grid.pipeline * order.chunks)
+        speeds = parallel.stage_speeds or (1,) * grid.pipeline
+        speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
+        measured = pipeline_measured.measure(own, samples, recipe.run.device)
+        seconds = pipeline_measured.agree(comm, measured, speed)
+    kinds = model_state_bytes(recipe, grid.data, splits=order.splits)
+    return plan(whole, parallel, order, kinds, samples, seconds=seconds, kept=kept)
+
+
+def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
+    """Return the cut of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
+
+    What is measured is measured here, for one rank that has all of every tensor. Raises UsageError where the recipe has
+    one stage.
+    """
+    parallel, comm = recipe.parallel, solo()
+    source = data.open_source(recipe.data, recipe.model, comm, digests=False)
+    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
+    made = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
+    if made is None:
+        raise UsageError(
+            f"parallel.pipeline = {parallel.pipeline}: there is one stage, and nothing is cut; choose a recipe with a "
+            "pipeline, or add --set parallel.pipeline=2"
+        )
+    return made
+
+
+def partition_scalars(recipe: Recipe, made: PartitionPlan | None) -> dict[str, list[int]]:
+    """Return what a checkpoint keeps of a cut that does not follow from the recipe (local)."""
+    return {STAGE_UNITS: list(made.stage_units)} if made and recipe.parallel.partition == "measured" else {}
+
+
+def generated_schedule(recipe: Recipe) -> ScheduleText:
+    """Return the passes of all pipeline ranks for a schedule that is none of a file (local)."""
+    parallel = recipe.parallel
+    return generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
+
+
+def largest_microbatch(recipe: Recipe, replicas: int) -> int:
+    """Return the most samples of a micro-batch (local)."""
+    return -(-recipe.run.global_batch // (replicas * recipe.parallel.microbatches))
+
+
+def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
+    """Return what a rank keeps of each parameter on ``replicas`` data ranks (local).
+
+    ``splits``: backwards are done in two passes.
+    """
+    master = np.dtype(recipe.precision.computes).itemsize
+    working = recipe.precision.working
+    itemsize = master if working is None else dtype_of(working).itemsize
+    optimizer = recipe.optimizer
+    slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
+    stage = STAGES.get(recipe.parallel.strategy)
+    degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
+    found = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+    found = replace(found, per_parameter=found.per_parameter + _compression_state_bytes(recipe, replicas))
+    if working is None:
+        return found
+    # Between the passes of a split backward gradients are float32, of any unit at its worst.
+    between = master if splits else 0
+    return replace(found, per_parameter=found.per_parameter + between, widened=master)
+
+
+def _compression_state_bytes(recipe: Recipe, replicas: int) -> float:
+    """Return what compression keeps of each parameter of a stage: what it has lost, and of before the step (local)."""
+    name, each = recipe.communication.compression, np.dtype(np.float32).itemsize
+    if name == "dgc":
+        return each  # what is unsent; its velocity is that of the optimizer
+    if name == "onebit":
+        return each + each / replicas  # errors of a worker, and of what it sums
+    fed_back = name != "none" and recipe.compression.error_feedback
+    return each * (1 if recipe.precision.working is None else 2) * fed_back
+
+
+def _checkpointed_partition(origin: StateSource | None, units: int, chunks: int) -> tuple[int, ...]:
+    """Return the measured cut of the state of ``origin``; () where there is none for as many ``chunks`` (local)."""
+    if origin is None:
+        return ()
+    found = tuple(map(int, origin.scalars.get(STAGE_UNITS, ())))
+    return found if len(found) == chunks and sum(found) == units else ()

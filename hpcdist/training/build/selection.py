@@ -1,0 +1,202 @@
+"""Select the collective algorithm and the gradient compression, and say where each choice comes from.
+
+Both come from the recipe, from the checkpoint (a run that goes on with as many ranks keeps its bits), from a
+measurement or its cache, or from the default. HPCDIST_TUNING=off turns measurements off. Collective; the same on all
+ranks.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist import collectives
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.tuning import autotune
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.start import Session
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.models.model import Model
+from hpcdist.strategies import build as parameter_server
+from hpcdist.strategies.compressed.autoselect import NONE, CompressionDecision, decide
+from hpcdist.strategies.core import logical_shards
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.zero.config import STAGES
+from hpcdist.training.build.state_source import StateSource
+from hpcdist.training.recipe.recipe import Recipe
+
+AUTO: Final = "auto"
+TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` is the MPI library's own, and nothing is measured
+DEADLINE_SHARE: Final = 0.25  # of communication.deadline_s: the most that a measurement may aim to take
+
+
+@dataclass(frozen=True)
+class AlgorithmSelection:
+    """The algorithm of a run. ``source`` is "recipe", "checkpoint", "cache", "measured" or "default".
+
+    ``seconds`` is what choosing took in this start. ``ranks_per_node`` is the topology that it was chosen for.
+    """
+
+    algorithm: str
+    source: str
+    ranks_per_node: tuple[int, ...]
+    seconds: float = 0.0
+    note: str = ""
+
+    def described(self) -> str:
+        """Return what a log says of a choice, "" where there was none (local)."""
+        ways = {
+            "checkpoint": "kept from the checkpoint",
+            "cache": "measured in an earlier start",
+            "measured": f"measured in {self.seconds:.1f} s",
+            "default": "not measured",
+        }
+        lines = (
+            [f"communication.algorithm = auto: {self.algorithm}, {ways[self.source]}"] if self.source in ways else []
+        )
+        return "; ".join([*lines, self.note] if self.note else lines)
+
+
+def resolve_algorithm(
+    session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
+) -> AlgorithmSelection:
+    """Return what the ranks of ``data`` reduce gradients with, the same on all ranks. Collective over the world."""
+    comm, wanted = session.comm, recipe.communication.algorithm
+    nodes = tuple(len(members) for members in comm.nodes().members)
+    if recipe.run.logical_shards:
+        return AlgorithmSelection(logical_shards.ALGORITHM, "recipe", nodes)
+    if wanted != AUTO:
+        _refuse_on_cpu(wanted, recipe.run.device, data)
+        _refuse_over_nodes(wanted, recipe.communication.ranks_per_node, comm, data)
+        return AlgorithmSelection(wanted, "recipe", nodes)
+    kind = autotune.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else autotune.ALLREDUCE_KIND
+    served = recipe.parallel.strategy == "parameter_server"
+    known = parameter_server.server_algorithms(recipe.parameter_server) if served else None
+
+    def is_usable(name: str) -> bool:
+        if _needs_gpus(name):
+            return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
+        return name in known if known is not None else autotune.usable(name, kind, len(nodes))
+
+    kept, note = _checkpointed_algorithm(comm, nodes, is_usable, origin)
+    if kept:
+        return AlgorithmSelection(kept, "checkpoint", nodes)
+    if served or tuning_is_off(comm):
+        return AlgorithmSelection(autotune.NATIVE, "default", nodes, note=note)
+    found = autotune.select(data, comm, _tuning_request(recipe, model, data, kind), session.library)
+    collectives.release(data)  # what is not chosen keeps no memory
+    seconds = found.seconds if found.source == "measured" else 0.0
+    return AlgorithmSelection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
+
+
+def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
+    """Raise, on all ranks, if ``wanted`` is for GPUs and cannot run on these, before the first step. Collective."""
+    if not _needs_gpus(wanted):
+        return
+    if on != "gpu":
+        raise ConfigurationError(
+            f"communication.algorithm = {wanted} is for GPUs, and run.device = {on}; set run.device = 'gpu', or choose "
+            "another algorithm"
+        )
+    reason = nccl.refusal(data) if data.size > 1 else ""
+    if reason:
+        raise MissingCapabilityError(reason)
+
+
+def _refuse_over_nodes(wanted: str, declared: int, comm: Communicator, data: Communicator) -> None:
+    """Raise, on all ranks of ``comm``, if ``wanted`` needs one node and any has more. Collective over both."""
+    inside = set(autotune.ONE_NODE) & _algorithm_names(wanted)
+    nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
+    if nodes > 1:
+        cause = f", with communication.ranks_per_node = {declared}" if declared else ""
+        other = ", or set communication.ranks_per_node = 0 if they are on one" if declared else ""
+        raise ConfigurationError(
+            f"communication.algorithm = {wanted}: {', '.join(inside)} works inside one node, and the ranks that reduce "
+            f"together are on {nodes}{cause}; choose hierarchical, or auto{other}"
+        )
+
+
+def _algorithm_names(algorithm: str) -> set[str]:
+    """Return the algorithms that ``algorithm`` names, alone or in a table (local)."""
+    return {row.partition("<=")[0] for row in algorithm.split(",")}
+
+
+def _needs_gpus(algorithm: str) -> bool:
+    """Whether ``algorithm``, or a row of it where it is a table, is for GPUs alone (local)."""
+    return bool(collectives.ON_GPUS.keys() & _algorithm_names(algorithm))
+
+
+def _checkpointed_algorithm(
+    comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], origin: StateSource | None
+) -> tuple[str, str]:
+    """Return the algorithm of the checkpoint; or "", and why it is not kept (local)."""
+    if origin is None:
+        return "", ""
+    scalars = origin.scalars
+    before, algorithm = scalars.get("ranks_per_node"), str(scalars.get("algorithm", ""))
+    if not algorithm:
+        return "", ""
+    if scalars.get("world") != comm.size or (before is not None and tuple(before) != nodes):
+        said = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
+        return "", f"{algorithm} of the checkpoint was for {said}, and these are {_nodes_text(nodes)}: chosen anew"
+    if not is_usable(algorithm):
+        return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"
+    return algorithm, ""
+
+
+def _nodes_text(nodes: tuple[int, ...] | list[int]) -> str:
+    return " + ".join(map(str, nodes))
+
+
+def tuning_is_off(comm: Communicator) -> bool:
+    """Whether rank 0 was told not to measure. Collective. Raises ConfigurationError on all ranks for another word."""
+    said = comm.broadcast_object(os.environ.get(TUNING, "on"))
+    if said not in ("on", "off"):
+        raise ConfigurationError(f"{TUNING} = {said!r}; set it to 'on' or 'off'")
+    return bool(said == "off")
+
+
+def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str) -> autotune.TuningRequest:
+    """Return what buffers the run will reduce: sizes are rounded up to a power of two, so that like models share."""
+    dtype, layout = dtype_of(recipe.precision.mode), model.layout
+    parts = len(layout.units) if kind == autotune.SHARDED_KIND else 1
+    nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
+    on_gpu = recipe.run.device == "gpu"
+    return autotune.TuningRequest(
+        kind=kind,
+        max_bytes=nbytes if kind == autotune.SHARDED_KIND else min(nbytes, recipe.communication.bucket_bytes),
+        dtype=dtype,
+        buffer="device" if on_gpu else "shared",
+        allocate=None if on_gpu else lambda size: shared_memory.allocate(data, size, dtype),
+        budget_s=min(autotune.BUDGET_S, DEADLINE_SHARE * recipe.communication.deadline_s),
+    )
+
+
+REDUCE_SCATTERED: Final = tuple(STAGES)  # strategies whose gradients are summed to their owners, and no further
+
+
+def resolve_compression(seat: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
+    """Return the choice of a run, the same on all ranks. Collective over the world.
+
+    A run that goes on with as many ranks keeps that of its checkpoint: it would not have the same bits otherwise.
+    """
+    asked = recipe.communication.compression
+    if asked != AUTO:
+        return CompressionDecision(asked, "recipe")
+    kept = _checkpointed_compression(seat, recipe, origin)
+    if kept is not None:
+        return CompressionDecision(kept, "checkpoint")
+    if tuning_is_off(seat.world):
+        return CompressionDecision(NONE, "default", note="not measured")
+    halved = recipe.parallel.strategy in REDUCE_SCATTERED
+    return decide(seat, recipe.compression, recipe.run.seed, halved=halved)
+
+
+def _checkpointed_compression(seat: RankContext, recipe: Recipe, origin: StateSource | None) -> str | None:
+    """Return what the checkpoint says, where it fits (local)."""
+    if origin is None or origin.scalars.get("world") != seat.world.size:
+        return None
+    name = origin.scalars.get("compression")
+    return str(name) if name in (NONE, *recipe.compression.candidates) else None

@@ -1,0 +1,239 @@
+"""State of a run in checkpoints: scalars beside the pieces, restore, and initial parameters.
+
+Random streams are keyed by (seed, step, ...) and batches by the global sample index, so a few numbers are all of
+their state. `restore_state` refuses other data, a pending delayed gradient, and the frozen variance of 1-bit Adam.
+
+`load_initial` begins a new run with the parameters of another (``run.init_from``), in any layout. Nothing else is
+taken: optimizer, clock and sample order are new, and the data may be other. Parameters of another floating-point type
+are rounded to that of the run.
+"""
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import FLOATS, dtype_of, name_of
+from hpcdist.arrays.filestore import FileSlice
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint import listing
+from hpcdist.checkpoint.directory import Retention
+from hpcdist.checkpoint.format.block_reader import BlockReader, DamagedError
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest
+from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
+from hpcdist.checkpoint.saving.two_phase import SavePlan
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError, DataError, StorageError
+from hpcdist.strategies.compressed.onebit import FROZEN, OneBitExchange
+from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.telemetry.provenance import provenance
+from hpcdist.training.build import pipeline
+from hpcdist.training.build.state_source import StateSource
+from hpcdist.training.data import FEISTEL, RULES
+from hpcdist.training.recipe import recipe as recipes
+
+if TYPE_CHECKING:
+    from hpcdist.training.build.trainer import Trainer
+
+REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}  # among the scalars
+
+
+def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
+    """Return what a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local).
+
+    Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all of
+    their state.
+    """
+    kept: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
+    if trainer.noise is not None:
+        kept["noise_scale"] = trainer.noise.smoothed.state()
+    return {**kept, **pipeline.partition_scalars(trainer.recipe, trainer.plan)} | {
+        "steps": steps,
+        "samples": trainer.recipe.run.batches.samples_before(steps),
+        "seed": trainer.recipe.run.seed,
+        "sample_order": trainer.sample_order,
+        "world": trainer.comm.size,
+        "ranks_per_node": list(trainer.selection.ranks_per_node),
+        "algorithm": trainer.exchange.algorithm,
+        "compression": trainer.compression.name,
+        "data": trainer.source.fingerprint,
+        "data_digest": trainer.source.digest,
+        "model_inputs": trainer.source.model_inputs(),
+        "optimizer": trainer.exchange.state(),
+        "loss_scale": trainer.executor.loss_scale.state(),
+    }
+
+
+def save_plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> SavePlan:
+    """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
+    config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
+    keep = Retention(config.keep, config.keep_every, config.keep_best)
+    return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
+
+
+def checkpoint_metadata(trainer: "Trainer") -> dict[str, Any]:
+    """Return topology, recipe, versions and tied names, for people and tools: a restore asks for none of it (local)."""
+    if trainer.comm.rank:
+        return {}  # those of rank 0 count
+    axes = ("data", "pipeline", "tensor", "context")
+    tied = {name: key for stage in trainer.model.stages for name, key in stage.tied.items()}
+    return {
+        "tied": tied,
+        "topology": {name: getattr(trainer.grid, name) for name in axes} | {"world": trainer.comm.size},
+        "recipe": recipes.flat(trainer.recipe),
+        "versions": _versions(),
+    } | ({"factory": trainer.factory_seal} if trainer.factory_seal else {})
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Asked once: it starts a process."""
+    found = provenance(anonymous=True)
+    return {name: value for name, value in found.items() if name.endswith("_version") or name == "git_commit"}
+
+
+def restore_state(trainer: "Trainer", origin: StateSource) -> None:
+    """Take back the state of ``origin``, made by any number of ranks in any layout. Collective.
+
+    Raises DataError when the data has changed since: the sample order and every loss would be others, and
+    ConfigurationError when a gradient is pending that this run would never apply, or the variance is one that it would
+    misread.
+    """
+    resumed = origin.scalars
+    known = resumed.get("optimizer")
+    optional = trainer.exchange.foresee(known if isinstance(known, Mapping) else {})
+    origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
+    lacking = [name for name, kind in REQUIRED_SCALARS.items() if not isinstance(resumed.get(name), kind)]
+    if not lacking and "count" not in resumed["optimizer"]:
+        lacking = ["how many updates the optimizer has made"]
+    if lacking:
+        raise StorageError(f"{origin} does not say {', '.join(lacking)}: no training of hpcdist has made it")
+    if not trainer.source.made(resumed):
+        raise DataError(
+            f"{origin} was written by a run on other data than {trainer.source.description}; "
+            "give back the data it was trained on, or start a new run"
+        )
+    if not trainer.source.digest and isinstance(known_digest := resumed.get("data_digest"), str):
+        trainer.source = replace(trainer.source, digest=known_digest)  # a later resume may compare it
+    order = resumed.get("sample_order", FEISTEL)
+    if order not in RULES:
+        raise StorageError(
+            f"{origin} takes samples by the rule {order!r}, of which this hpcdist knows {RULES}; update it"
+        )
+    if resumed["optimizer"].get("pending") and not isinstance(trainer.exchange, DelayedExchange):
+        raise ConfigurationError(
+            f"{origin} has a gradient that is still to be applied, since it was written with communication.delayed = "
+            "true; go on with that, to the end of the run at the least"
+        )
+    if resumed["optimizer"].get(FROZEN) and not isinstance(trainer.exchange, OneBitExchange):
+        raise ConfigurationError(
+            f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would take for one that grows; go "
+            "on with communication.compression = 'onebit' (after a step on one data rank it is that of AdamW again), "
+            "or take its parameters alone, with --init-from"
+        )
+    trainer.exchange.restore(resumed["optimizer"])
+    trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
+    trainer.first_step, trainer.sample_order = resumed["steps"], order
+    if trainer.shares is not None:
+        trainer.shares.restore(resumed.get("shares", []))
+    if trainer.noise is not None:
+        trainer.noise.smoothed.restore(resumed.get("noise_scale", {}))
+    trainer.executor.copies.refresh()
+
+
+NOT_IN_MODEL: Final = "is no tensor of the recipe's model"
+
+
+def load_initial(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
+    """Replace the initial parameters of ``trainer`` by those in ``source``: a checkpoint, or a run with its newest.
+
+    Return the tensors that keep their initial values, each with the reason: with ``partial``, those that are missing
+    there, damaged, or of another shape; without it none are, and StorageError names the first. Collective over the
+    world; all ranks return and raise the same.
+    """
+    path = on_first_rank(trainer.comm, lambda: listing.select(source))
+    stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
+    found = {one.name: one.dtype for one in listing.stored_tensors(stored, {PARAMETERS})}
+    left = _mismatched_tensors(trainer.model.layout, stored)
+    if left and not partial:
+        raise StorageError(
+            f"{path}: {next(iter(left.values()))}; give [model] of the run that saved it, or add --allow-partial: what "
+            "does not fit then keeps its initial values"
+        )
+    if partial:
+        left |= _damaged_tensors(trainer.comm, path, stored)
+    wanted = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in left]
+    same = [piece for piece in wanted if name_of(piece.array.dtype) == found[piece.tensor]]
+    other = [(piece, found[piece.tensor]) for piece in wanted if name_of(piece.array.dtype) != found[piece.tensor]]
+    try:
+        restore_together(trainer.comm, path, same)
+        _restore_rounded(trainer.comm, path, other)
+    except DamagedError as error:
+        raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
+    trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
+    trainer.executor.copies.refresh()
+    if trainer.comm.rank == 0:
+        _report_initial(path, stored, left, len(trainer.model.layout.segments))
+    return left
+
+
+def _mismatched_tensors(layout: Layout, stored: Manifest) -> dict[str, str]:
+    """Return the tensors of the model that ``stored`` has not, and those that the model has not, with the reason."""
+    found = {one.name: one for one in listing.stored_tensors(stored, {PARAMETERS})}
+    left = {}
+    for segment in layout.segments:
+        one, name, shape = found.pop(segment.key, None), segment.key, segment.spec.whole or segment.spec.shape
+        if one is None:
+            left[name] = f"{name} is missing, {list(shape)} in the recipe's model"
+        elif one.shape != tuple(shape):
+            left[name] = f"{name} has the shape {list(one.shape)}, in the recipe's model {list(shape)}"
+        elif one.dtype not in FLOATS:
+            left[name] = f"{name} is {one.dtype}, in the recipe's model a floating-point number"
+    return left | {name: f"{name} {NOT_IN_MODEL}" for name in found}
+
+
+def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[str, str]:
+    """Return the parameters that cannot be read, with the reason. Collective: the ranks share the reading."""
+    own: dict[str, str] = {}
+    with BlockReader(path) as reader:
+        for entry in stored.pieces[comm.rank :: comm.size]:
+            for block in range(-(-entry.nbytes // BLOCK_BYTES)):
+                try:
+                    reader.read(entry, block)
+                except StorageError as error:
+                    own.setdefault(entry.tensor, str(error))
+    return {name: reason for one in comm.allgather_object(own) for name, reason in one.items()}
+
+
+def _restore_rounded(comm: Communicator, path: Path, wanted: list[tuple[Piece, str]]) -> None:
+    """Fill pieces of which another type is stored; they pass through memory of the host. Collective."""
+    read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in wanted]
+    restore_together(comm, path, read)
+    for (piece, _), held in zip(wanted, read, strict=True):
+        values = held.array.astype(piece.array.dtype)
+        if isinstance(piece.array, FileSlice):
+            piece.array.write(Range(0, values.size), values)
+        elif values.size:
+            piece.array[...] = backend.namespace(piece.array).asarray(values)
+
+
+def _report_initial(path: Path, stored: Manifest, left: dict[str, str], tensors: int) -> None:
+    fresh = 0
+    for reason in left.values():
+        alien = reason.endswith(NOT_IN_MODEL)
+        fresh += not alien
+        print(f"hpcdist: {reason}: {'left out' if alien else 'drawn'}", file=sys.stderr)
+    print(
+        f"hpcdist: {tensors - fresh} of {tensors} tensors begin with the parameters of {path}, after {stored.step} "
+        "steps",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,241 @@
+"""The ``[chaos]`` section of a recipe: stragglers and faults made on purpose, and their entries.
+
+A fault is named as ``RANK@STEP``, and what happens there. Light: imports nothing but the errors.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+
+STEP_PHASES: Final = ("begin", "forward", "backward", "exchange", "update", "save")
+CORRUPTION_TARGETS: Final = ("gradients", "parameters")
+DISK_FAILURES: Final = ("fail", "full", "fsync")
+FAULT_KINDS: Final = ("kill", "stall", "corrupt", "disk")
+_ENTRY_PATTERN: Final = re.compile(r"(\d{1,9})@(\d{1,12})(?::(.+))?")
+_ENTRY_FORMS: Final = {
+    "kill": ("'2@100' or '2@100:PHASE'", STEP_PHASES, "begin"),
+    "stall": ("'2@100:SECONDS'", (), ""),
+    "corrupt": ("'2@100' or '2@100:PLACE'", CORRUPTION_TARGETS, "gradients"),
+    "disk": ("'2@100:WHAT'", DISK_FAILURES, ""),
+}
+
+
+@dataclass(frozen=True)
+class ChaosFault:
+    """What happens to ``rank`` in ``step``, counted from 1: ``how`` is the phase, the place, or what a disk does."""
+
+    kind: str
+    rank: int
+    step: int
+    how: str = ""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """A name that no other fault of a run has, and any file may."""
+        return "-".join(filter(None, [self.kind, f"{self.rank}@{self.step}", self.how]))
+
+    @property
+    def in_save(self) -> bool:
+        """Whether it happens to the rank as one that writes."""
+        return self.kind == "disk" or (self.kind == "kill" and self.how == "save")
+
+    def described(self) -> str:
+        """Return, for people, what happens."""
+        where = f"in step {self.step}"
+        if self.kind == "kill":
+            at = {"begin": f"at the begin of step {self.step}", "save": f"in the save after step {self.step}"}
+            return f"rank {self.rank} is killed {at.get(self.how, f'in the {self.how} of step {self.step}')}"
+        if self.kind == "stall":
+            return f"rank {self.rank} sleeps {self.seconds:g} s {where}"
+        if self.kind == "corrupt":
+            return f"one bit of the {self.how} of rank {self.rank} flips {where}"
+        if self.kind == "overflow":
+            return f"the gradient overflows {where}"
+        fails = {"fail": "cannot write", "full": "finds its disk full", "fsync": "cannot wait for its disk"}
+        return f"rank {self.rank} {fails[self.how]} in the save after step {self.step}"
+
+
+def parse_faults(kind: str, entries: Sequence[str]) -> list[ChaosFault]:
+    """Return the faults that the entries of ``chaos.<kind>`` name. Raises ConfigurationError for others."""
+    found = [_parse_entry(kind, entry) for entry in entries]
+    _refuse_twice(kind, entries, found)
+    return found
+
+
+def overflow_faults(steps: Sequence[int]) -> list[ChaosFault]:
+    """Return the overflows in ``steps``: one rank that computes is enough. Raises ConfigurationError."""
+    if any(step < 1 for step in steps):
+        raise ConfigurationError(f"chaos.overflow = {list(steps)}; steps are counted from 1")
+    found = [ChaosFault("overflow", 0, step) for step in steps]
+    _refuse_twice("overflow", steps, found)
+    return found
+
+
+def _refuse_twice(kind: str, entries: Sequence[object], found: Sequence[ChaosFault]) -> None:
+    if len({fault.name for fault in found}) < len(found):
+        raise ConfigurationError(f"chaos.{kind} = {list(entries)}; each happens once, so name each once")
+
+
+def _parse_entry(kind: str, entry: str) -> ChaosFault:
+    form, ways, default = _ENTRY_FORMS[kind]
+    match = _ENTRY_PATTERN.fullmatch(entry)
+    if match is None or not (match[3] or default):
+        raise _malformed_entry(kind, entry, f"expected RANK@STEP as in {form}")
+    rank, step, how = int(match[1]), int(match[2]), match[3] or default
+    if step < 1:
+        raise _malformed_entry(kind, entry, f"steps are counted from 1, as in {form}")
+    if kind == "stall":
+        return ChaosFault(kind, rank, step, seconds=_seconds(entry, how))
+    if how not in ways:
+        raise _malformed_entry(kind, entry, f"{how!r} is none of {', '.join(ways)}; expected {form}")
+    return ChaosFault(kind, rank, step, how)
+
+
+def _seconds(entry: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise _malformed_entry("stall", entry, "give finite seconds above 0, as in '2@100:60'")
+    return seconds
+
+
+def _malformed_entry(kind: str, entry: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"chaos.{kind} has {entry!r}: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosConfig:
+    """Stragglers and faults that are made on purpose, to see what a run does with them.
+
+    Each step of one of the ``slow_ranks`` (of the world) is slow with ``slow_probability``: its forward and backward
+    take ``slow_factor`` times as long. Which steps are slow follows from (``seed``, rank, step) alone, so a repetition
+    has the same. With ``step_s`` above 0 computing is stretched by sleep on every rank: it takes ``step_s`` seconds on
+    an even share of the batch (more or less on a larger or smaller one), and more only where it takes longer by itself.
+
+    Each of the others happens once in a run directory, however often its step is made. ``kill``: the rank kills itself
+    (``RANK@STEP``), in one of the `chaos_entries.PHASES` of the step (``RANK@STEP:PHASE``) or of the save after it.
+    ``stall``: it sleeps (``RANK@STEP:SECONDS``). ``corrupt``: one bit of its gradient flips before it is exchanged
+    (``RANK@STEP``), or one of its parameters after the update (``RANK@STEP:parameters``). ``overflow``: the gradient of
+    the step overflows. ``disk``: in the first save after the step its write fails (``RANK@STEP:fail``), its disk is
+    full after half of the bytes (``:full``), or its fsync fails (``:fsync``).
+    """
+
+    slow_ranks: tuple[int, ...] = ()
+    slow_factor: float = 3.0
+    slow_probability: float = 1.0
+    step_s: float = 0.0
+    seed: int = 0
+    kill: tuple[str, ...] = ()
+    stall: tuple[str, ...] = ()
+    corrupt: tuple[str, ...] = ()
+    overflow: tuple[int, ...] = ()
+    disk: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(rank < 0 for rank in self.slow_ranks) or len(set(self.slow_ranks)) < len(self.slow_ranks):
+            raise ConfigurationError(
+                f"chaos.slow_ranks = {list(self.slow_ranks)}; give ranks of the world, from 0 on, each once"
+            )
+        if not (math.isfinite(self.slow_factor) and self.slow_factor >= 1):
+            raise ConfigurationError(f"chaos.slow_factor = {self.slow_factor}; it must be finite and at least 1")
+        if not 0 <= self.slow_probability <= 1:
+            raise ConfigurationError(f"chaos.slow_probability = {self.slow_probability}; it must be between 0 and 1")
+        if not (math.isfinite(self.step_s) and self.step_s >= 0):
+            raise ConfigurationError(f"chaos.step_s = {self.step_s}; it must be finite and at least 0")
+        if self.seed < 0:
+            raise ConfigurationError(f"chaos.seed = {self.seed}; it must be at least 0")
+        self._refuse_without_effect()
+        _ = self.faults  # each entry is read
+
+    def _refuse_without_effect(self) -> None:
+        if self.slow_ranks:
+            return
+        for item in fields(self):
+            given = getattr(self, item.name)
+            if item.name in ("slow_factor", "slow_probability", "seed") and given != item.default:
+                raise ConfigurationError(
+                    f"chaos.{item.name} = {given} has no effect without chaos.slow_ranks; name the ranks that shall be "
+                    "slow, or remove it"
+                )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is other than it is by itself."""
+        return bool(self.slow_ranks) or self.step_s > 0 or bool(self.faults)
+
+    @property
+    def faults(self) -> list[ChaosFault]:
+        """What happens once, in the order of the steps. Raises ConfigurationError for an entry that says nothing."""
+        found = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
+        return sorted(found + overflow_faults(self.overflow), key=lambda fault: fault.step)
+
+    def within(self, world: int) -> "ChaosConfig":
+        """Return what is left of it on ``world`` ranks: what would happen to others does not."""
+
+        def among(kind: str) -> tuple[str, ...]:
+            entries: tuple[str, ...] = getattr(self, kind)
+            return tuple(one for one in entries if parse_faults(kind, [one])[0].rank < world)
+
+        slow = tuple(rank for rank in self.slow_ranks if rank < world)
+        kept = self if slow else ChaosConfig(step_s=self.step_s, overflow=self.overflow)
+        kept = replace(kept, slow_ranks=slow, kill=among("kill"), stall=among("stall"))
+        return replace(kept, corrupt=among("corrupt"), disk=among("disk"))
+
+    def check_steps(self, steps: int) -> None:
+        """Raise ConfigurationError for faults in steps that a run of ``steps`` has not."""
+        for fault in self.faults:
+            if fault.step > steps:
+                raise ConfigurationError(
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: the run ends with step {steps} "
+                    f"(run.steps), before step {fault.step}; name steps from 1 to {steps}"
+                )
+
+    def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
+        """Raise ConfigurationError for ranks to which nothing can happen.
+
+        They are none of the ``world``, or none of its first ``computing``, which compute, or without ``lock_step`` make
+        steps at all.
+        """
+        for rank in self.slow_ranks:
+            self._check_rank("slow_ranks", rank, world)
+            if rank >= computing:
+                raise ConfigurationError(
+                    f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} only serves, so no step of it can be "
+                    f"slow; use ranks 0 to {computing - 1}"
+                )
+        for fault in self.faults:
+            self._check_rank(fault.kind, fault.rank, world)
+            computes = fault.kind == "corrupt" or fault.how in ("forward", "backward")
+            steps = fault.kind == "stall" or (fault.kind == "kill" and fault.how != "save")
+            if fault.rank >= computing and (computes or (steps and not lock_step)):
+                what = "computes nothing" if computes else "makes no steps of its own"
+                raise ConfigurationError(
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} only serves and "
+                    f"{what}; use ranks 0 to {computing - 1}"
+                )
+
+    def _check_rank(self, key: str, rank: int, world: int) -> None:
+        if rank >= world:
+            raise ConfigurationError(
+                f"chaos.{key} = {list(getattr(self, key))} on {world} rank{'s' if world > 1 else ''}: there is "
+                f"no rank {rank}; " + (f"use ranks 0 to {world - 1}" if world > 1 else "use rank 0")
+            )
+
+    def described(self) -> str:
+        """Return, for people, what is done to a run; "" where nothing is."""
+        said = []
+        if self.step_s:
+            said.append(f"computing takes {self.step_s:g} s a step by sleep")
+        if self.slow_ranks:
+            ranks = ", ".join(map(str, self.slow_ranks))
+            plural = "s" if len(self.slow_ranks) > 1 else ""
+            often = "" if self.slow_probability == 1 else f" with probability {self.slow_probability:g} a step"
+            said.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
+        return "; ".join([*said, *(fault.described() for fault in self.faults)])

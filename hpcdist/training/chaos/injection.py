@@ -1,0 +1,351 @@
+"""Inject stragglers and faults into a run: slow, dying or stalling ranks, flipped bits, failing disks.
+
+Where nothing is asked for, nothing is replaced. A straggler is an executor whose forward and backward take as long as
+the recipe says. The time is added operation by operation, so that what an exchange does between them meets it where a
+slower processor would have it; numbers and bits stay the same.
+
+A fault that happens once leaves a file in the run directory before it does: a run that is resumed, or survives it,
+makes the same step again and must not meet it again. `FailingFile` fails in the middle of writing a checkpoint shard.
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hpcdist.arrays import backend, rng
+from hpcdist.arrays.backend import Array
+from hpcdist.checkpoint.saving.two_phase import group_of
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.hdf5.overlay import Overlay
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
+from hpcdist.strategies.schedule.executor import Executor, StepResult
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
+
+if TYPE_CHECKING:
+    from hpcdist.training.build.trainer import Trainer
+    from hpcdist.training.run.saving import CheckpointSaver
+
+SLOWDOWN_STREAM: Final = 0x6368616F73  # names the random stream of slow steps, apart from those of data and parameters
+SLEEP_SLICE_S: Final = 1e-3  # a rank that serves others beside its own work looks so often what has come
+
+
+def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
+    """Whether ``step`` is a slow one of ``rank`` (local)."""
+    if rank not in config.slow_ranks:
+        return False
+    return bool(rng.stream(config.seed, SLOWDOWN_STREAM, rank, step).random() < config.slow_probability)
+
+
+class SlowdownTimer:
+    """How much longer the operations of a step must take.
+
+    A step of ``count`` operations takes ``least_s``, spread evenly over them, or what they need themselves if that is
+    more, and then ``factor`` times that.
+    """
+
+    def __init__(self, count: int, least_s: float, factor: float) -> None:
+        self._count, self._least_s, self._factor = count, least_s, factor
+        self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
+
+    def lacking_s(self, computed_s: float) -> float:
+        """Return how long to sleep behind the next operation, which took ``computed_s`` by itself."""
+        self._done += 1
+        self._computed_s += computed_s
+        due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
+        return max(0.0, due_s - self._taken_s - computed_s)
+
+    def took(self, seconds: float) -> None:
+        """Take note that the operation and its sleep took ``seconds``."""
+        self._taken_s += seconds
+
+
+class SlowedExecutor(Executor):
+    """An executor of rank ``rank``; an even share of a step has ``even_samples`` samples."""
+
+    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any) -> None:
+        super().__init__(*of_executor)
+        self._config, self._rank, self._even_samples = config, rank, even_samples
+        self._pace: SlowdownTimer | None = None  # evaluations and repetitions of a step are not slowed down
+
+    def run(
+        self,
+        operations: Sequence[Operation],
+        batches: Sequence[MicroBatch],
+        samples: int,
+        step: int,
+        wishes: np.ndarray,
+        first_sample: int = 0,
+    ) -> StepResult:
+        """Run one step, as `Executor.run`, at the pace of this rank."""
+        count = sum(operation.kind in (Kind.FORWARD, Kind.BACKWARD) for operation in operations)
+        own = sum(len(inputs) for inputs, _ in batches)
+        factor = self._config.slow_factor if is_slow(self._config, self._rank, step) else 1.0
+        self._pace = SlowdownTimer(count, self._config.step_s * own / self._even_samples, factor)
+        try:
+            return super().run(operations, batches, samples, step, wishes, first_sample)
+        finally:
+            self._pace = None
+
+    def _forward(self, op: Operation) -> None:
+        self._paced(super()._forward, op)
+
+    def _backward(self, op: Operation) -> None:
+        self._paced(super()._backward, op)
+
+    def _paced(self, compute: Callable[[Operation], None], op: Operation) -> None:
+        begun = time.perf_counter()
+        compute(op)
+        if self._pace is None:
+            return
+        backend.synchronise(self.exchange.parameters.array)  # a GPU is as slow as the step says, not its queue
+        self._sleep(self._pace.lacking_s(time.perf_counter() - begun))
+        self._pace.took(time.perf_counter() - begun)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep; where other ranks are served beside the own work, look meanwhile what has come."""
+        exchange = self.exchange
+        serves = isinstance(exchange, AsynchronousServerExchange) and exchange.shard is not None
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(min(left, SLEEP_SLICE_S) if serves else left)
+            if serves:
+                exchange.carries_out[Kind.COLLECT](Operation(Kind.COLLECT))
+
+
+DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO}
+
+
+class FailingFile(Overlay):
+    """The new file at ``path``, whose writing ends as ``how`` says: fail, full, fsync, or kill.
+
+    ``strikes`` is asked just before, and answers whether it happens; it does not return where it kills. Half of the
+    bytes are written before, but for a write that fails as a whole. A file that has no second half fails at its fsync.
+    """
+
+    def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
+        super().__init__(path, create=True)
+        self._how, self._strikes = how, strikes
+
+    def pwrite(self, data: memoryview, offset: int) -> None:
+        """Write to the disk, up to the middle of the file."""
+        middle = os.fstat(self._fd).st_size // 2
+        if self._how != "fsync" and offset + data.nbytes > middle:
+            if self._how != "fail":
+                super().pwrite(data[: max(0, middle - offset)], offset)
+            self._strike()
+        super().pwrite(data, offset)
+
+    def fsync(self) -> None:
+        """Fail, or wait until the file is on the disk."""
+        self._strike()
+        super().fsync()
+
+    def _strike(self) -> None:
+        if self._strikes():
+            number = DISK_ERRNO[self._how]
+            raise OSError(number, os.strerror(number))
+
+
+MARKER_DIRECTORY: Final = "chaos"  # in that of the run
+MANTISSA_BITS: Final = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}  # bits
+GRADIENT_EXCHANGES: Final = (*EXCHANGED, Kind.COLLECT)  # gradients from here or from others
+END_OF_STEP: Final = "end"
+
+
+def kill_process() -> None:
+    """End this process as a lost node would: nothing is flushed and nobody is told."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultPlan:
+    """What happens to ``rank`` in the run of ``directory``. Local."""
+
+    def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
+        self._own = [fault for fault in config.faults if fault.rank == rank]
+        self._directory = directory / MARKER_DIRECTORY
+
+    def of_step(self, step: int) -> list[ChaosFault]:
+        """Return what happens in ``step``, but for what happens in saves."""
+        return [fault for fault in self._own if fault.step == step and not fault.in_save]
+
+    def strikes(self, fault: ChaosFault) -> bool:
+        """Whether ``fault`` happens now: it has not before, and never will again. Raises StorageError."""
+        try:
+            self._directory.mkdir(exist_ok=True)
+            os.close(os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StorageError(f"{self._directory / fault.name} cannot be made: {error.strerror}") from error
+        print(f"hpcdist: chaos: {fault.described()}", file=sys.stderr, flush=True)
+        return True
+
+    def opens(self, step: int) -> Callable[[Path], Overlay]:
+        """Return what makes the file of this rank's shard of the checkpoint of ``step``."""
+        for fault in self._own:
+            if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
+                how = fault.how if fault.kind == "disk" else fault.kind
+                return partial(FailingFile, how=how, strikes=partial(self._in_save, fault))
+        return Overlay.created
+
+    def _in_save(self, fault: ChaosFault) -> bool:
+        happens = self.strikes(fault)
+        if happens and fault.kind == "kill":
+            kill_process()
+        return happens
+
+
+class FaultyExecutor(SlowedExecutor):
+    """An executor to which things happen; ``faults`` are known once the run has a directory."""
+
+    faults: FaultPlan
+
+    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any) -> None:
+        super().__init__(config, rank, even_samples, *of_executor)
+        self._due: list[ChaosFault] = []  # in the step that is made, and not in another computation of it
+        self._agreed = False
+        self._handlers = {kind: partial(self._around, handler) for kind, handler in self._handlers.items()}
+
+    def arm(self, faults: FaultPlan) -> None:
+        """Let ``faults`` happen; before the first step (local)."""
+        self.faults = faults
+        carried = self.exchange.carries_out
+        sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
+        self.exchange.carries_out = {**carried, **sends}
+
+    def run(
+        self,
+        operations: Sequence[Operation],
+        batches: Sequence[MicroBatch],
+        samples: int,
+        step: int,
+        wishes: np.ndarray,
+        first_sample: int = 0,
+    ) -> StepResult:
+        """Run one step, as `Executor.run`, and what happens in it."""
+        self._due, self._agreed = self.faults.of_step(step), False
+        try:
+            self._meet("begin")
+            found = super().run(operations, batches, samples, step, wishes, first_sample)
+            self._meet(END_OF_STEP)
+        finally:
+            self._due = []
+        return found
+
+    def _around(self, handler: Callable[[Operation], None], op: Operation) -> None:
+        if self._due and op.kind in GRADIENT_EXCHANGES:
+            self._meet("exchange")
+        handler(op)
+        if not self._due:
+            return
+        if op.kind is Kind.FORWARD:
+            self._meet("forward")
+        elif op.kind in COMPUTE:
+            self._meet("backward")
+        elif self._agreed:
+            self._meet("update")  # its first operation is through, others are not
+        elif op.kind is Kind.AGREE:
+            self._agreed = True
+
+    def _meet(self, moment: str) -> None:
+        """Let happen what is due at ``moment``."""
+        for fault in [fault for fault in self._due if _moment(fault) == moment]:
+            self._due.remove(fault)
+            if not self.faults.strikes(fault):
+                continue
+            if fault.kind == "kill":
+                kill_process()
+            elif fault.kind == "stall":
+                time.sleep(fault.seconds)
+            else:
+                flip_bit(self.exchange.parameters.array)
+
+    def _send(self, handler: Callable[[Operation], None], op: Operation) -> None:
+        """Carry out ``op``, which takes gradients; the first that there are may have been damaged by then."""
+        due = [fault for fault in self._due if fault.how == "gradients" or fault.kind == "overflow"]
+        values = self.gradients_in(op.range) if due and op.range is not None else None
+        if values is not None and values.size:
+            for fault in due:
+                self._due.remove(fault)
+                if self.faults.strikes(fault):
+                    (flip_bit if fault.kind == "corrupt" else make_infinite)(values)
+        handler(op)
+
+
+def _moment(fault: ChaosFault) -> str:
+    """Return when a fault happens that is no matter of gradients."""
+    if fault.kind == "kill":
+        return fault.how
+    if fault.kind == "stall":
+        return "begin"
+    return END_OF_STEP if fault.how == "parameters" else ""
+
+
+def largest_index(values: Array) -> int:
+    """Return which of ``values`` has the largest magnitude: never a padding, unless all are zero."""
+    return int(np.abs(backend.to_host(values).astype(np.float64)).argmax())
+
+
+def flip_bit(values: Array) -> None:
+    """Flip one bit of ``values``, the first behind the point of the largest: wrong by a third or a half, and finite."""
+    if values.size:
+        index = largest_index(values)
+        damaged = backend.to_host(values[index : index + 1]).copy()
+        bits = damaged.view(f"u{damaged.itemsize}")
+        bits ^= bits.dtype.type(1 << (MANTISSA_BITS[str(damaged.dtype)] - 1))
+        values[index : index + 1] = backend.place(damaged, "gpu" if backend.is_device(values) else "cpu")
+
+
+def make_infinite(values: Array) -> None:
+    """Make one of ``values`` infinite."""
+    values[largest_index(values)] = np.inf
+
+
+def executor_factory(config: ChaosConfig, seat: RankContext, samples: int) -> Callable[..., Executor]:
+    """Return what builds the executor of the rank in ``seat`` for batches of ``samples`` of all replicas (local)."""
+    if not config.on:
+        return Executor
+    kind = FaultyExecutor if config.faults else SlowedExecutor
+    return partial(kind, config, seat.world.rank, samples / seat.data.size)
+
+
+def arm_faults(trainer: "Trainer", saver: "CheckpointSaver", directory: Path) -> None:
+    """Let the faults of the recipe happen to ``trainer`` and ``saver`` in the run of ``directory``.
+
+    Collective over the world. Raises ConfigurationError on all ranks where one of them could never happen.
+    """
+    recipe, comm = trainer.recipe, trainer.comm
+    if not isinstance(trainer.executor, FaultyExecutor):
+        return
+    faults = FaultPlan(recipe.chaos, comm.rank, directory)
+    trainer.executor.arm(faults)
+    saver.opens = faults.opens
+    if any(fault.in_save for fault in recipe.chaos.faults):
+        writes: list[bool] = comm.allgather_object(group_of(comm, recipe.checkpoint.writers).writes)
+        _refuse(
+            [fault for fault in recipe.chaos.faults if fault.in_save and not writes[fault.rank]],
+            f"which writes nothing with checkpoint.writers = {recipe.checkpoint.writers!r}; those who write are "
+            f"{[rank for rank, own in enumerate(writes) if own]}",
+        )
+    keeps: list[int] = comm.allgather_object(trainer.exchange.parameters.array.size)
+    _refuse(
+        [fault for fault in recipe.chaos.faults if fault.how == "parameters" and not keeps[fault.rank]],
+        "which keeps no parameters in memory between steps; name another",
+    )
+
+
+def _refuse(faults: Sequence[ChaosFault], why: str) -> None:
+    """Raise ConfigurationError for the first of ``faults``, if any."""
+    for fault in faults:
+        raise ConfigurationError(f"chaos.{fault.kind} has {fault.rank}@{fault.step}: rank {fault.rank}, {why}")

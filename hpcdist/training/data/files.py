@@ -1,0 +1,348 @@
+"""Open data files: tokens in .npy and HDF5, tables in HDF5, and text as bytes.
+
+Nothing is read before it is asked for; h5py is imported only for HDF5 files, and a missing filter is named. Text is
+one file, all files of a directory, or the source of the Python standard library; several files are concatenated once
+into the user's cache directory, under a lock.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import stat
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from hpcdist.errors import DataError, MissingCapabilityError, StorageError
+from hpcdist.reporting import atomic, regular
+from hpcdist.training.data.samples import FileArray, Sliceable, allocated
+
+MOST_CLASSES: Final = 1 << 24
+BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
+FEW_FILES: Final = 8  # which are looked at after every read; more of them once in CHECK_S
+CHECK_S: Final = 1.0
+TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
+
+
+class Hdf5Dataset:
+    """An HDF5 dataset that is read through HDF5: chunks, filters, foreign types, elements in other files."""
+
+    def __init__(self, path: Path, dataset: Any) -> None:
+        from hpcdist.hdf5 import files
+
+        self._path, self._dataset, self.place = path, dataset, str(dataset.name)
+        self._sizes, self._all_known = files.storage_of(dataset)
+        self._checked_s = -CHECK_S
+        self.dtype = dataset.dtype.newbyteorder("=")
+        self.shape = dataset.shape
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, index: Any, /) -> Any:
+        found = self._read(index)
+        self._check_sizes()
+        return found
+
+    def files(self) -> list[tuple[Path, os.stat_result]] | None:
+        """Return all files with elements of the dataset, which is called ``place``, as they are; None: not known."""
+        return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n, length, ...): the elements from each start on."""
+        rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
+        for row, start in enumerate(starts.tolist()):
+            rows[row] = self._read(slice(start, start + length))
+        self._check_sizes()
+        return rows
+
+    def _read(self, index: Any) -> Any:
+        try:
+            return self._dataset[index]
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            # A damaged chunk, a filter that is not installed, a row that does not fit into memory.
+            raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
+
+    def _check_sizes(self) -> None:
+        """Raise StorageError when a file was cut: HDF5 has shown zeros then.
+
+        Many files, of which each costs a call of the file system, are looked at once a second at the most.
+        """
+        from hpcdist.hdf5 import files
+
+        if len(self._sizes) > FEW_FILES:
+            if time.monotonic() - self._checked_s < CHECK_S:
+                return
+            self._checked_s = time.monotonic()
+        for path, size in self._sizes.items():
+            files.check_size(path, size, self._dataset.name)
+
+
+def missing_filters(path: Path) -> list[str]:
+    """Return what this Python lacks to read the datasets of an HDF5 file, whatever else may be wrong with it."""
+    from hpcdist.hdf5 import files
+
+    found = []
+    for name in ("tokens", "x", "y"):
+        try:
+            with files.open_read(path) as file:
+                dataset = files.resolved(file, name)
+                if files.is_dataset(dataset):
+                    files.storage_of(dataset)
+        except MissingCapabilityError as error:
+            found.append(f"data.path = {error}")
+        except files.FAILURES:
+            continue  # the training says what is wrong with it
+    return found
+
+
+def npy_tokens(path: Path) -> Sliceable:
+    """Return the tokens of a .npy file. Raises DataError."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.memmap):
+            raise ValueError("an archive of several arrays, where one is expected")
+        _check_tokens(array, f"data.path = {path}")
+        return FileArray(path, array.dtype, array.offset, array.shape)
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, OverflowError, MemoryError) as error:
+        raise DataError(f"data.path = {path} cannot be read as .npy: {error}") from error
+
+
+def hdf5_tokens(path: Path) -> Sliceable:
+    """Return the dataset ``tokens`` of an HDF5 file. Raises DataError."""
+    tokens = _datasets(path, ("tokens",))[0]
+    _check_tokens(tokens, f"data.path = {path}, dataset tokens")
+    return tokens
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether an HDF5 file has a dataset ``tokens``. Raises DataError where it cannot be read."""
+    from hpcdist.hdf5 import files
+
+    try:
+        with files.open_read(path) as file:
+            return file.get("tokens", getlink=True) is not None
+    except StorageError as error:
+        raise DataError(f"data.path = {error}") from error
+
+
+def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
+    """Return ``x`` (rows, ...) and ``y`` (rows,) of an HDF5 file, and the number of classes. Raises DataError."""
+    x, y = _datasets(path, ("x", "y"))
+    if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
+        raise DataError(f"data.path = {path}: x is {x.dtype}{x.shape}; expected real numbers (rows, features)")
+    if not (np.issubdtype(y.dtype, np.integer) and len(y.shape) == 1):
+        raise DataError(
+            f"data.path = {path}: y is {y.dtype}{y.shape}; expected the class of each row as an integer (rows,)"
+        )
+    if len(x) != len(y):
+        raise DataError(f"data.path = {path}: x has {len(x)} rows and y has {len(y)}; they must be as many")
+    if not len(x) or 0 in x.shape:
+        raise DataError(f"data.path = {path}: x has the shape {x.shape}; there is nothing to train on")
+    blocks = (y[start : start + BLOCK_ROWS] for start in range(0, len(y), BLOCK_ROWS))
+    extremes = [(int(block.min()), int(block.max())) for block in blocks]
+    least, most = min(low for low, _ in extremes), max(high for _, high in extremes)
+    if least < 0:
+        raise DataError(f"data.path = {path}: y holds {least}; classes count from 0")
+    if most >= MOST_CLASSES:
+        raise DataError(
+            f"data.path = {path}: y holds {most}, and a model has an output for each class up to that; number "
+            f"them from 0 on, at most {MOST_CLASSES:,}"
+        )
+    return x, y, most + 1
+
+
+def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
+    from hpcdist.hdf5 import files  # h5py is not for runs on text
+
+    try:
+        file = files.open_read(path)
+    except StorageError as error:
+        raise DataError(f"data.path = {error}") from error
+    missing = [name for name in names if file.get(name, getlink=True) is None]
+    if missing:
+        raise _no_dataset_error(path, file, " and ".join(missing))
+    return [_open_dataset(path, file, name) for name in names]
+
+
+def _no_dataset_error(path: Path, file: Any, names: str) -> DataError:
+    present = ", ".join(file) or "nothing"
+    return DataError(f"data.path = {path}: no dataset {names}; the file holds {present}")
+
+
+def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
+    """Return the dataset ``name``: of the file that holds it where its elements lie there as they are, else of HDF5."""
+    from hpcdist.hdf5 import files
+
+    what = f"data.path = {path}"
+    try:
+        dataset = files.resolved(file, name)
+    except files.FAILURES as error:
+        raise DataError(f"{what}: {name} cannot be opened: {error}") from error
+    if dataset is None:
+        raise DataError(f"{what}: {name} is a link to what is not there; give back the file that it names")
+    if not files.is_dataset(dataset):
+        raise _no_dataset_error(path, file, name)
+    if not dataset.shape:
+        extent = "a single value" if dataset.shape == () else "without a shape"
+        raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected rows")
+    try:
+        offset = files.offset_in_file(dataset)
+        if offset is None:
+            return Hdf5Dataset(path, dataset)
+        return FileArray(Path(dataset.file.filename), dataset.dtype, offset, dataset.shape)
+    except MissingCapabilityError as error:
+        raise MissingCapabilityError(f"data.path = {error}") from error
+    except files.FAILURES as error:
+        raise DataError(f"{what}, dataset {name}: {error}") from error
+
+
+def _check_tokens(tokens: Sliceable, what: str) -> None:
+    if tokens.dtype not in TOKEN_TYPES or len(tokens.shape) != 1:
+        names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
+        raise DataError(f"{what} is {tokens.dtype}{tokens.shape}; expected one dimension of {names}")
+    if not len(tokens):
+        raise DataError(f"{what} is empty")
+
+
+SNIFFED_BYTES = 8192
+# No part of the library: what others installed, and what only this machine made.
+SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def text_of_file(path: Path) -> tuple[FileArray, str]:
+    """Return the bytes of a text file, and a description. Raises DataError."""
+    return bytes_of_file(path), f"{path}"
+
+
+def text_of_directory(path: Path) -> tuple[FileArray, str]:
+    """Return the bytes of all text files in and below ``path``, hidden and binary ones left out. Raises DataError."""
+    files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
+    if not files:
+        raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
+    return _concatenate(path, files), f"text files in {path}"
+
+
+def text_of_standard_library() -> tuple[FileArray, str]:
+    """Return the source text of the Python standard library on this machine. Raises DataError where it has none."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
+    if not files:
+        raise DataError(f"{root} holds no source text of the Python standard library; set data.path to a text file")
+    return _concatenate(root, files), f"{len(files)} files of the Python {platform.python_version()} standard library"
+
+
+def bytes_of_file(path: Path) -> FileArray:
+    """Return the bytes of a file. Raises DataError when it is empty or cannot be read."""
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            raise DataError(f"data.path = {path}: the file is empty")
+        return FileArray(path, np.uint8, 0, (size,))
+    except OSError as error:
+        raise DataError(f"data.path = {path} cannot be read: {error.strerror or error}") from error
+
+
+def _walk(root: Path, left_out: set[str]) -> list[str]:
+    """Return the files below ``root`` by relative path, in an order that only their names decide.
+
+    Sorted by a hash of the name, the tail is a fair sample of all files: it becomes the validation data.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    names = []
+    for folder, below, files in os.walk(root, onerror=refuse):
+        below[:] = [name for name in below if name not in left_out and not name.startswith(".")]
+        paths = (os.path.join(folder, name) for name in files)
+        names += [os.path.relpath(path, root) for path in paths if os.path.isfile(path)]
+    return sorted(names, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest())
+
+
+def _concatenate(root: Path, files: list[str]) -> FileArray:
+    """Return the bytes of ``files`` one behind the other, in a file that the processes of a node share."""
+    state = hashlib.blake2b(os.fsencode(root), digest_size=16)
+    for name in files:
+        status = (root / name).stat()
+        state.update(os.fsencode(name) + b"\0" + f"{status.st_size} {status.st_mtime_ns}\0".encode())
+    folder = cache_directory()
+    target = folder / f"text-{state.hexdigest()}.bytes"
+    try:
+        if not target.exists():
+            with _locked(target.with_suffix(".lock")):
+                if not target.exists():  # another process may have been first
+                    atomic.sweep(folder)
+                    atomic.sweep(folder, 0.0, of=target.name)  # only who has the lock writes it
+                    _write_concatenation(target, (root / name for name in files))
+    except OSError as error:
+        raise StorageError(
+            f"the text of {root} cannot be put together in {folder}: {error.strerror or error}; "
+            "set HPCDIST_CACHE to a local directory with room for it"
+        ) from error
+    if target.stat().st_size == 0:
+        raise DataError(f"data.path = {root}: the files of the directory hold no text")
+    return bytes_of_file(target)
+
+
+def _write_concatenation(target: Path, files: Iterable[Path]) -> None:
+    """Write the text among ``files`` to ``target``, which gets its name when it is complete."""
+    with atomic.replacing(target) as out:
+        for path in files:
+            with _open_readable(path) as text:
+                head = text.read(SNIFFED_BYTES)
+                if b"\0" in head:
+                    continue  # not text
+                out.write(head)
+                while block := text.read(1 << 20):
+                    out.write(block)
+
+
+@contextmanager
+def _open_readable(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = open(regular.open_regular(path), "rb")  # noqa: SIM115 - errors of opening are the file's own
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes of this node out; the system frees the lock of a process that dies."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def cache_directory() -> Path:
+    """Return the directory of concatenated text: HPCDIST_CACHE, or one of this user's own on the local disk.
+
+    Raises StorageError when somebody else could have put data there, or it cannot be created.
+    """
+    chosen = os.environ.get("HPCDIST_CACHE")
+    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another") from error
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    if not chosen and not private:
+        raise StorageError(
+            f"{folder} is not a directory that only this user can write; remove it, or set HPCDIST_CACHE"
+        )
+    return folder

@@ -1,0 +1,273 @@
+"""Elastic job: training that survives the death of its ranks (`hpcdist run --survive`).
+
+An incarnation is the time between two changes of who trains. When a rank dies, every other one gets an error out of
+whatever it waits in, leaves its loop, and all survivors meet again:
+
+    revoke, remember    keep the own state or copies, and release those who still wait for somebody (local)
+    shrink              agree on places: spares or new processes take those of the dead, or the others close up
+    recover             the newest state that they have together, from replicas or partners' copies; else a checkpoint
+    train               assemble the run in its new layout, take that state, and go on with the next step
+
+A death in any of this begins it anew. The global batch stays, and the layout follows the number of ranks (`refit`).
+Needs an MPI library with User Level Failure Mitigation (Bland et al., "Post-failure recovery of MPI communication
+capability", IJHPCA 27(3), 2013).
+"""
+
+import gc
+import time
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcdist.checkpoint.restoring.restore import newest_complete
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.start import Session
+from hpcdist.errors import MissingCapabilityError, TooFewRanksError
+from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics import side_tables as table
+from hpcdist.telemetry.provenance import pss_bytes
+from hpcdist.training.build.state_source import CheckpointSource, StateSource
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.elastic.membership import Membership, MembershipChange
+from hpcdist.training.elastic.protection import RankMemory, StateProtection, recover_newest
+from hpcdist.training.elastic.refit import refit
+from hpcdist.training.observe import figures
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.loop import GrowthRequested, TrainingLoop
+from hpcdist.training.run.stop_requests import GROW_FILE
+from hpcdist.training.run_directory import refuse_restart_over_checkpoints
+
+
+def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
+    """Return what happened between two lives, for people (local)."""
+    happened = []
+    if change.lost:
+        plural = "s" if len(change.lost) > 1 else ""
+        happened.append(f"rank{plural} {', '.join(map(str, change.lost))} died")
+    if change.added:
+        happened.append(f"{change.added} new process{'es' if change.added > 1 else ''} started")
+    grid, source = trainer.grid, "the beginning" if origin is None else str(origin)
+    return (
+        f"{' and '.join(happened) or 'the ranks met anew'}: on {counted(trainer.comm.size, 'rank')}, "
+        f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor}; "
+        f"{figures.describe_architecture(trainer)}; "
+        f"after {trainer.first_step} steps, from {source}, in {seconds:.2f} s"
+    )
+
+
+@dataclass
+class Incarnation:
+    """What a rank has of the life that it is in, as far as it has come."""
+
+    session: Session
+    loop: TrainingLoop | None = None
+    protection: StateProtection | None = None
+
+
+class ElasticJob:
+    """All lives of a job, as one of its processes sees them. ``number`` is that of the life that begins."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        session: Session,
+        team: Membership,
+        number: int = 0,
+        change: MembershipChange | None = None,
+    ) -> None:
+        self._job, self._session, self._team = job, session, team
+        self._number, self._change = number, change
+        self._life: Incarnation | None = None
+        self._memories: list[RankMemory] = []
+        self._rows: list[Any] = []  # of metrics, that may not be in the file
+        self._rows_of = 0  # so many ranks made them
+        self._growth = 0  # so many further ranks are wished for
+        self._lost_at = 0.0
+        self._broken = False
+
+    def run(self, origin: StateSource | None = None) -> None:
+        """Train until the end of the run, whoever dies, and leave with the agreed exit code. Collective.
+
+        Raises what a job without survival would raise, and TooFewRanksError on all when too few ranks are left.
+        """
+        code = self.train(origin)
+        replace(self._session, comm=self._team.everyone).leave(code)  # and nothing else that needs all
+
+    def train(self, origin: StateSource | None = None) -> int:
+        """Train until the end of the run, whoever dies; return the exit code of all ranks. Collective."""
+        while True:
+            code: int | None = None
+            try:
+                if self._broken:
+                    self._meet()
+                code = self._live(origin)
+            except GrowthRequested as wish:
+                self._growth = wish.ranks
+                self._mourn(wish)
+            except Exception as error:
+                if not is_rank_failure(error, self._team.everyone):
+                    raise
+                self._mourn(error)
+            # Some may have come to the end when a death kept others from it: nobody leaves those alone.
+            if self._team.everyone.agree(code is not None) and code is not None:
+                return code
+            self._broken = True
+
+    def _mourn(self, error: Exception) -> None:
+        """Remember what may be needed, and let go of everything that joins this rank with the others (local)."""
+        if not self._broken:
+            self._lost_at = time.monotonic()
+        self._broken = True
+        life, self._life = self._life, None
+        self._team.everyone.revoke()
+        if life is not None:
+            if life.loop is not None:
+                self._rows += life.loop.metrics.unsaved()
+                self._rows_of = self._rows_of or life.session.comm.size
+                life.loop.saver.abandon()
+                life.loop.streaming.close(normal=False)
+                life.loop.progress.close()
+            if life.protection is not None:
+                self._memories.append(life.protection.memory())
+            life.session.stop_recording()
+        _drop_frames(error)
+        del life
+        gc.collect()  # the state of the life that ended, but for what is remembered
+
+    def _meet(self) -> None:
+        """Agree on who is left and who trains where. Collective over the living."""
+        team = self._team
+        trained = team.place is not None
+        change = team.meet()
+        own = self._number, team.wanted, self._growth, self._change if trained else None
+        known = team.everyone.allgather_object(own)
+        self._number = max(number for number, *_ in known) + 1
+        # Where the life that followed a change never began, nobody was told of it.
+        untold = min(
+            (one for *_, one in known if one is not None), key=lambda one: len(one.lost), default=MembershipChange()
+        )
+        # Not all need have heard of a wish to grow, or have granted it when a death made them meet again.
+        wanted = max(before + more for _, before, more, _ in known)
+        grows = wanted > min(before for _, before, *_ in known)
+        change = MembershipChange(untold.lost + change.lost, untold.added, untold.grown or grows)
+        team.wanted, self._growth = wanted, 0
+        if self._job.recipe.run.device == "cpu" and (team.mode == "replace" or grows):
+            change = team.fill(change, self._job.described(self._number))
+        else:
+            team.close_up()
+        self._change, self._broken = change, False
+
+    def _live(self, origin: StateSource | None) -> int:
+        team, job = self._team, self._job
+        recipe = self._fitted()
+        world = team.world()
+        if world is not None and world.rank == 0:
+            job.lock.take_over(job.run.path, job.holder)
+        job.holder = team.everyone.broadcast_object(job.lock.identity, root=team.leader)
+        recalled = recover_newest(team.everyone, self._memories) if self._number else None
+        if world is None:
+            if recalled is not None:
+                recalled.fill(team.everyone, (), ())  # it may have had a place before, and remember its part
+                recalled = None
+            job.wishes.begun()  # others train, and say how it ends
+            return team.wait()
+        session = self._session.survive(world)
+        self._life = life = Incarnation(session)
+        session.record(job.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
+        if self._number:
+            origin = recalled or self._stored(session)
+        trainer, origin = job.assemble(session, recipe, origin)
+        progress = job.progress(trainer)
+        life.protection = StateProtection(trainer, self._number, recipe.survival, self._memories)
+        life.loop = job.loop(session, trainer, progress)
+        life.loop.protection = life.protection
+        self._say(life, trainer, progress, origin)
+        recalled = origin = None  # they hold on to the memory of the life before
+        result = job.steps(life.loop)
+        code = job.finish(life.loop, result)
+        session.stop_recording()
+        self._life = None
+        if world.rank == 0:
+            team.dismiss(code)
+        return code
+
+    def _fitted(self) -> Recipe:
+        """Return the layout for the ranks that train, and let the others be spares: the same on all ranks.
+
+        Local; where it raises TooFewRanksError, it does so on all ranks, and is collective.
+        """
+        team, least = self._team, self._job.recipe.survival.least_ranks
+        found = refit(self._job.recipe, team.size)
+        if found is None or team.size < least:
+            why = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits them"
+            self._session.survive(team.everyone)  # which says it once
+            raise TooFewRanksError(
+                f"{counted(team.size, 'rank')} left, and {why}: start the job again; with --resume auto it goes on "
+                "from its newest checkpoint"
+            )
+        recipe, used = found
+        team.keep(used)
+        return replace(recipe, chaos=recipe.chaos.within(used)) if self._number else recipe
+
+    def _stored(self, session: Session) -> StateSource | None:
+        """Return the newest checkpoint; None for the beginning. Collective over the ranks of this life.
+
+        Raises StorageError where there are some, and none can be used.
+        """
+        path = newest_complete(self._job.run.path, session.comm)
+        if path is None:
+            refuse_restart_over_checkpoints(self._job.run.path)
+        return None if path is None else CheckpointSource(path)
+
+    def _say(self, life: Incarnation, trainer: Trainer, progress: ConsoleProgress, origin: StateSource | None) -> None:
+        """Bring the rows of the life before into the file, and tell what has changed. Collective over its ranks."""
+        assert life.loop is not None and life.protection is not None
+        if self._change is None:
+            self._job.introduce(life.session, trainer, progress)
+            progress.say(f"survives the death of ranks ({self._team.mode}): the state is {life.protection.described}")
+        else:
+            life.loop.metrics.carry(self._rows, trainer.first_step, self._rows_of)
+            self._rows, self._rows_of = [], 0
+            since = time.monotonic() - self._lost_at if self._lost_at else 0.0  # who came new lost nobody
+            told = trainer.comm.allgather_object((since, pss_bytes(), self._job.lives))
+            seconds, held = (max(figures) for figures in list(zip(*told, strict=True))[:2])
+            self._job.lives = [*max((lives for _, _, lives in told), key=len)]  # a spare had none of them
+            progress.say(describe_change(self._change, trainer, origin, seconds))
+            self._lost_at = 0.0
+            row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
+            row |= {"world": trainer.comm.size, "seconds": seconds, "pss_bytes": held}
+            self._job.lives.append(row)
+            life.loop.metrics.include(lambda file, session: table.append_life(file, session, row))
+            if life.loop.starts is not None:
+                life.loop.starts.survived(len(self._change.lost))
+        if trainer.comm.rank == 0:
+            self._job.wishes.grow_file = self._job.run.path / GROW_FILE
+            if self._change is not None and self._change.grown:
+                self._job.wishes.grown()
+        self._change = MembershipChange()
+        life.protection.keep(trainer.first_step, now=True)
+
+
+def begin_membership(session: Session, mode: str, spares: int) -> Membership:
+    """Return the team of a job that begins (local).
+
+    Raises MissingCapabilityError where MPI cannot go on without a rank.
+    """
+    if not session.comm.supports("ulfm"):
+        raise MissingCapabilityError(
+            f"this MPI ({session.library}) does not go on when a rank dies; use an Open MPI with ULFM and `hpcdist run "
+            "--survive`, or `hpcdist run --restarts N`, which starts the job again from its newest checkpoint"
+        )
+    return Membership.begin(session.comm, mode, spares)
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the frames that ``error`` and its causes hold, and with them the state of the life that ended (local)."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,37 @@
+"""Joining process of an elastic job: trains in the place of a dead rank, or as one more.
+
+Started by `membership` as ``python -m``. It imports what it needs before it joins the others, who wait for it.
+"""
+
+import sys
+
+import hpcdist.training.data.prefetch  # noqa: F401
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.rank_failures import is_rank_failure
+from hpcdist.comm.start import end_alone, start_joined
+from hpcdist.training.elastic import membership
+from hpcdist.training.elastic.job import ElasticJob
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
+
+
+def main() -> int:
+    """Join the job that started this process, and train with it to its end. Collective with all other newcomers."""
+    wishes = StopRequests()
+    wishes.listen()
+    session = start_joined()
+    try:
+        mine, change, told = membership.join(session.comm)
+    except Exception as error:
+        if is_rank_failure(error, session.comm):
+            end_alone(error)  # who started it meets again, and starts others
+        raise
+    wishes.ends = told["ends"]
+    job = TrainingJob(told["recipe"], told["run"], wishes, RunLock(), told["as_json"], told["holder"], told["lives"])
+    ElasticJob(job, session, mine, told["life"], change).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(failfast.guarded(main))

@@ -1,0 +1,279 @@
+"""Energy and time of a run, from its first step to its validation, over all of its starts.
+
+What is used after the last checkpoint of a start that was killed counts too, though its steps are done again: the run
+directory keeps a record (usage.json), renewed with the rows of the metrics, that no checkpoint has to wait for. Spans
+of the ranks of a node are brought to the rank that reads its counters, which attributes joules to activities.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.gpu import device
+from hpcdist.checkpoint.restoring.restore import on_first_rank
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch.host import boot_id
+from hpcdist.energy import report as reports
+from hpcdist.energy.accounts import phase_shares
+from hpcdist.energy.accounts.attribution import Attribution, CounterSamples
+from hpcdist.energy.accounts.energy_metrics import json_number
+from hpcdist.energy.accounts.part_time_sensor import PowerSensor, sensor_of
+from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor.sampler import SourceSamples
+from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.sources.discovery import claim_gpus
+from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
+from hpcdist.training.build.state_source import scalars_of
+from hpcdist.training.observe.energy_summary import describe_energy, energy_attributes, energy_figures
+from hpcdist.training.recipe.recipe import Recipe
+
+__all__ = ["USAGE_FILE", "EnergyRecorder", "describe_energy", "energy_attributes", "energy_figures"]
+
+USAGE_FILE: Final = "usage.json"
+
+
+class EnergyRecorder:
+    """What `Monitor` measures of a run, and the step after which it began. Construction is collective.
+
+    ``directory`` is that of the run, None where no record is kept. ``spans`` returns what this rank did since it was
+    last called, as `comm.spans.Spans.drain`; without it, nobody knows what training consists of. ``host`` is for tests.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        recipe: Recipe,
+        resume_from: Path | None,
+        directory: Path | None = None,
+        spans: Callable[[], np.ndarray] | None = None,
+        host: str | None = None,
+    ) -> None:
+        on_gpu = recipe.run.device == "gpu"
+        # No deadline of its own: what a training waits for has one already.
+        self.monitor = (
+            EnergyMonitor(
+                comm,
+                recipe.energy,
+                bus_id=device.bus_id(),
+                synchronise=device.synchronise,
+                host=host,
+                deadline_s=math.inf,
+            )
+            if on_gpu
+            else EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf)
+        )
+        self._comm, self._recipe = comm, recipe
+        self._spans = spans
+        self._node: Communicator | None = None
+        self._attribution: Attribution | None = None
+        self._users: dict[str, tuple[int, ...]] = {}  # of GPUs, among the ranks of the host
+        self._since_step = 0
+        self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
+        self._before_j: float | None = 0.0  # the joules of training in these
+        if resume_from is not None:
+            self._restore(_checkpointed(on_first_rank(comm, lambda: scalars_of(resume_from))))
+        self._path = None if directory is None else directory / USAGE_FILE
+        noted = comm.broadcast_object(self._noted() if comm.rank == 0 else None)
+        if noted is not None:  # later than the checkpoint
+            self._restore(noted)
+        if spans is not None and self.monitor.measures:
+            self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
+
+    def _noted(self) -> dict[str, Any] | None:
+        """Return what the record says; None where there is none, or it cannot be used (local).
+
+        One that is damaged is set aside; one that cannot be read just now stays, and this start renews it not.
+        """
+        if self._path is None:
+            return None
+        path = self._path
+        try:
+            return checked_record(regular.json_value(path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            if regular.is_damage(error):
+                aside = atomic.set_aside(path)
+                now = "" if aside is None else f"; it is now {aside.name}"
+            else:
+                self._path, now = None, "; it stays as it is, and this start is not in it"
+            reason = getattr(error, "strerror", None) or error
+            text = f"hpcdist: {path} cannot be read ({reason}): energy and time count from the checkpoint{now}"
+            print(text, file=sys.stderr, flush=True)
+        return None
+
+    def _restore(self, kept: Mapping[str, Any]) -> None:
+        self._since_step = kept["since_step"]
+        self.monitor.restore(kept["joules"])
+        self._before, self._before_j = None, 0.0
+        if kept["joules"] is not None:
+            self._before = kept.get("activities") or {}
+            self._before_j = _training_j(kept["joules"])
+
+    def _attend(self, host: str, bus_id: str | None) -> None:
+        """Let the first rank of each host, which has the counters, be told what the others do. Collective."""
+        hosts = self._comm.allgather_object(host)
+        self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
+        assert self._node is not None
+        own = () if bus_id is None else claim_gpus(self._recipe.energy, bus_id, os.environ).gpus
+        for rank, gpus in enumerate(self._node.allgather_object(own)):
+            for gpu in gpus:
+                self._users[gpu] = (*self._users.get(gpu, ()), rank)
+        if self._node.rank == 0:
+            self._attribution = Attribution(self._sensor)
+
+    def _sensor(self, name: str, kind: str) -> PowerSensor:
+        """Return the sensor behind a source of this node."""
+        track = next(track for track in self.monitor.sampler.tracks if (track.name, track.kind) == (name, kind))
+        if kind != "gpu":
+            return PowerSensor(0.1, 0.1).paced(track.pace.update_s)
+        known = sensor_of(track.about.model, track.about.power_field if "integrated" in track.about.note else "")
+        window_s = self._recipe.energy.sensor_window_s
+        paced = known.paced(track.pace.update_s)
+        return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
+
+    def part_time_sensor(self) -> PowerSensor | None:
+        """Return the sensor of this node's sources that looks for the smallest part of the time (local).
+
+        None where all look all of the time, and on ranks that read none.
+        """
+        sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
+        least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
+        return None if least is None or least.seen_share >= 1 else least
+
+    def window(self, phase: str) -> AbstractContextManager[None]:
+        """Count what is used inside as that of ``phase`` (local; every rank should call)."""
+        return self.monitor.window(phase)
+
+    def collect(self) -> list[NodeRows]:
+        """Return samples and windows since the last call, on rank 0 of the world at the least. Collective."""
+        self._attribute()
+        return self.monitor.collect()
+
+    def _attribute(self) -> None:
+        """Tell the first rank of the node what its ranks did. Collective over the node; the others send."""
+        if self._node is None or self._spans is None:
+            return
+        own = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers for each span
+        counts = self._node.allgather_object(len(own))
+        if self._node.rank:
+            if len(own):
+                self._node.send(own, 0)
+            return
+        ranks = [own.reshape(-1, 3)]
+        for peer, count in enumerate(counts[1:], start=1):
+            told = np.empty(count, np.int64)
+            if count:
+                self._node.recv(told, peer)
+            ranks.append(told.reshape(-1, 3))
+        if self._attribution is not None:
+            self._attribution.add(ranks, [_counted(one, self._users.get(one.name)) for one in self.monitor.intervals()])
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Collective."""
+        joules = self.monitor.state()
+        return {
+            "since_step": self._since_step,
+            "joules": joules,
+            "activities": phase_shares.activities_state(self._activities(joules, final=False)),
+        }
+
+    def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
+        """Return what training consists of, over all starts; see `activities.of_job`. Collective."""
+        own = [] if self._attribution is None else self._attribution.rows(final=final)
+        models = {track.name for track in self.monitor.sampler.tracks if track.about.declared}
+        for phase in [phase for row in own if row["name"] in models for phase in row["activities"].values()]:
+            phase["reason"] = phase_shares.MODEL_REASON
+        everywhere = [row for rows in self._comm.allgather_object(own) for row in rows]
+        now_j = _training_j(joules)
+        if now_j is None or self._before_j is None:
+            reason = joules["reason"] or "the energy of training is not known"
+            return phase_shares.job_activities(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
+        told = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
+        reason = phase_shares.MODEL_REASON if told and all(why == phase_shares.MODEL_REASON for why in told) else None
+        return phase_shares.job_activities(
+            everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before
+        )
+
+    def note(self) -> dict[str, Any]:
+        """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
+        state = self.state()
+        self._write(state)
+        return state
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        if self._path is None or self._comm.rank:
+            return
+        try:
+            atomic.write(self._path, json.dumps(state))
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
+
+    def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
+        """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
+
+        The record then says the same, also of what waited for ranks that tell nothing more; raises StorageError on
+        rank 0. ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a
+        killed start made after its last checkpoint, and another one made again, are paid twice and count once. The
+        same holds for samples, and for tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
+        """
+        report = self.monitor.report()
+        told = self._activities({**report, **_plain(report)}, final=True)
+        kept = {
+            "since_step": self._since_step,
+            "joules": reports.state(report),
+            "activities": phase_shares.activities_state(told),
+        }
+        self._write(kept)
+        batches = self._recipe.run.batches
+        samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
+        tokens = math.nan if tokens_per_sample is None else samples * tokens_per_sample
+        return energy_figures(report, steps - self._since_step, samples, tokens, told=told, config=self._recipe.energy)
+
+
+def _training_j(joules: Mapping[str, Any]) -> float | None:
+    """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""
+    found: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
+    return found
+
+
+def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the phases of a report as a state has them."""
+    return {"phases": {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}}
+
+
+def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSamples:
+    """Return the samples of a source that ``ranks`` use (None: all), less what went unknown in gaps."""
+    used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
+    used[1:][~source.known] = 0
+    return CounterSamples(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
+
+
+def checked_record(record: Any) -> dict[str, Any]:
+    """Return what `Energy.state` once returned, as it was read. Raises TypeError or ValueError for anything else.
+
+    Earlier versions kept no activities.
+    """
+    if not isinstance(record, dict):
+        raise TypeError(f"it holds {str(record)[:40]}, expected an object")
+    return {
+        "since_step": reports.whole(record.get("since_step"), "since_step"),
+        "joules": reports.restored(record.get("joules")),
+        "activities": phase_shares.restored_activities(record.get("activities") or {}),
+    }
+
+
+def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps. One of an earlier version has none: joules are those of the steps from it on."""
+    try:
+        return checked_record(scalars.get("energy"))
+    except (TypeError, ValueError):
+        return {"since_step": scalars["steps"], "joules": None}

@@ -1,0 +1,300 @@
+"""Event publisher: the figures of a run while it goes on, from every rank to the sinks of rank 0.
+
+Steps, memory, collectives, checkpoints, anomalies, and the figures of energy and utilisation (`energy_events`);
+figures that nobody knows are left out. A person is told of each kind of anomaly once in `ANOMALY_QUIET_NS`.
+"""
+
+import math
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.comm.record.timing import OperationTiming
+from hpcdist.comm.start import Session
+from hpcdist.energy.accounts import energy_metrics
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.telemetry import provenance
+from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
+from hpcdist.telemetry.metrics import quantities
+from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow, energy_per_token
+from hpcdist.telemetry.sinks.registry import build_sinks
+from hpcdist.telemetry.sinks.stream import EventStream, RunEvent, RunInfo
+from hpcdist.training.build.trainer import Trainer
+
+
+def energy_events(
+    monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
+) -> dict[str, dict[str, float]]:
+    """Return figures by kind of event, from what was collected and the ``state`` of the energy of the run (local).
+
+    ``tokens`` are those of the run that the energy of its training was used for.
+    """
+    joules = state["joules"] or {}
+    by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
+    training = joules.get("phases", {}).get("training", {}).get("joules")
+    energy = {quantities.key("energy_joules_total", kind): value for kind, value in by_kind.items()}
+    energy |= {quantities.key("power_watts", kind): watts for kind, watts in monitor.power().items()}
+    if training is not None:
+        energy["energy_per_token_joules"] = energy_per_token(training, tokens)
+    if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
+        emitted = energy_metrics.emissions(sum(by_kind.values()), config.pue, CarbonIntensity(config.carbon_g_per_kwh))
+        energy["emissions_grams_total"] = emitted.grams
+    busy = {quantities.key("utilisation_ratio", name): share for name, share in monitor.utilisation().items()}
+    busy |= {quantities.key("network_bytes_total", way): count for way, count in monitor.network().items()}
+    return {
+        kind: {name: value for name, value in figures.items() if math.isfinite(value)}
+        for kind, figures in (("energy", energy), ("utilisation", busy))
+    }
+
+
+MOST_RANKS_IN_EVENT: Final = 512  # of so many ranks at most, the figures of each go with a step
+MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank whose rows wait for those of slower workers
+_DATA: Final = quantities.key("phase_seconds", "data")
+_OTHER: Final = quantities.key("phase_seconds", "other")
+LineWriter = Callable[[str], None]
+ANOMALY_QUIET_NS: Final = 60 * 10**9
+# Columns of a row of metrics, and what sinks call them.
+_OF_RANKS: Final = {
+    "step_s": "step_seconds",
+    "compute_s": "compute_seconds",
+    "communication_s": "communication_seconds",
+    "update_s": "update_seconds",
+}
+
+
+class EventPublisher:
+    """One rank's part of the stream of events, and on rank 0 its sinks. Construction and `gather` are collective.
+
+    Raises what keeps a sink from beginning, on rank 0.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        trainer: Trainer,
+        timing: OperationTiming,
+        directory: Path,
+        say: LineWriter,
+        resumed: int | None,
+    ) -> None:
+        self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say
+        self._steps: dict[int, tuple[int, float]] = {}  # when it ended, and its gradient norm; of rows to come
+        self._overlapped: defaultdict[str, float] = defaultdict(float)  # since the last gather, on this rank
+        self._fetched: Counter[str] = Counter()
+        self._waited_s, self._made = 0.0, 0  # for data, in so many steps; since the last gather, on this rank
+        self._data_s = math.nan  # the same a step, in the mean over the ranks
+        self._lines: dict[str, tuple[int, int]] = {}  # by kind of anomaly: when a line was said, and how many were not
+        self._skipped: set[int] = set()  # steps, of rows to come,
+        self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
+        self._events: list[RunEvent] = []
+        self._rows: list[StepRow] = []
+        self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
+        self._tokens, self._sent_bytes = 0, 0.0
+        self._checkpoints = 0
+        self._scale = 1.0  # of the loss, when it was last told
+        self._done = trainer.first_step
+        self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
+        self._stream: EventStream | None = None
+        if session.comm.rank == 0:
+            recipe = trainer.recipe
+            run = RunInfo(
+                directory.name,
+                directory,
+                provenance.job_number(),
+                session.comm.size,
+                session.place.nodes,
+                recipe.parallel.strategy,
+                resumed,
+                owner=provenance.job_owner(),
+            )
+            self._stream = EventStream(build_sinks(run, recipe.telemetry, say), say)
+            self._derived = DerivedFigures(lock_step=trainer.exchange.lock_step)
+            config = recipe.telemetry
+            self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
+            self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
+            known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
+            # Who watches a count sees that it can be told, before there is anything to count.
+            known |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
+            known |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
+            self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
+
+    def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
+        if self._stream is not None:
+            known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+            self._events.append(RunEvent(kind, step, known, **more))
+
+    def stepped(self, step: int, found: StepResult, waited_s: float) -> None:
+        """Take what this rank knows of a step that is done; it waited for its data for ``waited_s``."""
+        self._done = step
+        self._waited_s += waited_s
+        self._made += 1
+        if self._stream is not None:
+            self._steps[step] = time.time_ns(), found.gradient_norm
+            if len(self._steps) > MOST_WAITING_STEPS:
+                del self._steps[next(iter(self._steps))]
+            figures = {"loss_scale": found.loss_scale} if found.loss_scale != self._scale else {}
+            self._scale = found.loss_scale
+            if found.skipped:
+                self._skipped.add(step)
+                figures["skipped_steps_total"] = self._trainer.executor.loss_scale.skipped
+            if figures:
+                self._add("skipped", step, figures)
+
+    def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
+        """Take what went on beside the computation of a step on this rank."""
+        self._overlapped["exposed_s"] += exposed_s
+        self._overlapped["overlapped_s"] += total_s
+        self._fetched.update(hits=hits, misses=misses)
+
+    def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
+        """Take a row of metrics of all ranks, (world,) each (rank 0 has them)."""
+        time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
+        self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
+
+    def saved(self, step: int, held_s: float) -> None:
+        """Take that a checkpoint is complete, which held up the steps for so long."""
+        self._checkpoints += 1
+        self._hold_up(step + 1)
+        figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
+        self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
+
+    def _hold_up(self, step: int) -> None:
+        if self._stream is not None:  # rows, which end this, come to rank 0 alone
+            self._held_up.add(step)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Take the validation loss after ``step``; NaN where there is none."""
+        self._hold_up(step + 1)
+        if not math.isnan(loss):
+            self._add("evaluation", step, {"validation_loss_nats": loss})
+
+    def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
+        """Bring together what ranks have counted since the start. Collective.
+
+        ``monitor`` has just collected, and ``energy`` is the state of the energy of the run.
+        """
+        ledger = self._trainer.ledger
+        counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
+        ranks = self._comm.allgather_object((*counted, ledger.current, ledger.peak, self._waited_s, self._made))
+        self._overlapped.clear()
+        self._waited_s, self._made = 0.0, 0
+        if self._stream is None:
+            return
+        operations, overlapped, fetched, current, peak, waited_s, made = zip(*ranks, strict=True)
+        waits = [seconds / steps for seconds, steps in zip(waited_s, made, strict=True) if steps]
+        self._data_s = statistics.mean(waits) if waits else math.nan
+        self._memory(current, peak)
+        self._collectives(operations, overlapped, fetched)
+        batches = self._trainer.recipe.run.batches
+        samples = batches.samples_before(self._done) - batches.samples_before(energy["since_step"])
+        tokens = samples * self._trainer.model.tokens_per_sample
+        for kind, figures in energy_events(monitor, self._trainer.recipe.energy, energy, tokens).items():
+            if figures:
+                self._add(kind, self._done, figures)
+
+    def _memory(self, current: Sequence[Mapping[str, int]], peak: Sequence[Mapping[str, int]]) -> None:
+        figures = {}
+        for name, ranks in (("memory_bytes", current), ("memory_peak_bytes", peak)):
+            for category in ranks[0]:
+                figures[quantities.key(name, category)] = max(rank[category] for rank in ranks)
+        self._add("memory", self._done, figures)
+
+    def _collectives(
+        self,
+        operations: Sequence[Mapping[str, tuple[int, float, float]]],
+        overlapped: Sequence[Mapping[str, float]],
+        fetched: Sequence[Mapping[str, int]],
+    ) -> None:
+        """Take time and bytes by operation: the mean, and the sum, over the ranks that made any."""
+        figures: dict[str, float] = {}
+        for name in sorted({name for rank in operations for name in rank}):
+            made = [rank[name] for rank in operations if name in rank]
+            seconds = sum(seconds for _, seconds, _ in made)
+            nbytes = sum(nbytes for *_, nbytes in made)
+            figures[quantities.key("collective_seconds_total", name)] = seconds / len(made)
+            if math.isnan(nbytes) or not nbytes:
+                continue
+            figures[quantities.key("collective_bytes_total", name)] = nbytes
+            before_s, before = self._before.get(name, (0.0, 0.0))
+            if seconds > before_s:
+                rate = (nbytes - before) / (seconds - before_s)
+                figures[quantities.key("collective_bytes_per_second", name)] = rate
+            self._before[name] = seconds, nbytes
+        totals = Counter[str]()
+        for rank in fetched:
+            totals.update(rank)
+        if totals.total():
+            figures |= {"prefetch_hits_total": totals["hits"], "prefetch_misses_total": totals["misses"]}
+        exposed = sum(rank.get("exposed_s", 0.0) for rank in overlapped)
+        total = sum(rank.get("overlapped_s", 0.0) for rank in overlapped)
+        if total > 0:  # not where it is NaN: while nobody looks, nobody knows what moves
+            figures["hidden_communication_ratio"] = max(0.0, 1 - exposed / total)
+        self._add("collectives", self._done, figures)
+
+    def publish(self) -> list[RunEvent]:
+        """Give what has come together to the sinks, and return it (rank 0 has something)."""
+        if self._stream is None:
+            return []
+        self._work_out()
+        events, self._events = self._events, []
+        events.sort(key=lambda event: event.time_ns)
+        self._stream.publish(events)
+        return events
+
+    def _work_out(self) -> None:
+        """Make events of the rows that have come."""
+        rows, self._rows = self._rows, []
+        for row, figures in zip(rows, self._derived.of(rows), strict=True):
+            self._tokens += int(row.tokens)
+            figures |= {"steps_total": row.step, "tokens_total": self._tokens}
+            if not math.isnan(self._data_s) and (other := figures.get(_OTHER)) is not None:
+                figures |= {_DATA: min(self._data_s, other), _OTHER: max(0.0, other - self._data_s)}
+            figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
+            sent = row.ranks.get("sent_bytes")
+            if sent is not None and np.isfinite(sent).all():
+                self._sent_bytes += float(sent.sum())
+                figures["sent_bytes_total"] = self._sent_bytes
+            few = row.ranks if self._comm.size <= MOST_RANKS_IN_EVENT else {}
+            ranks = {_OF_RANKS[name]: values for name, values in few.items() if name in _OF_RANKS}
+            self._add("step", row.step, figures, ranks=ranks, time_ns=row.time_ns)
+            self._flag(row, figures)
+        self._data_s = math.nan
+
+    def _flag(self, row: StepRow, figures: Mapping[str, float]) -> None:
+        """Tell a person, and the sinks, what is odd about a step."""
+        special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
+        self._skipped.discard(row.step)
+        self._held_up.discard(row.step)
+        for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
+            self._told(anomaly, row.time_ns)
+            count = self._anomalies.counts[anomaly.kind]
+            values: dict[str, float | str] = {quantities.key("anomalies_total", anomaly.kind): count}
+            self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
+
+    def _told(self, anomaly: Anomaly, time_ns: int) -> None:
+        """Tell a person, of each kind once in `QUIET_NS`: a log must stay readable where much is odd."""
+        last_ns, silent = self._lines.get(anomaly.kind, (0, 0))
+        if last_ns and time_ns - last_ns < ANOMALY_QUIET_NS:
+            self._lines[anomaly.kind] = last_ns, silent + 1
+            return
+        self._say(anomaly.text + (f" ({silent} more like it before, see `hpcdist report`)" if silent else ""))
+        self._lines[anomaly.kind] = time_ns, 0
+
+    def end(self) -> None:
+        """Take that the run ended as all ranks agreed."""
+        self._add("end", self._done, {})
+
+    def close(self, *, normal: bool) -> None:
+        """Publish what is left and end the stream, once; ``normal``: as all ranks agreed."""
+        self.publish()
+        if self._stream is not None:
+            self._stream.close(normal)
+            self._stream = None

@@ -1,0 +1,333 @@
+"""Figures and texts about a run: architecture, utilisation (MFU), consensus, stragglers, text entropies.
+
+What the introduction and the summary of a run say beside its speed. MFU is the model's operations a second over the
+peak of a matrix product, measured on all computing ranks at once. Consensus is the distance of replicas that differ;
+straggler figures are staleness, dropped gradients and shares of samples. Entropies of n-grams tell what a model knows
+that looks at no, one or two tokens of context. The pipeline bubble is that of the closed form, where there is one.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import is_16bit_float
+from hpcdist.arrays.matmul_peak import matmul_flops_per_s
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.config import FOREIGN
+from hpcdist.models.counts import counts
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
+from hpcdist.strategies.decentralised.gossip import GossipExchange
+from hpcdist.strategies.decentralised.replicas import Replicas
+from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
+from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.tensor.model import CutModel
+from hpcdist.strategies.zero.config import STAGES, ZeroConfig
+from hpcdist.telemetry.metrics import side_tables
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.data import Source
+from hpcdist.training.data.samples import Sliceable
+from hpcdist.training.observe.metrics import RunMetrics
+
+LARGE_STAGE_SHARE: Final = 0.75  # of its parameters in one stage: sharding these saves little of their memory
+OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
+
+
+def describe_architecture(trainer: Trainer) -> str:
+    """Return strategy, algorithm and, where there are any, servers, what a recipe changes of these, and the schedule.
+
+    Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default.
+
+    The bubble is the share of its span that a stage waits where all are alike, and forward and both halves of backward
+    take equally long; schedules, or numbers of micro-batches, without a closed form have none here, and neither has
+    recomputing, which fills a part of it.
+    """
+    recipe, grid = trainer.recipe, trainer.grid
+    parallel, servers = recipe.parallel, recipe.parameter_server
+    algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.algorithm.split(",")))
+    parts = [parallel.strategy, " or ".join(algorithms) + (" by size" if len(algorithms) > 1 else "")]
+    if parallel.strategy == "parameter_server":
+        roles = Roles.of(servers, trainer.seat.members.size)
+        count = len(roles.servers)
+        parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
+    if servers.transport != "messages":
+        parts.append(f"transport {servers.transport}")
+    if servers.mirrored:
+        parts.append("mirrored")
+    if isinstance(trainer.exchange, Replicas):
+        parts.insert(1, trainer.exchange.described())
+    parts += _state_placement(recipe.zero, trainer)
+    if recipe.communication.overlap != "none":
+        parts.append(
+            OVERLAP_TEXTS[recipe.communication.overlap] + (", delayed" if recipe.communication.delayed else "")
+        )
+    if trainer.compression.name != "none":
+        parts.append(f"gradients as {trainer.compression.name}")
+    if recipe.compression.parameters != "none":
+        parts.append(f"weights gathered as {recipe.compression.parameters}")
+    if recipe.data.shares == "measured":
+        parts.append("samples by measured speed")
+    if recipe.precision.working is not None:
+        parts.append(f"{recipe.precision.working} working copies")
+    if isinstance(trainer.exchange, ShardedUpdateExchange) and trainer.exchange.shards is not None:
+        shards = trainer.exchange.shards
+        parts.append(f"{shards.count} logical shards, arithmetic {shards.arithmetic}")
+    if isinstance(trainer.model, CutModel):
+        rows = ", activations by rows" if parallel.sequence_parallel else ""
+        parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
+    if grid.pipeline > 1:
+        parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
+        bubble = registry.bubble(parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each)
+        if parallel.recompute:
+            parts.append("recomputing")
+        elif bubble is not None:
+            parts.append(f"bubble {bubble:.0%}")
+    elif parallel.microbatches > 1:
+        parts.append(f"{parallel.microbatches} micro-batches")
+    if parallel.recomputes_layers:
+        parts.append("layers recomputed")
+    return ", ".join(parts)
+
+
+def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
+    """Return what the keys of ZeRO change of its stage (local)."""
+    stage = STAGES.get(trainer.recipe.parallel.strategy)
+    if stage is None:
+        return []
+    parts = []
+    if zero.parameters or zero.gradients or zero.optimizer:
+        cut = zero.degrees(stage, trainer.grid.data)
+        parts.append(f"degrees {cut.parameters}, {cut.gradients}, {cut.optimizer}")
+    if zero.persistent_below:
+        parts.append(f"layers below {zero.persistent_below:,} elements whole")
+    if zero.prefetch:
+        parts.append(f"{zero.prefetch} gathered ahead")
+    if zero.shared_parameters:
+        parts.append("parameters shared by a node")
+    for place, what in ((zero.offload_optimizer, "optimizer state"), (zero.offload_parameters, "shards")):
+        if place != "none":
+            parts.append(f"{what} {'in files' if place == 'file' else 'on the host'}")
+    return parts
+
+
+def warn_of_whole_gathers(trainer: Trainer) -> str:
+    """Return a warning where ZeRO-3 gathers most of this rank's parameters at once; "" where it does not (local).
+
+    A model of the library is cut already: the warning is for that of a user, who can cut it.
+    """
+    model, ranges = trainer.model, trainer.seat.ranges
+    if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.gathers:
+        return ""
+    largest = max(ranges, key=lambda unit: ranges[unit].size)
+    share = ranges[largest].size / sum(part.size for part in ranges.values())
+    if share < LARGE_STAGE_SHARE:
+        return ""
+    stage = model.stages[largest]
+    called = getattr(stage, "name", "")
+    return (
+        f"ZeRO-3 gathers stage by stage, and stage {stage.layer}{called and f', {called},'} has {share:.0%} of the "
+        "parameters of this rank: within a step they are whole on every rank, and their gradients too; only the state "
+        "of the optimizer stays cut. Wrap a list of smaller stages, such as [embedding, *blocks, head], of which each "
+        "takes one tensor and returns one"
+    )
+
+
+UTILISATION_FIGURES: Final = ("flops_per_sample", "flops_per_s", "peak_flops_per_s", "mfu")
+USER_MODEL_NOT_COUNTED: Final = "the model was brought along: what it computes is not counted"
+NO_MEMORY_FOR_PEAK: Final = "there was no memory left for the matrix product that a peak is measured with"
+PEAK_SECONDS: Final = 0.03  # of products on each rank
+
+
+def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, why_not: str) -> dict[str, Any]:
+    """Return operations of a training step for a sample, and a second; the peak, and the share of it (MFU). Collective.
+
+    The peak is that of a matrix product in the type that the model computes in, measured on all computing ranks at
+    once, and summed over them. What is not known is None, with ``mfu_reason``: ``why_not`` where there is no speed.
+    """
+    found: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
+    if trainer.recipe.model.kind in FOREIGN:
+        return found | {"mfu_reason": USER_MODEL_NOT_COUNTED}
+    found["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.model_inputs()).flops
+    if math.isnan(tokens_per_s):
+        return found | {"mfu_reason": why_not}
+    found["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * found["flops_per_sample"]
+    comm.barrier()  # cores that ranks share, they share now, too
+    own = _measured_peak(trainer) if trainer.seat.computes else 0.0
+    peak = sum(comm.allgather_object(own))
+    if math.isnan(peak):
+        return found | {"mfu_reason": NO_MEMORY_FOR_PEAK}
+    return found | {"peak_flops_per_s": peak, "mfu": found["flops_per_s"] / peak}
+
+
+def _measured_peak(trainer: Trainer) -> float:
+    """Return operations a second on this rank, NaN where it has no memory to find out (local)."""
+    dtype = trainer.model.dtype
+    # All 16-bit types are equally fast where they are used.
+    measured = np.dtype(np.float16) if is_16bit_float(dtype) else dtype
+    try:
+        return matmul_flops_per_s(measured, trainer.recipe.run.device, PEAK_SECONDS)
+    except MemoryError:
+        return math.nan
+
+
+def describe_utilisation(summary: dict[str, Any]) -> list[str]:
+    """Return the line that a person reads, none where there is no speed."""
+    if summary["flops_per_s"] is None:
+        return []
+    speed = f"{summary['flops_per_s'] / 1e9:,.1f} GFLOP/s of the model"
+    if summary["mfu"] is None:
+        return [f"{speed}; {summary['mfu_reason']}"]
+    return [f"{speed}, {summary['mfu']:.1%} of what matrix products reach ({summary['peak_flops_per_s'] / 1e9:,.0f})"]
+
+
+def write_consensus(metrics: RunMetrics, trainer: Trainer) -> None:
+    """Write the consensus distances that were measured since the last call (rank 0 does, the others forget them)."""
+    if isinstance(trainer.exchange, Replicas):
+        new = trainer.exchange.taken()
+        if new:
+            metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
+
+
+def consensus_figures(trainer: Trainer) -> dict[str, Any]:
+    """Return what the summary of such a run has beside the figures of all runs, {} for others (local).
+
+    ``consensus_distance`` is the last one, measured before the replicas became one model. What nobody knows is None.
+    """
+    exchange = trainer.exchange
+    if not isinstance(exchange, Replicas):
+        return {}
+    gap = exchange.graph.gap if isinstance(exchange, GossipExchange) else math.nan
+    return {"spectral_gap": _number(gap), "consensus_distance": _number(exchange.distance)}
+
+
+def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
+    """Return the line of a summary that says so, if there is anything to say."""
+    distance = summary.get("consensus_distance")
+    return [] if distance is None else [f"replicas were {distance:.3g} of the norm of their mean apart, then averaged"]
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the summary has of them (local).
+
+    ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are figures of
+    parameter servers whose workers are not in lock-step:
+    ``staleness`` is that of the gradients of this start, as the first server counted it. ``dropped_gradients`` came too
+    late in this start. ``servers_fullest`` is what the server with most holds, over an even share.
+    """
+    exchange = trainer.exchange
+    found: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
+    if not isinstance(exchange, AsynchronousServerExchange):
+        return found
+    found["servers_fullest"] = exchange.fullest
+    if isinstance(exchange, BackupExchange):
+        return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
+    count = sum(rank["count"] for rank in workers)
+    if not count:
+        return found | {"staleness_mean": None, "staleness_most": None}
+    total = sum(rank[part].get("staleness", 0) for rank in workers for part in ("first", "sums"))
+    return found | {"staleness_mean": total / count, "staleness_most": max(rank["stalest"] for rank in workers)}
+
+
+def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a summary that say so, if there is anything to say."""
+    lines = []
+    if summary.get("samples_by_replica") is not None:
+        shares = summary["samples_by_replica"]
+        lines.append(f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step")
+    if summary.get("staleness_mean") is not None:
+        lines.append(f"gradients were {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_most']}")
+    if summary.get("dropped_gradients") is not None:
+        count = summary["dropped_gradients"]
+        one = count == 1
+        lines.append(f"{count} gradient{'' if one else 's'} came too late and {'was' if one else 'were'} dropped")
+    if summary.get("servers_fullest", 1.0) > 1.01:
+        lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
+    return lines
+
+
+NGRAM_NAMES: Final = ("unigram", "bigram", "trigram")
+SAMPLE_TOKENS: Final = 1 << 25
+BLOCK_TOKENS: Final = 1 << 20
+CHUNK_TOKENS: Final = 1 << 21
+# Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
+MOST_NGRAM_KINDS: Final = 1 << 24
+
+
+def text_entropies(source: Source) -> dict[str, float | None]:
+    """Return the entropies of the training split in nats a token by name; empty for data that is no text (local)."""
+    return {} if source.tokens is None else conditional_entropies(source.tokens)
+
+
+def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
+    """Return the entropy of a token given the 0, 1 and 2 tokens before it, in nats.
+
+    Longer texts than SAMPLE_TOKENS are sampled: blocks of BLOCK_TOKENS at even distances. None stands for n-grams of
+    which there are too many kinds to be counted.
+    """
+    blocks = _sampled_blocks(tokens)
+    chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
+    used = np.unique(np.concatenate([_distinct_tokens(chunk) for chunk in chunks]))
+    kinds = used.size
+    order = max((n for n in range(1, len(NGRAM_NAMES) + 1) if kinds**n <= MOST_NGRAM_KINDS), default=0)
+    found: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
+    if order == 0:
+        return found
+    # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
+    counts = np.zeros(kinds**order, np.int64)
+    for code in _ngram_codes(blocks, used, order):
+        counts += np.bincount(code, minlength=counts.size)
+    while order:
+        contexts = counts.reshape(-1, kinds).sum(axis=1)
+        found[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
+        order -= 1
+        if order:
+            for block in blocks:  # the last n-gram of a block begins no longer one
+                for code in _ngram_codes([block[-order:]], used, order):
+                    contexts[code] += 1
+        counts = contexts
+    return found
+
+
+def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
+    if len(tokens) <= SAMPLE_TOKENS:
+        return [np.asarray(tokens[:])]
+    count = SAMPLE_TOKENS // BLOCK_TOKENS
+    starts = (index * (len(tokens) - BLOCK_TOKENS) // (count - 1) for index in range(count))
+    return [np.asarray(tokens[start : start + BLOCK_TOKENS]) for start in starts]
+
+
+def _distinct_tokens(chunk: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.bincount(chunk)) if chunk.dtype.itemsize <= 2 else np.unique(chunk)
+
+
+def _ngram_codes(blocks: list[np.ndarray], used: np.ndarray, order: int) -> Iterator[np.ndarray]:
+    """Yield the n-grams that lie within a block as numbers below ``len(used) ** order``, a chunk at a time."""
+    # Tokens numbered without gaps make the table of counts as small as it can be.
+    table = np.searchsorted(used, np.arange(1 << 16)).astype(np.int32) if used[-1] < 1 << 16 else None
+    for block in blocks:
+        for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
+            chunk = block[start : start + CHUNK_TOKENS + order - 1]
+            ranks = table[chunk] if table is not None else np.searchsorted(used, chunk).astype(np.int32)
+            size = len(ranks) - order + 1
+            code = ranks[:size]
+            for place in range(1, order):
+                code = code * np.int32(used.size) + ranks[place : size + place]
+            yield code
+
+
+def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
+    """Return the sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end."""
+    total = int(counts.sum())
+    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
+
+
+def _n_log_n(counts: np.ndarray) -> float:
+    seen = counts[counts > 0].astype(np.float64)
+    return float((seen * np.log(seen)).sum())

@@ -1,0 +1,181 @@
+"""Silent data corruption check: recompute a suspicious step, or every n-th, before anything is updated.
+
+A memory cell or a core that errs now and then crashes nothing; it bends the loss curve, or ends a run weeks later
+(Dixit et al., "Silent data corruptions at scale", arXiv:2102.11245). When a step is agreed on, its gradients are
+summed and no parameter has changed, so it can be computed again: forward, backward and exchange give the same bits
+each time, unless something errs. Equal bits: the data is like that. Other bits: the third computation decides.
+
+    suspicious   the gradient norm or the loss is more than ``factor`` times its median over the last steps
+    at fault     the ranks whose own losses or gradients, before any exchange, were not the same both times
+
+In a pipeline or on a tensor axis several ranks are named, the one that erred among them. Costs: of each step in which
+it may be recomputed, one pass over the gradients before the exchange (xxh3); of each step that is, one more forward,
+backward and exchange, and a small message.
+"""
+
+import math
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from hpcdist.arrays import backend
+from hpcdist.checkpoint.format.shard_layout import blocks_of
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import DivergenceError
+from hpcdist.strategies.core.mixed_precision import FixedLossScale
+from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
+from hpcdist.strategies.schedule.executor import Executor, RecomputeVerdict
+from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
+from hpcdist.training.recipe.config import RunConfig
+
+MEDIAN_STEPS: Final = 50  # steps, over which the median is taken
+LEAST_STEPS: Final = 10  # of them, before anything is suspicious
+
+
+@dataclass(frozen=True)
+class ComputationDigest:
+    """What one computation of a step gave: this rank's own part, before any exchange, and what came of all parts."""
+
+    own: bytes
+    summed: bytes
+
+
+def attach_sdc_check(executor: Executor, comm: Communicator, run: RunConfig) -> None:
+    """Let steps of ``executor`` be computed again where ``run`` asks for it (local; on all ranks of ``comm``)."""
+    if run.recomputes:
+        SdcCheck(executor, comm, run.suspicious_factor, run.recompute_every_steps)
+
+
+class SdcCheck:
+    """Watches the steps of ``executor``. Every rank of ``comm``, the world, has one; `agreed` is collective over it."""
+
+    def __init__(self, executor: Executor, comm: Communicator, factor: float, every_steps: int) -> None:
+        assert isinstance(executor.exchange, ShardedUpdateExchange)
+        self._executor, self._exchange, self._comm = executor, executor.exchange, comm
+        self._factor, self._every_steps = factor, every_steps
+        self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        self._losses: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        self._step, self._digest = 0, xxhash.xxh3_128()
+        self._suspects: set[int] = set()  # of the last time that a step was computed again
+        executor.recheck = self.agreed
+        carried = self._exchange.carries_out
+        sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
+        self._exchange.carries_out = {**carried, **sends}
+
+    def _send(self, handler: Callable[[Operation], None], op: Operation) -> None:
+        """Carry out ``op``, which takes gradients, and remember what they were (local)."""
+        if self._factor or self._is_due(self._executor.number):
+            values = None if op.range is None else self._executor.gradients_in(op.range)
+            if values is not None:
+                self._begin()
+                self._digest.update(backend.to_host(values).view(np.uint8).data)
+        handler(op)
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every_steps) and step % self._every_steps == 0
+
+    def _begin(self) -> None:
+        """Forget what a step that was given up has left (local)."""
+        if self._step != self._executor.number:
+            self._step, self._digest = self._executor.number, xxhash.xxh3_128()
+
+    def agreed(self) -> None:
+        """Compute the step that is agreed on again, if there is reason to. Collective.
+
+        Raises DivergenceError on all ranks where that gives other bits each time, or the same rank errs twice in a row.
+        """
+        suspicion, outcome = self._suspicion(), self._executor.outcome
+        if suspicion or self._is_due(self._executor.number):
+            before, seconds = time.perf_counter(), dict(outcome.seconds)
+            outcome.recomputed = self._recomputed(suspicion)
+            taken_s = time.perf_counter() - before
+            outcome.seconds |= seconds  # all of it is computation, whatever it was about
+            outcome.seconds["compute_s"] += taken_s
+            outcome.seconds["communication_s"] -= taken_s
+        if math.isfinite(outcome.gradient_norm) and math.isfinite(outcome.loss):
+            self._norms.append(outcome.gradient_norm)
+            self._losses.append(outcome.loss)
+
+    def _suspicion(self) -> str:
+        """Return what is suspicious of the step, "" for nothing: the same on all ranks (local)."""
+        if not self._factor:
+            return ""
+        outcome = self._executor.outcome
+        for name, value, known in (
+            ("gradient norm", outcome.gradient_norm, self._norms),
+            ("loss", outcome.loss, self._losses),
+        ):
+            if not math.isfinite(value):
+                if name == "gradient norm" and isinstance(self._executor.loss_scale, FixedLossScale):
+                    continue  # it is skipped, as many are
+                return f"{name} {value}"
+            if len(known) >= LEAST_STEPS and value > self._factor * (usual := statistics.median(known)):
+                return f"{name} {value:.4g}, with a median of {usual:.4g}"
+        return ""
+
+    def _recomputed(self, suspicion: str) -> RecomputeVerdict:
+        step, first, second = self._executor.number, self._computation(), self._again()
+        others = self._exchanged(first.own != second.own)
+        if not any(self._exchanged(first != second)):
+            self._suspects = set()
+            return RecomputeVerdict(suspicion)
+        third = self._again()
+        lost = self._exchanged(third.own not in (first.own, second.own))
+        unsure = any(self._exchanged(third.summed not in (first.summed, second.summed)))
+        hosts: list[str] = self._comm.allgather_object(socket.gethostname())
+        suspects = {rank for rank, differs in enumerate(others) if differs}
+        twice = {rank for rank, differs in enumerate(lost) if differs} or (suspects & self._suspects)
+        if twice or (unsure and not suspects):
+            raise DivergenceError(_refusal(step, sorted(twice), hosts))
+        self._suspects = suspects
+        return RecomputeVerdict(suspicion, tuple(sorted(suspects)), _verdict(step, sorted(suspects), hosts))
+
+    def _exchanged(self, verdict: bool) -> list[bool]:
+        """Return the verdicts of all ranks. Collective."""
+        found: list[bool] = self._comm.allgather_object(verdict)
+        return found
+
+    def _again(self) -> ComputationDigest:
+        self._digest = xxhash.xxh3_128()
+        self._executor.compute_again()
+        return self._computation()
+
+    def _computation(self) -> ComputationDigest:
+        """Return what the computation that has just been agreed on gave (local)."""
+        self._begin()
+        self._digest.update(np.array(self._executor.own_losses).tobytes())
+        outcome, owner = self._executor.outcome, self._exchange.owner
+        sums = xxhash.xxh3_128(np.array([outcome.loss, outcome.gradient_norm]).tobytes())
+        for part in owner.parts:
+            for block in blocks_of(owner.gradients.contents(part)):
+                sums.update(block.data)
+        return ComputationDigest(self._digest.digest(), sums.digest())
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
+
+
+def _verdict(step: int, suspects: Sequence[int], hosts: Sequence[str]) -> str:
+    who = f"{_named(suspects, hosts)} computed" if suspects else "the exchange of gradients gave"
+    return f"step {step}: a silent fault: {who} other bits than in a repetition; two of three computations agree"
+
+
+def _refusal(step: int, ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    if not ranks:
+        return (
+            f"step {step}: three exchanges of the same gradients gave three results. Nothing was updated: look for a "
+            "faulty network, or an allreduce of the MPI library that is not reproducible (communication.algorithm)"
+        )
+    return (
+        f"step {step}: {_named(ranks, hosts)} computed other bits of the same step twice in a row. Nothing was "
+        "updated: exclude that node, and go on from the newest checkpoint with --resume auto"
+    )

@@ -1,0 +1,6 @@
+"""Recipes: the sections and keys of a run, their sources, the rules between them, and their identity.
+
+Light: a login node reads a recipe without MPI, HDF5, numba or CuPy. It imports the errors, `reporting`, and the
+`config` modules of the packages below, whose dataclasses a recipe is composed of. Begin with `recipe.Recipe` (all
+sections) and `recipe.load` (a file under overrides, environment and site).
+"""

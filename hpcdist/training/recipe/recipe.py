@@ -1,0 +1,288 @@
+"""A recipe: all sections of a run, where each value came from, and which run it identifies.
+
+A key is looked up in the overrides (``--set``), the environment (``HPCDIST_SET__RUN__STEPS``), the recipe file, the
+user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (which ``$HPCDIST_SITE`` names), and last in
+the defaults of the dataclasses that stand beside the code they configure. No key is ever ignored.
+
+Identity: operational keys (layout, devices, intervals) may change when a run goes on; all others make another run.
+Light: imports nothing that starts MPI or opens HDF5.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.comm.config import CommunicationConfig
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.training.chaos.config import ChaosConfig
+from hpcdist.training.recipe import rules, settings
+from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, SurvivalConfig, written
+
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run, completely described: the same resolved recipe is the same run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    decentralised: DecentralisedConfig = field(default_factory=DecentralisedConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
+    survival: SurvivalConfig = field(default_factory=SurvivalConfig)
+
+    def __post_init__(self) -> None:
+        self.check_world(self.parallel.data)
+        self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
+        self.decentralised.check_beside(self.parallel.strategy, self.optimizer.name)
+        rules.refuse_without_effect(self)
+        if self.parallel.strategy == "parameter_server":
+            self.parameter_server.check_beside(self.parallel.pipeline, self.parallel.tensor)
+        if self.communication.overlap != "none" and self.run.device != "cpu":
+            raise ConfigurationError(
+                f"communication.overlap = {self.communication.overlap!r} with run.device = {self.run.device!r} is not "
+                "built in this version; set it to 'none'"
+            )
+        if self.zero.prefetch and self.communication.overlap == "none":
+            raise ConfigurationError(
+                f"zero.prefetch = {self.zero.prefetch} with communication.overlap = 'none': nothing would move what is "
+                "gathered ahead; choose the overlap 'thread' or 'poll', or set zero.prefetch = 0"
+            )
+        rules.refuse_beside_logical_shards(self)
+        rules.refuse_measured_shares(self)
+        rules.refuse_beside_16_bits(self)
+        rules.refuse_beside_tensor(self)
+        rules.refuse_recomputation(self)
+        rules.refuse_batch_warmup(self)
+        self.compression.check_beside(self.communication.compression)
+        rules.refuse_beside_compression(self)
+        self.checkpoint.check_beside("file" in (self.zero.offload_optimizer, self.zero.offload_parameters))
+        self.chaos.check_steps(self.run.steps)
+        lock_step = self.parallel.strategy != "parameter_server" or self.parameter_server.lock_step
+        if self.energy.shift and not lock_step:
+            raise ConfigurationError(
+                "energy.shift = true with a parameter server that is not in lock-step: each worker would have to wait "
+                "by itself, which is not built; set it to false, or parameter_server.consistency = 'bsp'"
+            )
+        self.checkpoint.check_steps(lock_step, self.data.validation_fraction > 0)
+        microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
+        for samples in self.run.batches.sizes:
+            key = "run.global_batch" if samples == self.run.global_batch else "a stage of run.batch_warmup"
+            if microbatches > samples:
+                raise ConfigurationError(
+                    f"parallel.microbatches = {microbatches} of {key} = {samples} samples: some would always be "
+                    f"empty; use at most {samples}"
+                )
+            if pipeline > 1 and samples % microbatches:
+                raise ConfigurationError(
+                    f"{key} = {samples} does not divide into parallel.microbatches = {microbatches} for a pipeline of "
+                    f"{pipeline}; choose a multiple of {microbatches} samples"
+                )
+
+    def check_world(self, data_ranks: int) -> None:
+        """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis.
+
+        Or too few of them for what is to be measured.
+        """
+        rules.refuse_noise_scale(self, data_ranks)
+        smallest = self.run.batches.smallest
+        if smallest < data_ranks:
+            key = "a stage of run.batch_warmup" if self.run.batch_warmup else "run.global_batch"
+            raise ConfigurationError(
+                f"{key} = {smallest} is fewer samples than the {data_ranks} data ranks "
+                f"(parallel.data); each needs at least one: use at least {data_ranks} samples, or fewer ranks"
+            )
+        if 0 < self.run.logical_shards < data_ranks:
+            raise ConfigurationError(
+                f"run.logical_shards = {self.run.logical_shards} is fewer than the {data_ranks} data ranks "
+                f"(parallel.data); each needs at least one: use at most {self.run.logical_shards} ranks, or as many "
+                "shards from the start of the run"
+            )
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe and, for every key, the place that its value came from."""
+
+    recipe: Recipe
+    origin: Mapping[str, str]
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Return every key that a recipe may have, as ``section.name``, with its default."""
+    return flat(Recipe())
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of ``recipe`` by key."""
+    return {f"{section}.{name}": value for section, keys in asdict(recipe).items() for name, value in keys.items()}
+
+
+def load(
+    path: str | os.PathLike[str] | settings.Settings | None = None,
+    overrides: Iterable[str] | settings.Settings = (),
+    environment: Mapping[str, str] | None = None,
+) -> ResolvedRecipe:
+    """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
+
+    Either may be settings that were checked already, as those of a sweep, in the place of the file or the overrides.
+    A relative path, as in ``data.path``, counts from the directory of the file that has it, or else from the current
+    directory.
+    Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
+    run, and UsageError for an override without a value.
+    """
+    environment = os.environ if environment is None else environment
+    known = defaults()
+    sources = [
+        settings.site(environment, known),
+        settings.user(environment, known),
+        path if path is None or isinstance(path, settings.Settings) else settings.file(Path(path), "recipe", known),
+        settings.variables(environment, known),
+        overrides if isinstance(overrides, settings.Settings) else settings.overrides(overrides, known),
+    ]
+    return _resolve(sources)
+
+
+def load_stored(path: str | os.PathLike[str]) -> Recipe:
+    """Return the recipe that a run keeps in ``path``: nothing but the file counts. Raises ConfigurationError."""
+    return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
+
+
+def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
+    values = dict(defaults())
+    origin = dict.fromkeys(values, DEFAULT)
+    for source in sources:
+        if source is not None:
+            values.update(source.values)
+            origin.update(source.origin)
+    try:
+        sections = {item.name: item.default_factory for item in fields(Recipe)}
+        recipe = Recipe(**{name: kind(**_section_values(values, name)) for name, kind in sections.items()})  # type: ignore[operator]
+    except ConfigurationError as error:
+        # A value of another file or the environment is easily forgotten: say where it stands.
+        named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
+        raise ConfigurationError(f"{error} ({', '.join(named)})" if named else str(error)) from error
+    return ResolvedRecipe(recipe, origin)
+
+
+def _section_values(values: Mapping[str, Any], section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(section + ".")}
+
+
+def dump(recipe: Recipe) -> str:
+    """Return ``recipe`` as TOML, with every key: `load_stored` gives an equal recipe."""
+    tables = []
+    for section, keys in asdict(recipe).items():
+        tables.append("\n".join([f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in keys.items())]))
+    return "\n\n".join(tables) + "\n"
+
+
+def toml_value(value: bool | int | float | str | tuple[int | str, ...]) -> str:
+    """Return ``value`` as it is written in TOML. Raises ConfigurationError for text that is not Unicode."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf, nan and exponents are written alike in both languages
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{value!r} is not valid Unicode; rename the file or directory") from None
+    # A TOML basic string is a JSON string in which DEL must be escaped too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def digest(recipe: Recipe) -> str:
+    """Return a short name for the run that ``recipe`` describes: equal for equal recipes."""
+    return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
+
+
+# What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
+OPERATIONAL: Final = (
+    *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
+    *("checkpoint.", "energy.", "telemetry.", "chaos.", "survival."),
+    "precision.",  # no bit of the state is rounded: see `contradictions`
+)
+OPERATIONAL_KEYS: Final = (
+    "run.steps",
+    "data.digest",
+    "data.shares",
+    "data.staged",
+    "run.device",
+    "run.logical_shards",
+    "run.sentinel_every_steps",
+    "run.suspicious_factor",
+    "run.recompute_every_steps",
+    "run.noise_scale_every_steps",
+    "run.log_every_s",
+)
+
+
+def is_operational(key: str) -> bool:
+    """Whether a run may go on with another value of ``key`` (local)."""
+    return key.startswith(OPERATIONAL) or key in OPERATIONAL_KEYS
+
+
+def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
+    """Return, for each key in which the ``stored`` recipe differs, both values as text; none when it is the same run.
+
+    A recipe of an older version lacks keys: they had their defaults.
+    """
+    before, now = flat(stored), flat(recipe)
+    return {
+        key: f"{key} = {written(before[key])} there, {written(value)} now"
+        for key, value in now.items()
+        if before[key] != value
+    }
+
+
+def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
+    """Return what makes ``recipe`` another run than the ``stored`` one, as texts; none where it may go on with that."""
+    rounded = stored.precision.computes != recipe.precision.computes
+    return [
+        text
+        for key, text in differences(stored, recipe).items()
+        if not is_operational(key) or (rounded and key == "precision.mode")
+    ]
+
+
+def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
+    """Return how another run begins with the parameters of this one, "" where its model is another (local)."""
+    if any(text.startswith("model.") for text in contradictions):
+        return ""
+    return f"; to begin another run with its parameters: --out OTHER --init-from {run_dir}"
+
+
+def run_id(recipe: Recipe) -> str:
+    """Return a short name for the run of ``recipe``: the same for all recipes that it may go on with."""
+    kept = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
+    kept["precision.mode"] = recipe.precision.computes
+    return hashlib.blake2b(repr(sorted(kept.items())).encode(), digest_size=4).hexdigest()

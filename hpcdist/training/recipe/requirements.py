@@ -1,0 +1,120 @@
+"""Find optional packages that a recipe needs, before a job waits for its nodes.
+
+Looks for modules by name: none is imported but the filters of data in HDF5, since only HDF5 knows which of them are
+there. Asked by `hpcdist submit` and `hpcdist doctor`.
+"""
+
+import ast
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from hpcdist.reporting import regular
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe.config import DataConfig
+    from hpcdist.training.recipe.recipe import Recipe
+
+MOST_BYTES: Final = 1 << 20  # of a file with a model that is looked at
+_PATH_HOOKS: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # where modules are looked for
+
+
+class Requirement(NamedTuple):
+    """A module, the value of the recipe that needs it, and what to do where it is missing."""
+
+    module: str
+    value: str
+    cure: str
+
+
+def requirements(recipe: "Recipe") -> Iterator[Requirement]:
+    """Yield what ``recipe`` needs beyond what hpcdist is installed with."""
+    telemetry = recipe.telemetry
+    if recipe.run.device == "gpu":
+        yield Requirement("cupy", "run.device = 'gpu'", "pip install 'hpcdist[cuda12x]' (or 13x)")
+    if telemetry.prometheus != "off":
+        value = f"telemetry.prometheus = {telemetry.prometheus!r}"
+        yield Requirement("prometheus_client", value, "pip install 'hpcdist[prometheus]', or set it to 'off'")
+    if telemetry.tensorboard:
+        cure = "pip install 'hpcdist[tensorboard]', or set it to false"
+        yield Requirement("tensorboardX", "telemetry.tensorboard = true", cure)
+    if telemetry.nvtx:
+        yield Requirement("nvtx", "telemetry.nvtx = true", "pip install 'hpcdist[trace]', or set it to false")
+    if recipe.model.factory:
+        yield from _factory_requirements(recipe.model.factory)
+
+
+def missing_packages(recipe: "Recipe") -> list[str]:
+    """Return a line for each module that ``recipe`` needs and this Python does not find (local)."""
+    absent = [
+        f"{need.value} needs the module {need.module}, which {sys.executable} does not have: {need.cure}"
+        for need in dict.fromkeys(requirements(recipe))
+        if not _is_importable(need.module)
+    ]
+    return absent + _missing_hdf5_filters(recipe.data)
+
+
+def _missing_hdf5_filters(data: "DataConfig") -> list[str]:
+    """Return what the data needs to be read, as far as it can be seen from here."""
+    for place in filter(None, (data.staged, data.path)):
+        if _is_hdf5(Path(place)):
+            from hpcdist.training.data import files
+
+            return files.missing_filters(Path(place))
+    return []
+
+
+def _is_hdf5(path: Path) -> bool:
+    """Whether a file begins as HDF5 does, behind a user block or without one."""
+    try:
+        with open(regular.open_regular(path), "rb") as file:
+            heads = [file.seek(offset) is not None and file.read(8) for offset in (0, 512, 1024, 2048)]
+    except OSError:
+        return False
+    return b"\x89HDF\r\n\x1a\n" in heads
+
+
+def _is_importable(module: str) -> bool:
+    """Whether there is such a module; that one above it is not imported to find out."""
+    name = module.partition(".")[0]
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _factory_requirements(named: str) -> Iterator[Requirement]:
+    """Yield the modules that the file of a model, or the package it is in, needs to be imported."""
+    place = named.rpartition(":")[0]
+    value, cure = f"model.factory = {named!r}", "install it, or set PYTHONPATH"
+    if not place.endswith(".py"):
+        if place:
+            yield Requirement(place.partition(".")[0], value, cure)
+        return
+    path = Path(place)
+    for module in _top_level_imports(path):
+        beside = importlib.machinery.PathFinder.find_spec(module, [str(path.resolve().parent)])
+        if beside is None:
+            extra = f"pip install 'hpcdist[{module}]'" if module in ("jax", "torch") else cure
+            yield Requirement(module, value, extra)
+
+
+def _top_level_imports(path: Path) -> list[str]:
+    """Return the packages that the module in ``path`` imports in any case, none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            tree = ast.parse(file.read(MOST_BYTES))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []  # the training says what is wrong with it
+    if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PATH_HOOKS for node in ast.walk(tree)):
+        return []  # it says itself where its modules are
+    names: list[str] = []
+    for statement in tree.body:  # what is in a `try`, a function or a branch need not be there
+        if isinstance(statement, ast.Import):
+            names += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:
+            names.append(statement.module)
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))

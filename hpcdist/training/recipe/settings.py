@@ -1,0 +1,226 @@
+"""Sources of recipe values: files, environment variables, overrides, user and site profiles.
+
+Each becomes a checked `Settings`: the keys exist, the values have the right type, relative paths count from the file
+that has them. An unknown key is refused with the nearest known one.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hpcdist.batch.sites import search
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.reporting import regular
+from hpcdist.training.recipe.config import written
+
+PREFIX: Final = "HPCDIST_SET__"
+PATHS: Final = (
+    "data.path",
+    "data.staged",
+    "zero.offload_directory",
+    "telemetry.textfile_directory",
+    "checkpoint.local_directory",
+    "parallel.schedule_file",
+    "run.init_from",
+    "model.factory",
+)  # keys that hold the path of a file or directory
+GROUPS: Final = "optimizer.groups"
+NUMBERS_AS_TEXTS: Final = ("checkpoint.writers",)  # keys of texts that may be numbers
+TEXTS: Final = (
+    "chaos.kill",
+    "chaos.stall",
+    "chaos.corrupt",
+    "chaos.disk",
+    "compression.candidates",
+    GROUPS,
+)  # keys of lists of texts
+TEXTS_FOR_NUMBERS: Final = {"checkpoint.mtbf_s": "observed"}  # what may stand in the place of a number
+TYPES: Final = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of whole numbers",
+}
+
+
+@dataclass
+class Settings:
+    """Values by key, and the place of each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
+    """Return the recipe keys of the site's profile, which HPCDIST_SITE names; it must then exist."""
+    named = environment.get(search.VARIABLE)
+    if not named:
+        return None
+    keys, path = search.recipe_of(named, environment)
+    return table(keys, f"site profile {path}", known, path.parent)
+
+
+def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
+    """Return the user's own file, if there is one. Raises ConfigurationError where that cannot be seen."""
+    home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
+    path = Path(home).expanduser() / "hpcdist" / "config.toml"
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        pass  # told by whoever reads it
+    return file(path, "user file", known)
+
+
+def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
+    """Return the settings in a TOML file; errors call it ``what``.
+
+    Raises StorageError where it cannot be read, ConfigurationError for what stands in it.
+    """
+    try:
+        tree = regular.toml(path)
+    except FileNotFoundError:
+        raise StorageError(f"{what} {path}: there is no such file") from None
+    except OSError as error:
+        raise StorageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
+    return table(tree, f"{what} {path}", known, path.parent)
+
+
+def table(tree: Mapping[str, Any], place: str, known: Mapping[str, Any], base: Path) -> Settings:
+    """Return the settings in nested tables, as TOML reads them from ``place``; paths count from ``base``."""
+    settings = Settings()
+    for key, value in _flattened(tree, known):
+        _add_setting(settings, key, value, place, known, base)
+    return settings
+
+
+def variables(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings:
+    """Return the settings in variables like HPCDIST_SET__OPTIMIZER__LEARNING_RATE."""
+    settings = Settings()
+    for name in sorted(environment):
+        if name.startswith(PREFIX):
+            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+            _add_setting(
+                settings, key, _parse(key, environment[name], known), f"environment variable {name}", known, Path()
+            )
+    return settings
+
+
+def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Settings:
+    """Return the settings in overrides ``section.name=value``; the last of one key counts."""
+    settings = Settings()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text}: expected KEY=VALUE, for example --set run.steps=50")
+        key = key.strip()
+        _add_setting(settings, key, _parse(key, value.strip(), known), "--set", known, Path())
+    return settings
+
+
+def _flattened(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of all that is no table; also a table where a value belongs, or an unknown empty one."""
+    for name, value in tree.items():
+        key = prefix + name
+        section = any(other.startswith(key + ".") for other in known)
+        if isinstance(value, dict) and key not in known and (value or section):
+            yield from _flattened(value, known, key + ".")
+        else:
+            yield key, value
+
+
+def _add_setting(settings: Settings, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
+    _check_known(key, value, place, known)
+    kind = type(known[key])
+    if key in NUMBERS_AS_TEXTS and type(value) is int:
+        value = str(value)
+    try:
+        of = tuple[str, ...] if key in TEXTS else tuple[int, ...]
+        if value != TEXTS_FOR_NUMBERS.get(key, ...):
+            value = msgspec.convert(value, of if kind is tuple else kind)
+    except msgspec.ValidationError:
+        expected, example = TYPES[kind], _example(known[key])
+        if key in TEXTS:
+            expected, example = "a list of texts", "['*.bias: weight_decay=0.0']" if key == GROUPS else "['1@20']"
+        elif key in TEXTS_FOR_NUMBERS:
+            expected += f" or {TEXTS_FOR_NUMBERS[key]!r}"
+        raise ConfigurationError(
+            f"{key} = {value!r} in {place} has the wrong type: expected {expected}, such as {example}"
+        ) from None
+    # The factory of a model may be one of a module that Python finds by its name.
+    if key in PATHS and value and (key != "model.factory" or ".py:" in value):
+        value = os.path.abspath(base / Path(value).expanduser())
+    settings.values[key] = value
+    settings.origin[key] = place
+
+
+def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
+    """Return ``text`` as a value of the type of ``key``; unchanged where it is none, so that the error can quote it."""
+    kind = type(known.get(key, text))  # an unknown key is refused with its text
+    if key in TEXTS_FOR_NUMBERS and text.strip("'\"") == TEXTS_FOR_NUMBERS[key]:
+        return TEXTS_FOR_NUMBERS[key]
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        if kind is int or kind is float:
+            return kind(text)
+        if kind is tuple:
+            return tomllib.loads(f"list = {text}")["list"]
+        # Quotes are not needed around a text, but whoever copies a line of TOML has them.
+        return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
+    except (ValueError, KeyError):
+        return text
+
+
+def _example(default: Any) -> str:
+    return "[0, 1]" if isinstance(default, tuple) else written(default)
+
+
+def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:
+    if key in known:
+        return
+    section = key.partition(".")[0]
+    sections = list(dict.fromkeys(other.partition(".")[0] for other in known))
+    if key in sections:
+        raise ConfigurationError(
+            f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"
+        )
+    nearest = _nearest_key(key, known, sections)
+    if nearest:
+        cure = f"the nearest known is {nearest!r}"
+    elif section in sections:
+        names = ", ".join(other.partition(".")[2] for other in known if other.startswith(section + "."))
+        cure = f"keys of [{section}] are: {names}"
+    else:
+        cure = f"sections are: {', '.join(sections)}"
+    raise ConfigurationError(f"unknown key {key!r} in {place}; {cure}")
+
+
+def _nearest_key(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:
+    """Return the known key, or section, most like ``key``; the right name in the wrong section is the likeliest."""
+    section, _, name = key.rpartition(".")
+    names = {other.rpartition(".")[2]: other for other in reversed(list(known))}
+    if name in names:
+        return names[name]
+    if not section:
+        close = difflib.get_close_matches(key, sections, 1) or difflib.get_close_matches(key, names, 1)
+        return names.get(close[0], close[0]) if close else None
+    beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
+    close = difflib.get_close_matches(name, beside, 1)
+    if close:
+        return f"{section}.{close[0]}"
+    initials = ["".join(word[0] for word in other.split("_")) for other in beside]
+    if name in initials:  # lr, wd
+        return f"{section}.{beside[initials.index(name)]}"
+    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(key, known, 1, 0.8)
+    return names.get(close[0], close[0]) if close else None

@@ -1,0 +1,49 @@
+"""Entry point of `hpcdist train`: the processes of a job as the launcher started them.
+
+Installs the signal handlers, starts MPI, prepares the run directory, and runs the plain job or, under `hpcdist run
+--survive`, the elastic one. Leaves with the agreed exit code.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.failure import failfast
+from hpcdist.comm.launch import standard_streams
+from hpcdist.comm.start import start
+from hpcdist.training import run_directory
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.elastic import job as elastic_job
+from hpcdist.training.elastic import membership
+from hpcdist.training.recipe import rules
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run.checkpoint_timer import end_of_job
+from hpcdist.training.run.job import TrainingJob
+from hpcdist.training.run.stop_requests import StopRequests
+
+
+def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
+    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
+
+    Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops. A job that `hpcdist
+    run --survive` started goes on when ranks die.
+    """
+    standard_streams.tolerate()
+    wishes = StopRequests(ends=end_of_job(limit_s, time.time(), os.environ))
+    wishes.listen()
+    lock = RunLock()
+    wishes.starts(lock.release, failfast.note_end)  # a signal before the end of the first step finds nothing to save
+    mode, spares = membership.mode_of()
+    if mode:
+        rules.refuse_beside_survival(recipe, mode, spares)
+    communication = recipe.communication
+    session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
+    survived = elastic_job.begin_membership(session, mode, spares) if mode else None
+    run = run_directory.prepare_run_directory(session.comm, recipe, out, resume, lock)
+    job = TrainingJob(recipe, run, wishes, lock, as_json)
+    origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
+    if survived is None:
+        session.leave(job.train(session, recipe, origin))
+    else:
+        elastic_job.ElasticJob(job, session, survived).run(origin)

@@ -1,0 +1,261 @@
+"""Training job from start to end: assemble, introduce, train, evaluate, report, exit code.
+
+It holds what stays the same while a run goes on, whoever trains it: the recipe, the run directory, the lock and the
+stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
+"""
+
+import json
+import math
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.launch import exit_file, standard_streams
+from hpcdist.comm.record.spans import Spans
+from hpcdist.comm.start import Session
+from hpcdist.errors import OK
+from hpcdist.models.model import Model
+from hpcdist.optim import rates
+from hpcdist.reporting.units import counted
+from hpcdist.strategies.core.grid import ORDER, rank_map, spread_groups
+from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE
+from hpcdist.telemetry.provenance import provenance
+from hpcdist.training import run_directory
+from hpcdist.training.build.state_source import CheckpointSource, StateSource, from_intact_source
+from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.observe import figures, noise_scale
+from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.energy_summary import energy_attributes
+from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run.async_loop import loop_class
+from hpcdist.training.run.loop import RunOutcome, TrainingLoop
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
+from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
+
+
+@dataclass
+class TrainingJob:
+    """What stays the same while a run goes on, whoever trains it."""
+
+    recipe: Recipe
+    run: run_directory.RunDirectory
+    wishes: StopRequests
+    lock: RunLock
+    as_json: bool
+    holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
+    lives: list[dict[str, Any]] = field(default_factory=list)  # that followed the death of ranks: see telemetry.lives
+    entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
+    given: Model | None = None  # by a script, which brings the batches, too
+
+    def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
+        """Train to the end, or until somebody wishes to stop; return the exit code of all ranks. Collective."""
+        session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
+        trainer, _ = self.assemble(session, recipe, origin)
+        progress = self.progress(trainer)
+        self.introduce(session, trainer, progress)
+        loop = self.loop(session, trainer, progress)
+        return self.finish(loop, self.steps(loop))
+
+    def assemble(
+        self, session: Session, recipe: Recipe, origin: StateSource | None
+    ) -> tuple[Trainer, StateSource | None]:
+        """Build the run from ``origin``, or from a checkpoint before that where its bytes are damaged. Collective."""
+        trainer, used = from_intact_source(
+            session.comm, self.run.path, origin, lambda candidate: assemble(session, recipe, candidate, self.given)
+        )
+        # Where it came from memory, the checkpoint of an earlier start may be gone by now.
+        self.run = replace(self.run, resume_from=used.path if isinstance(used, CheckpointSource) else None)
+        return trainer, used
+
+    def described(self, life: int) -> dict[str, Any]:
+        """Return what a process is told that comes to train in ``life`` (local)."""
+        told = {"recipe": self.recipe, "run": self.run, "ends": self.wishes.ends, "as_json": self.as_json}
+        return told | {"holder": self.holder, "lives": self.lives, "life": life}
+
+    def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
+        """Say what begins (rank 0 does, the others have nothing to do)."""
+        if session.comm.rank == 0:
+            exit_file.announce_run(self.run.path)
+            _log_introduction(progress, session, trainer, self.run, self._entropies(trainer))
+
+    def progress(self, trainer: Trainer) -> ConsoleProgress:
+        """Return what a person sees of the run (local)."""
+        run = trainer.recipe.run
+        shown = trainer.comm.rank == 0
+        return ConsoleProgress(run.steps, trainer.first_step, run.log_every_s, shown, unit=trainer.speed_unit)
+
+    def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
+        if self.entropies is None:
+            self.entropies = figures.text_entropies(trainer.source)
+        return self.entropies
+
+    def loop(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> TrainingLoop:
+        """Return the loop of ``trainer``, with files and sensors open. Collective."""
+        drain = session.spans.drain if isinstance(session.spans, Spans) else None
+        energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
+        attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
+        return loop_class(trainer)(session, trainer, self.run.path, progress, attributes, self.wishes, energy)
+
+    def steps(self, loop: TrainingLoop) -> "JobResult":
+        """Make the steps that are left, and evaluate. Collective."""
+        energy = loop.energy
+        with energy.monitor:
+            try:
+                with energy.window("training"):
+                    outcome = loop.run()
+            except BaseException:
+                loop.streaming.close(normal=False)
+                raise
+            loop.progress.close()
+            val_loss = float("nan")
+            if outcome.wish is None:
+                with loop.onlookers.phase("validation", "validation"), loop.wishes.all_saved():
+                    val_loss = mean_validation_loss(loop.trainer)
+        loop.metrics.flush()
+        return JobResult(outcome, val_loss)
+
+    def finish(self, loop: TrainingLoop, result: "JobResult") -> int:
+        """Report, and give back what the job had; return its exit code. Collective."""
+        trainer, outcome = loop.trainer, result.outcome
+        comm = loop.session.comm
+        entropies = self._entropies(trainer) if comm.rank == 0 else {}
+        summary = summarise(comm, trainer, outcome, self.run.path, result.val_loss, entropies)
+        summary |= loop.energy.figures(outcome.done, trainer.model.tokens_per_sample)
+        summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
+        if comm.rank == 0:
+            known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
+            more = figures.consensus_figures(trainer) | noise_scale.noise_figures(trainer)
+            more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
+            moved = summary["bytes_moved_per_step"] or {}
+            more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}
+            more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
+            known |= {name: found for name, found in more.items() if found is not None}
+            loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
+            print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
+            if self.as_json:
+                print(json.dumps(summary))
+            sys.stdout.flush()
+            failure = standard_streams.failure()
+            if failure is not None:
+                print(
+                    f"hpcdist: standard output cannot be written ({failure.strerror}); see `hpcdist report "
+                    f"{self.run.path}` for what the run has measured",
+                    file=sys.stderr,
+                )
+            stopped = "" if outcome.wish is None else self._how_to_go_on(outcome.done, trainer)
+            if not exit_file.announce_completion(stopped) and stopped:
+                print(stopped, file=sys.stderr, flush=True)
+        trainer.close()
+        self.lock.release()
+        return OK if outcome.wish is None else EXIT_CODES[outcome.wish]
+
+    def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
+        """Return the line that a stopped run ends with: the very command that goes on, where this process knows it."""
+        stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
+        typed = os.environ.get(exit_file.COMMAND)
+        if self.given is not None and typed:
+            return f"{stopped} {shlex.join(exit_file.resume_command(shlex.split(typed), self.run.path, script=True))}"
+        if self.given is not None:
+            return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
+        words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
+        if "train" not in words:
+            recipe = self.run.path / run_directory.RECIPE_FILE
+            return f"{stopped} hpcdist train {recipe} --out {self.run.path} --resume auto"
+        alone = typed or trainer.comm.size == 1
+        launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"
+        return f"{stopped} {shlex.join(exit_file.resume_command(words, self.run.path))}{launcher}"
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What became of the steps, and how good the model is then; NaN where nobody looked."""
+
+    outcome: RunOutcome
+    val_loss: float
+
+
+def _metrics_attributes(
+    session: Session, trainer: Trainer, entropies: dict[str, float | None]
+) -> dict[str, float | str]:
+    """Return what the metrics file says of its run beside the rows."""
+    known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
+    made = trainer.recipe.chaos.described()
+    chaos = {"chaos": made} if made else {}
+    kept: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    return {**provenance(mpi_library=session.library), **known, **kept, **chaos}
+
+
+def _log_introduction(
+    progress: ConsoleProgress,
+    session: Session,
+    trainer: Trainer,
+    run: run_directory.RunDirectory,
+    entropies: dict[str, float | None],
+) -> None:
+    grid, model = trainer.grid, trainer.model
+    axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
+    progress.say(
+        f"{model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
+        f"{counted(session.place.nodes, 'node')}: {axes}; {figures.describe_architecture(trainer)}; "
+        f"MPI: {session.library.partition(', ')[0]}"
+    )
+    if grid.size > grid.data:
+        nodes = trainer.comm.nodes().members
+        for line in rank_map(grid, nodes):
+            progress.say(line)
+        warning = spread_groups(grid, nodes)
+        if warning:
+            progress.say(f"warning: {warning}")
+    gathered = figures.warn_of_whole_gathers(trainer)
+    if gathered:
+        progress.say(f"warning: {gathered}")
+    if trainer.recipe.chaos.on:
+        progress.say(f"chaos: {trainer.recipe.chaos.described()}")
+    scaled = rates.describe_rate(trainer.recipe.optimizer, trainer.recipe.run.batches)
+    if scaled:
+        progress.say(scaled)
+    for line in trainer.plan.table() if trainer.plan is not None else ():
+        progress.say(line)
+    chosen = trainer.selection.described()
+    if chosen:
+        progress.say(chosen)
+    if trainer.compression.described():
+        progress.say(trainer.compression.described())
+    if trainer.proof is not None and trainer.comm.size > 1:
+        progress.say(
+            f"step proven free of deadlock: {trainer.proof.messages} messages between stages, "
+            f"{counted(trainer.proof.meetings, 'collective')}"
+        )
+    progress.say(f"data: {trainer.source.description}")
+    known = [f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None]
+    if known:
+        progress.say(f"entropy of the training text in nats a token: {', '.join(known)}")
+    if run.changed:
+        progress.say(f"other than in the start before: {run.changed}")
+    reshaped = _changed_rate_text(trainer, run.steps_before)
+    if reshaped:
+        progress.say(reshaped)
+    if run.resume_from is not None:
+        progress.say(f"resumed from {run.resume_from} after {trainer.first_step} steps")
+    progress.say(f"run directory {run.path}")
+
+
+def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:
+    """Return what another run.steps makes of the learning rate, "" where nothing (local)."""
+    optimizer, steps = trainer.seat.optimizer, trainer.recipe.run.steps
+    step = max(trainer.first_step, math.ceil(optimizer.warmup_steps)) + 1  # the rates of a warm-up are the same
+    if steps_before is None or step > steps:
+        return ""
+    update = step - trainer.executor.loss_scale.skipped
+    before, now = (rates.learning_rate(optimizer, update, total) for total in (steps_before, steps))
+    if before == now:
+        return ""
+    return (
+        f"run.steps was {steps_before} and is {steps}, where optimizer.decay = {optimizer.decay!r} ends: the learning "
+        f"rate of step {step} is {now:.3g} instead of {before:.3g}"
+    )

@@ -1,0 +1,146 @@
+"""Save checkpoints of a run: blocking or in the background, in a striped directory.
+
+`CheckpointSaver` lets all ranks wait for the disk; `BackgroundCheckpointSaver` takes a snapshot that threads write
+beside the next steps. Before the first save the directory of checkpoints is spread over the servers of a striped file
+system (Lustre, BeeGFS); where that fails, the run says so and goes on.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcdist.checkpoint import stripe
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.saving.incremental import IncrementalWriter
+from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
+from hpcdist.comm.communicator import Communicator
+from hpcdist.hdf5.overlay import Overlay
+from hpcdist.training.build import state
+from hpcdist.training.build.trainer import Trainer
+
+
+class CheckpointSaver:
+    """Saves the state of ``trainer`` in ``directory``, and waits for it. Collective, unless a method says not."""
+
+    waits = True  # whether a checkpoint is complete when `save` returns
+    is_busy = False  # whether one is under way; the same on all ranks
+
+    def __init__(self, trainer: Trainer, directory: Path) -> None:
+        self.trainer, self.directory = trainer, directory
+        self.opens: Callable[[int], Callable[[Path], Overlay]] | None = None  # makes the files of a step, if need be
+        self._kept = IncrementalWriter() if trainer.recipe.checkpoint.incremental else None
+
+    def save(self, step: int, **kept: Any) -> Path:
+        """Save the state after ``step`` steps, and what else is ``kept``; return where it lies, or will lie."""
+        trainer = self.trainer
+        trainer.flush()
+        plan = self.plan(step, kept)
+        return save_planned(
+            plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept
+        )
+
+    def plan(self, step: int, kept: Mapping[str, Any]) -> SavePlan:
+        """Return the checkpoint after ``step`` steps (local)."""
+        plan = state.save_plan(self.trainer, self.directory, step, kept)
+        return plan if self.opens is None else replace(plan, opens=self.opens(step))
+
+    def numbers(self) -> np.ndarray:
+        """Return what the ranks sum in every step for `settle` (local)."""
+        return np.zeros(0)
+
+    def goes_on(self, sums: np.ndarray) -> bool:
+        """Whether `settle` would have something to do; the same on all ranks (local)."""
+        return False
+
+    def settle(self, sums: np.ndarray) -> None:
+        """Go on with the checkpoint that is under way, by the ``sums`` of `numbers` over all ranks."""
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is under way, after a death: it never becomes visible (local)."""
+
+
+class BackgroundCheckpointSaver(CheckpointSaver):
+    """Takes a snapshot, which is written beside the steps that follow."""
+
+    waits = False
+
+    def __init__(self, trainer: Trainer, directory: Path) -> None:
+        super().__init__(trainer, directory)
+        local = trainer.recipe.checkpoint.local_directory
+        self._background = BackgroundCheckpoints(
+            trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, kept=self._kept
+        )
+
+    @property
+    def is_busy(self) -> bool:  # type: ignore[override]
+        """Whether a checkpoint is under way."""
+        return self._background.is_busy
+
+    def save(self, step: int, **kept: Any) -> Path:
+        """Begin to save the state after ``step`` steps, once the checkpoint before is complete."""
+        trainer = self.trainer
+        trainer.flush()
+        plan = self.plan(step, kept)
+        self._background.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
+        return plan.final
+
+    def numbers(self) -> np.ndarray:
+        """Return whether this rank is still at work, and whether it has failed."""
+        return self._background.numbers()
+
+    def goes_on(self, sums: np.ndarray) -> bool:
+        """Whether nobody is at work any more, or somebody has failed."""
+        return self._background.goes_on(sums)
+
+    def settle(self, sums: np.ndarray) -> None:
+        """Let the checkpoint become visible when all have written."""
+        self._background.settle(sums)
+
+    def finish(self) -> None:
+        """Wait for it."""
+        self._background.finish()
+
+    def abandon(self) -> None:
+        """Wait for this rank's thread, and no other."""
+        self._background.abandon()
+
+
+def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
+    """Return how the recipe of ``trainer`` wants it (local)."""
+    kind = BackgroundCheckpointSaver if trainer.recipe.checkpoint.asynchronous else CheckpointSaver
+    return kind(trainer, directory)
+
+
+def stripe_checkpoints(
+    comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
+) -> None:
+    """Stripe ``directory``, made when missing, for ``state_bytes`` of each rank. Collective over ``comm``.
+
+    Rank 0 does, and ``say``s the command. When it fails, that is said, and the run goes on: files then have the stripes
+    that the site gives them.
+    """
+    wanted = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
+    if not comm.broadcast_object(wanted):
+        return
+    total = sum(comm.allgather_object(state_bytes))
+    writers = int(config.writers) if config.writers.isdecimal() else comm.size
+    if config.writers == "node":
+        writers = comm.nodes().count
+    if comm.rank > 0:
+        return
+    plan = stripe.plan(directory, total, min(writers, comm.size), config.stripe)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # the save will say so
+    failure = stripe.apply(plan)
+    say(f"stripes of the checkpoints: {plan.text} ({plan.why})")
+    if failure:
+        say(f"warning: {failure}; checkpoints have the stripes that the file system gives them")

@@ -1,0 +1,154 @@
+"""Record of the starts of a run and how they ended, and the mean time between failures from it.
+
+A start that was not ended by the run itself is a failure: its work since the last checkpoint is lost. (A rank failure
+that the others survived is noted and does not count: their state came from memory, so it is no reason to save more
+often.) With T seconds of all starts together, r of which have failed, the estimate is
+
+    mtbf = T / (r + 1)
+
+which is finite and grows with T while nothing fails. It is the time over the mean of the failure rate's posterior,
+Gamma(r + 1, T), for failures at random times (a Poisson count) and a flat prior: A. Gelman et al., Bayesian Data
+Analysis, 3rd ed. 2013, section 2.6. The time of maximum likelihood, T / r, does not exist before the first failure.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.comm.launch.exit_file import LAUNCH_DIR, SURVIVE
+from hpcdist.reporting import atomic, regular
+
+STARTS_FILE: Final = "starts.json"
+HEARTBEAT_S: Final = 10.0  # how old the last sign of life may become
+LATEST_S: Final = 1e11  # since 1970: no clock shows it
+FINISHED: Final = "finished"
+STOPPED: Final = "stopped"  # saved, and left by somebody's wish
+
+
+@dataclass(frozen=True)
+class StartEntry:
+    """One start: ``began`` and last ``seen`` at so many seconds since 1970; ``end`` is "" while nobody has ended it.
+
+    ``launch`` is the same for all processes of a start, whichever of them writes; "" where the launcher gave it no
+    name. It ``survives`` the death of ranks in one of `comm.ending.WAYS`, or "" not; ``deaths`` were outlived.
+    """
+
+    began: float
+    seen: float
+    end: str = ""
+    launch: str = ""
+    survives: str = ""
+    deaths: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted; 0 where the clock was put back."""
+        return max(0.0, self.seen - self.began)
+
+
+class StartRecord:
+    """The record of the run in ``directory``, for the one rank that writes it (local). This start is added to it."""
+
+    def __init__(
+        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None, warn: bool = True
+    ) -> None:
+        if launch is None:
+            launch = Path(os.environ.get(LAUNCH_DIR, "")).name
+        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
+        self._writes = True  # unless the record cannot be read: a new one would lack what is in it
+        found, now = self._read(), clock()
+        # After the death of the rank that wrote it, another one goes on with the same start.
+        survives = os.environ.get(SURVIVE, "")
+        resumed = bool(found) and bool(launch) and found[-1].launch == launch and not found[-1].end
+        self.own = found.pop() if resumed else StartEntry(now, now, launch=launch, survives=survives)
+        self.before = tuple(found)
+        self._seen(now)
+
+    @property
+    def failures(self) -> int:
+        """How many of the starts before this one ended by nobody's wish."""
+        return sum(not start.end for start in self.before)
+
+    @property
+    def seconds(self) -> float:
+        """How long all starts have lasted together, this one up to now."""
+        now = replace(self.own, seen=self._clock())
+        return sum(start.seconds for start in (*self.before, now))
+
+    @property
+    def mtbf_s(self) -> float:
+        """The mean time between failures by the estimate above; 0 in the first moment of a run."""
+        return self.seconds / (self.failures + 1)
+
+    def alive(self, certainly: bool = False) -> None:
+        """Take note that the run goes on: now and then, or ``certainly``."""
+        now = self._clock()
+        if certainly or not 0 <= now - self.own.seen < HEARTBEAT_S:
+            self._seen(now)
+
+    def survived(self, deaths: int) -> None:
+        """Take note that the others go on without ``deaths`` ranks."""
+        self.own = replace(self.own, deaths=self.own.deaths + deaths)
+        self._seen(self._clock())
+
+    def ended(self, end: str) -> None:
+        """Take note that this start ends as it should, by FINISHED or STOPPED."""
+        self.own = replace(self.own, end=end)
+        self._seen(self._clock())
+
+    def _seen(self, now: float) -> None:
+        self.own = replace(self.own, seen=now)
+        if not self._writes:
+            return
+        try:
+            atomic.write(self._path, json.dumps([asdict(start) for start in (*self.before, self.own)]))
+        except OSError as error:  # no reason to end a run that can go on
+            self._tell(f"{self._path} cannot be written ({error.strerror}): this start may count as failed")
+
+    def _read(self) -> list[StartEntry]:
+        try:
+            return read_starts(self._path)
+        except (OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            if regular.is_damage(error):
+                aside = atomic.set_aside(self._path)
+                now = "" if aside is None else f"; it is now {aside.name}"
+            else:
+                self._writes, now = False, "; it stays as it is, and this start is not in it"
+            self._tell(f"{self._path} cannot be read ({reason}): the time between failures counts from this start{now}")
+            return []
+
+    def _tell(self, text: str) -> None:
+        if self._warn:
+            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+        self._warn = False
+
+
+def read_starts(path: Path) -> list[StartEntry]:
+    """Return the starts in the record ``path``, none where there is none.
+
+    Raises OSError, ValueError or TypeError for a damaged one.
+    """
+    try:
+        rows = regular.json_value(path)
+    except FileNotFoundError:
+        return []
+    if not isinstance(rows, list):
+        raise TypeError(f"it holds no list of starts, but {str(rows)[:40]}")
+    return [_checked(each) for each in rows]
+
+
+def _checked(found: Any) -> StartEntry:
+    """Return a start as the record has it. Raises TypeError for anything else."""
+    start = StartEntry(**found) if isinstance(found, dict) else None
+    numbers = () if start is None else (start.began, start.seen, start.deaths)
+    texts = () if start is None else (start.end, start.launch, start.survives)
+    right = all(isinstance(number, int | float) and 0 <= number < LATEST_S for number in numbers)
+    if start is None or not right or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{str(found)[:200]} is no start")
+    return start

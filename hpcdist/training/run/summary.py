@@ -1,0 +1,357 @@
+"""Summary of a run: throughput, communication, memory, losses and energy, as figures and as text.
+
+The same on every rank. What was not measured is None, with the reason beside it. Ranks in lock-step are as fast as
+the slowest of each step; workers that do not wait for each other are counted each by its own steps.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.strategies.core.grid import ORDER
+from hpcdist.telemetry.provenance import pss_bytes
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.observe import figures, noise_scale
+from hpcdist.training.observe.energy_summary import describe_energy
+from hpcdist.training.run.loop import RunOutcome
+
+NO_STEP_MADE: Final = "no step was made in this start"
+NOT_VISIBLE: Final = "a collective of the MPI library was used, and what it sends is not visible"
+NOT_COUNTED: Final = (
+    "what ranks compare before each collective goes through the MPI library's own, and what that sends is not visible; "
+    "set communication.checked to false to count"
+)
+NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
+OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
+LOADED_FIGURE: Final = "bytes_loaded_per_step"
+PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
+Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, as `outcome.Steps.measured`
+
+
+@dataclass(frozen=True)
+class StepThroughput:
+    """How fast the steps of this start were; NaN where none was made, or where nobody knows."""
+
+    tokens_per_s: float = math.nan
+    step_s: float = math.nan
+    training_s: float = 0.0
+    sent_bytes: float = math.nan
+
+
+def lock_step_throughput(
+    ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True
+) -> StepThroughput:
+    """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
+
+    A step takes as long as its slowest worker, and sends what the rank sent that sent most: the median step where all
+    are ``alike``, else their mean. Where not every step is in the sample, the slowest worker's sum over all steps is
+    scaled by what the sample says of the slowest of each step.
+    """
+    if not workers[0]["count"]:
+        return StepThroughput()
+    slowest = [max(step_s for step_s, _ in step) for step in zip(*map(_steady, workers), strict=True)]
+    sent = [_most([nbytes for _, nbytes in step]) for step in zip(*map(_steady, ranks), strict=True)]
+    count, steady_s = max(1, workers[0]["count"] - 1), sum(slowest)
+    if count > len(slowest):
+        longest = max(workers, key=lambda rank: rank["sums"]["step_s"])
+        steady_s *= longest["sums"]["step_s"] / sum(step_s for step_s, _ in longest["sample"])
+    first_s = max(rank["first"]["step_s"] for rank in workers) if workers[0]["count"] > 1 else 0.0
+    return StepThroughput(
+        tokens_per_s=targets * count / steady_s,
+        step_s=statistics.median(slowest),
+        training_s=first_s + steady_s,
+        sent_bytes=math.nan if math.isnan(sum(sent)) else (statistics.median if alike else statistics.mean)(sent),
+    )
+
+
+def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
+    """Return the pace of ``workers``, among ``ranks``, of which none waits for another (local).
+
+    Training lasts from the beginning of the loop to the end of the last step of all. Tokens are those of all steps but
+    the first of each worker, and the time in which they were processed begins when the first worker has ended its
+    first. A step takes the median over the workers of their own medians. A worker sends the median of its own steps, a
+    rank that serves a mean; the result is of the rank that sends most.
+    """
+    made = [rank for rank in workers if rank["count"]]
+    if not made:
+        return StepThroughput()
+    training_s = max(rank["first"]["step_s"] + rank["sums"].get("step_s", 0.0) for rank in made)
+    targets = sum(rank["sums"].get("targets", 0) for rank in made)
+    if targets:
+        tokens_per_s = targets / (training_s - min(rank["first"]["step_s"] for rank in made))
+    else:
+        tokens_per_s = sum(rank["first"]["targets"] for rank in made) / training_s
+    served = [rank["served"] for rank in ranks if not math.isnan(rank["served"])]
+    own = [rank for rank in ranks if rank["count"] and math.isnan(rank["served"])]
+    return StepThroughput(
+        tokens_per_s=tokens_per_s,
+        step_s=statistics.median(statistics.median(step_s for step_s, _ in _steady(rank)) for rank in made),
+        training_s=training_s,
+        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes in _steady(rank)) for rank in own)]),
+    )
+
+
+def _most(counts: Sequence[float]) -> float:
+    """Return the maximum; NaN where any is: it might be the most."""
+    return math.nan if math.isnan(sum(counts)) else max(counts)
+
+
+def _steady(rank: Rank) -> Sequence[tuple[float, float]]:
+    """Return seconds and bytes of the sampled steps, without the first one unless there is no other."""
+    first = rank["first"]
+    return rank["sample"] or ([(first["step_s"], first["sent_bytes"])] if rank["count"] else [])
+
+
+def _mean(rank: Rank, figure: str) -> float:
+    """Return the mean of ``figure`` over the steps but the first, unless there is no other; NaN where there is none."""
+    if rank["count"] > 1:
+        return float(rank["sums"].get(figure, math.nan)) / (rank["count"] - 1)
+    return float(rank["first"].get(figure, math.nan))
+
+
+def summarise(
+    comm: Communicator,
+    trainer: Trainer,
+    outcome: RunOutcome,
+    directory: Path,
+    val_loss: float,
+    entropies: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the summary, the same on every rank. Collective.
+
+    What was not measured is None, with the reason beside it. ``comm_fraction`` is the mean over the ranks that compute:
+    a rank that only serves waits for most of its time, and that is no communication.
+    """
+    ranks = comm.allgather_object(_measured(trainer, outcome))
+    workers = [rank for rank in ranks if rank["computes"]]
+    if trainer.exchange.lock_step:
+        alike = trainer.recipe.parallel.strategy != "local_sgd"
+        pace = lock_step_throughput(ranks, workers, _targets(trainer, outcome), alike=alike)
+    else:
+        pace = async_throughput(ranks, workers)
+    shares = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in workers if rank["count"]]
+    pss = [rank["pss"] for rank in ranks]
+    summary = {
+        "steps": outcome.done,
+        "world": comm.size,
+        "strategy": trainer.recipe.parallel.strategy,
+        "architecture": figures.describe_architecture(trainer),
+        "grid": {axis: getattr(trainer.grid, axis) for axis in ORDER},
+        "algorithm": trainer.exchange.algorithm,
+        "selection_from": trainer.selection.source,
+        "selection_s": trainer.selection.seconds,
+        "compression": trainer.compression.numbers(),
+        "parameters": trainer.model.layout.parameters,
+        "train_loss": _number(outcome.loss),
+        "val_loss": _number(val_loss),
+        "entropy": entropies,
+        "tokens_per_s": _number(pace.tokens_per_s),
+        "speed_unit": trainer.speed_unit,
+        "step_s_median": _number(pace.step_s),
+        "comm_fraction": _number(statistics.mean(shares)) if shares else None,
+        **figures.utilisation_figures(comm, trainer, pace.tokens_per_s, NO_STEP_MADE),
+        **overlap_figures(workers),
+        **prefetch_figures(workers),
+        "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
+        "bytes_moved_per_step": moved_figures(ranks, pace.sent_bytes),
+        LOADED_FIGURE: loaded_figure(ranks),
+        "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
+        "peak_bytes_total": max(rank["held"] for rank in ranks),
+        "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
+        "skipped_steps": trainer.executor.loss_scale.skipped,
+        "loss_scale": trainer.executor.loss_scale.scale,
+        "training_s": pace.training_s,
+        "chaos": trainer.recipe.chaos.described() or None,
+        "lives": [],  # after deaths: a job that has some puts them in
+        **figures.consensus_figures(trainer),
+        **figures.straggler_figures(trainer, workers),
+        **noise_scale.noise_figures(trainer),
+        "run_dir": str(directory),
+        "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
+    }
+    return summary | _reasons(trainer, summary, bool(shares))
+
+
+def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
+    """Return why figures of ``summary`` are None (local)."""
+    reasons = {}
+    if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
+        reasons["communication_hidden_reason"] = NOT_HIDDEN
+    if not has_steps:
+        return reasons | {f"{name}_reason": NO_STEP_MADE for name in ("train", "tokens", "step", "comm", "bytes_sent")}
+    if summary["bytes_sent_per_step"] is None:
+        reasons["bytes_sent_reason"] = _not_counted(trainer)
+    return reasons
+
+
+def _not_counted(trainer: Trainer) -> str:
+    """Return why nobody knows what is sent, with the setting that tells where it is one (local)."""
+    if trainer.recipe.communication.checked:
+        return NOT_COUNTED
+    if trainer.exchange.algorithm == "native":
+        return f"{NOT_VISIBLE}; set communication.algorithm to ring, or any but native, to count"
+    return NOT_VISIBLE
+
+
+def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
+    """Return what this rank measured (local)."""
+    return {
+        **outcome.steps.measured(),
+        "served": outcome.served_bytes,
+        "loaded": getattr(trainer.exchange, "loaded_bytes", 0),
+        "prefetches": bool(trainer.exchange.ahead),
+        "computes": trainer.seat.computes,
+        "stalest": outcome.stalest,
+        "dropped": outcome.dropped,
+        "shares": _shares(trainer, outcome.done),
+        "peak": trainer.ledger.peak,
+        "held": trainer.ledger.peak_total,
+        "pss": pss_bytes(),
+    }
+
+
+def _targets(trainer: Trainer, outcome: RunOutcome) -> float:
+    """Return the targets of a steady step of this start, in the mean (local)."""
+    batches = trainer.recipe.run.batches
+    first = outcome.first + (outcome.done > outcome.first + 1)  # see `_steady`
+    taken = batches.samples_before(outcome.done) - batches.samples_before(first)
+    return taken * trainer.model.tokens_per_sample / max(1, outcome.done - first)
+
+
+def _shares(trainer: Trainer, step: int) -> list[int] | None:
+    """Return the samples of each replica in ``step``, None where speed does not decide (local)."""
+    return None if trainer.shares is None else list(trainer.shares.of(max(0, step - 1)))
+
+
+def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return what reductions beside the computation took, a step and rank, and the share for which nobody waited.
+
+    None where there were none, or where nobody knows; see `Overlap.taken`. That nobody waited is no proof that a step
+    became shorter: where a thread has no core of its own, it takes from the backward. Only two runs can tell.
+    """
+    exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
+    share = 1 - exposed_s / total_s if total_s else math.nan
+    found = (total_s, exposed_s, share)
+    return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, found, strict=True)}
+
+
+def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return the gathers ahead that were there when they were waited for, those that were not, and what that took.
+
+    A step and rank, in the mean; None where nothing is gathered ahead.
+    """
+    ahead = [rank for rank in workers if rank["prefetches"]]
+    means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
+    return {name: _number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
+
+
+def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
+    """Return the mean of ``figure`` over the steps of all ``ranks``, weighted by how many each made; NaN for none."""
+    made = [(_mean(rank, figure), max(1, rank["count"] - 1)) for rank in ranks if rank["count"]]
+    return sum(mean * count for mean, count in made) / sum(count for _, count in made) if made else math.nan
+
+
+def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
+    """Return the bytes that a rank moved a step, by the way they took (`Moved`); None where no step was made.
+
+    Of each way it is the mean step of the rank that moved most. In messages it is ``sent`` where nothing is unknown.
+    """
+    made = [rank for rank in ranks if rank["count"]]
+    if not made:
+        return None
+    most = {way: max(_mean(rank, way) for rank in made) for way in BytesMoved._fields}
+    most["shared"] = max(most["shared"], *(rank["loaded"] / rank["count"] for rank in made))
+    if not math.isnan(sent):
+        most["messages"] = sent
+    return {way: round(nbytes) for way, nbytes in most.items()}
+
+
+def loaded_figure(ranks: Sequence[Rank]) -> int | None:
+    """Return what the rank that loaded most has loaded a step out of memory that others of its node wrote.
+
+    It is no part of what is sent. None where nothing was, or nobody counts it.
+    """
+    most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
+    return round(most) or None
+
+
+def _number(value: float) -> float | None:
+    """NaN is not JSON: what is not a number is null."""
+    return None if math.isnan(value) else value
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """Return the summary as the lines that a person reads."""
+    made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
+    lines = [f"{made}, {summary['parameters']:,} parameters"]
+    if summary["chaos"] is not None:
+        lines.append(f"chaos: {summary['chaos']}")
+    if summary["lives"]:
+        died = sum(life["died"] for life in summary["lives"])
+        longest = max(life["seconds"] for life in summary["lives"])
+        lines.append(f"{counted(died, 'rank')} died and the job went on, each time within {longest:.2f} s")
+    lines.append(_losses_text(summary))
+    if summary["skipped_steps"]:
+        skipped = counted(summary["skipped_steps"], "step")
+        lines.append(f"{skipped} skipped; loss scale {summary['loss_scale']:g} at the end")
+    if "tokens_reason" in summary:
+        lines.append(f"{summary['tokens_reason']}: no speed was measured")
+    else:
+        lines.append(f"{summary['tokens_per_s']:,.0f} {summary['speed_unit']}/s  step {summary['step_s_median']:.4f} s")
+        share = summary["comm_fraction"]
+        lines.append(f"communication {'not measured' if share is None else f'{share:.1%}'}: {_moved_text(summary)}")
+    if summary["prefetch_hits"] is not None:
+        gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
+        lines.append(
+            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were "
+            f"waited for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them"
+        )
+    if summary["communication_hidden_share"] is not None:
+        lines.append(_hidden_text(summary["communication_hidden_share"]))
+    lines += [
+        f"memory {format_bytes(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most",
+        *figures.describe_utilisation(summary),
+        *figures.describe_consensus(summary),
+        *figures.describe_stragglers(summary),
+        *noise_scale.describe_noise(summary),
+        describe_energy(summary),
+        f"run directory {summary['run_dir']}",
+    ]
+    return "\n".join(lines)
+
+
+def _losses_text(summary: dict[str, Any]) -> str:
+    """Return the losses, and between which entropies of the training text that of validation lies."""
+    train, val = summary["train_loss"], summary["val_loss"]
+    losses = [f"{name} {loss:.4f}" for name, loss in (("train_loss", train), ("val_loss", val)) if loss is not None]
+    if not losses:
+        return "no loss was measured"
+    line = "  ".join(losses) + " nats"
+    if val is None:
+        return line
+    entropies = {name: nats for name, nats in summary["entropy"].items() if nats is not None}
+    sides: dict[str, list[str]] = {"below": [], "above": []}
+    for name, nats in entropies.items():
+        sides["below" if val < nats else "above"].append(f"{name} {nats:.3f}")
+    known = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
+    return f"{line} ({'; '.join(known)}: entropies of the training text)" if known else line
+
+
+def _moved_text(summary: dict[str, Any]) -> str:
+    """Return the bytes that a rank moved a step, by the way they took."""
+    moved = summary["bytes_moved_per_step"]
+    if moved is None or summary["world"] == 1:
+        return "one rank moves nothing" if summary["world"] == 1 else "not measured"
+    return f"{BytesMoved(**moved).described()} a step and rank"
+
+
+def _hidden_text(share: float) -> str:
+    if share <= 0:
+        return "overlap hid nothing: handing over and waiting took at least as long as the reductions themselves"
+    return f"{share:.0%} of the time of reductions was not waited for; what that cost is in the step"

@@ -1,0 +1,319 @@
+"""Make a batch job of a recipe or a program, and a site: a job that the site can run, or a refusal.
+
+The job has the recipe with the site's defaults, its striping and, where nobody said when to save, the checkpoint
+interval of Daly by the failures of the cluster or the walltime. The run directory is named by the run, so that the same
+recipe goes on with its own checkpoints. Called by `hpcdist submit`. Light: neither MPI nor HDF5 is loaded.
+"""
+
+import dataclasses
+import getpass
+import hashlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
+from hpcdist.batch.sites import fit, search
+from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
+from hpcdist.comm.launch.interpreter import launcher_options, source_folder
+from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
+from hpcdist.reporting.units import counted
+from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
+from hpcdist.training.recipe import recipe as recipe_recipe
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe import requirements
+from hpcdist.training.use_cases.degrees import degrees_equation
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe.recipe import Recipe, ResolvedRecipe
+
+# Options of `submit` that are fields of a `BatchJob` as they are.
+_FIELDS: Final = (
+    *("nodes", "ranks_per_node", "cpus_per_task", "walltime", "partition", "account", "name", "signal_s", "links"),
+    *("qos", "constraint", "mem"),
+    *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
+)
+_STRIPE: Final = "checkpoint.stripe"
+_DEFAULT_SAVES: Final = 20  # in a run whose steps nobody can time
+_DAY_S: Final = 86400.0
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job, where it goes, what to tell of it, what of its files the nodes would not see, and what it trains.
+
+    ``missing`` are the modules that the recipe needs, and that the Python of the job does not have.
+    """
+
+    job: BatchJob
+    site: SiteProfile
+    told: tuple[str, ...]
+    hidden: tuple[str, ...]
+    recipe: "Recipe | None" = None
+    missing: tuple[str, ...] = ()
+
+
+def plan_training(
+    path: Path | None,
+    overrides: tuple[str, ...],
+    options: Mapping[str, Any],
+    kind: type[BatchJob] = BatchJob,
+    **more: Any,
+) -> PlannedJob:
+    """Return the training of the recipe in ``path`` as a job of this ``kind``, with ``more`` fields.
+
+    Raises ConfigurationError and UsageError for what the recipe, the site or the degrees of parallelism refuse.
+    """
+    site = search.load_selected(options["site"])
+    resolved = _resolved(path, overrides, site, options["site"])
+    run_dir = run_dir_of(options["out"], options["name"], recipe_recipe.run_id(resolved.recipe))
+    _check_same_run(run_dir, resolved.recipe)
+    resolved = _with_stripe(resolved, path, overrides, site, options["site"], run_dir)
+    shared, told = shared_fields(options, site)
+    recipe, saves = _with_checkpoints(resolved, options, site)
+    local = _node_local_folder(options, site, run_dir)
+    data = _staged_data(options["stage_data"], recipe)
+    if data is not None and local is not None:
+        staged = dataclasses.replace(recipe.data, staged=str(local / "data" / data.name))
+        recipe = dataclasses.replace(recipe, data=staged)
+    gpus = options["gpus_per_node"]
+    if gpus is None:
+        gpus = options["ranks_per_node"] if recipe.run.device == "gpu" else 0
+    if recipe.run.device == "gpu" and gpus == 0:
+        raise ConfigurationError("run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs, or leave it out")
+    job = kind(
+        **shared,
+        **more,
+        recipe=recipes.dump(recipe),
+        run_dir=run_dir,
+        gpus_per_node=gpus,
+        environment=options["environment"] and options["environment"].absolute(),
+        data=data,
+        local=local,
+    )
+    fit.check(job, site)
+    size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
+    shape = f"{size}: {degrees_equation(recipe, job.ranks)}"
+    unseen = tuple(hidden_paths(job, site, [recipe.data.path]))
+    said = (f"site {site.name}; {shape}", *told, *saves)
+    return PlannedJob(job, site, said, unseen, recipe, _missing_packages(job, recipe))
+
+
+def plan_script(
+    program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
+) -> PlannedJob:
+    """Return the job of this ``kind``, with ``more`` fields, that runs ``program`` on all of its ranks.
+
+    The same words in the same directory are the same run. Raises ConfigurationError and UsageError for what the site
+    refuses.
+    """
+    site = search.load_selected(options["site"])
+    words = "\0".join((os.getcwd(), *program))
+    run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
+    shared, told = shared_fields(options, site)
+    job = kind(
+        **shared,
+        **more,
+        recipe="",
+        program=program,
+        run_dir=run_dir,
+        gpus_per_node=options["gpus_per_node"] or 0,
+        environment=options["environment"] and options["environment"].absolute(),
+        local=_node_local_folder(options, site, run_dir),
+    )
+    fit.check(job, site)
+    shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
+    return PlannedJob(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden_paths(job, site, [])))
+
+
+def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a job that depend on no recipe, and what is to be told of them. Raises UsageError."""
+    launcher_options(options["mpi_args"])  # raises here what it would on the node
+    begin, told = _carbon_begin(options)
+    found = {name: options[name] for name in _FIELDS}
+    found |= {"python": sys.executable, "python_path": source_folder(), "begin": begin}
+    return found | {"python_of_ranks": _python_of_ranks(options["container"], site)}, told
+
+
+def check_visible(planned: PlannedJob) -> None:
+    """Raise ConfigurationError where the nodes would not see what they need, unless they are all this machine."""
+    if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
+        return
+    raise ConfigurationError(
+        f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or say in a profile of the site "
+        "which those are (storage.roots and storage.private)"
+    )
+
+
+def _missing_packages(job: BatchJob, recipe: "Recipe") -> tuple[str, ...]:
+    """Return what this Python lacks for ``recipe``; nothing where the ranks have another one, which the doctor asks."""
+    return () if job.python_of_ranks or job.environment is not None else tuple(requirements.missing_packages(recipe))
+
+
+def check_packages(planned: PlannedJob) -> None:
+    """Raise MissingCapabilityError where modules are missing, unless those of the site may bring them (a warning)."""
+    if not planned.missing:
+        return
+    environment = planned.site.environment
+    if not (environment.init or environment.modules or "PYTHONPATH" in environment.variables):
+        raise MissingCapabilityError("; ".join(planned.missing))
+    for line in planned.missing:
+        print(f"hpcdist submit: warning: unless a module of the site brings it, {line}", file=sys.stderr)
+
+
+def _is_whole_cluster() -> bool:
+    """Whether this machine is the whole cluster; also where no Slurm is, which the next question tells better."""
+    from hpcdist.batch.schedulers.slurm import submit
+
+    return shutil.which("sbatch") is None or submit.is_this_machine()
+
+
+def _resolved(path: Path | None, overrides: tuple[str, ...], site: SiteProfile, named: str | None) -> "ResolvedRecipe":
+    """Return the recipe, with the defaults of the site that was named."""
+    environment = dict(os.environ)
+    if named:
+        environment[search.VARIABLE] = str(search.path_of(named).absolute())
+    return recipes.load(path, overrides, environment)
+
+
+def _with_stripe(
+    resolved: "ResolvedRecipe",
+    path: Path | None,
+    overrides: tuple[str, ...],
+    site: SiteProfile,
+    named: str | None,
+    run_dir: Path,
+) -> "ResolvedRecipe":
+    """Return the recipe with the striping of the file system that ``run_dir`` is on, where nobody else has said one."""
+    root = site.root_of(run_dir)
+    if root is None or not root.stripe or not resolved.origin[_STRIPE].startswith((recipes.DEFAULT, "site profile")):
+        return resolved
+    return _resolved(path, (*overrides, f"{_STRIPE}={root.stripe}"), site, named)
+
+
+def _with_checkpoints(
+    resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
+) -> tuple["Recipe", list[str]]:
+    """Return the recipe with periodic checkpoints where nobody has said when to save, and what is told of that.
+
+    A job may lose a node at any time. Failures come as often as the file of the cluster says, or else are taken to come
+    once in a walltime; what a save costs is measured by the run, whose interval is that of Daly.
+    """
+    recipe = resolved.recipe
+    if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
+        return recipe, []
+    strategy = recipe.parallel.strategy
+    if strategy in DECENTRALISED or (strategy == "parameter_server" and not recipe.parameter_server.lock_step):
+        every = max(1, recipe.run.steps // _DEFAULT_SAVES)  # replicas that drift apart meet in a save
+        checkpoint = dataclasses.replace(recipe.checkpoint, every_steps=every)
+        said = f"every_steps = {every}: {_DEFAULT_SAVES} times in the run"
+    else:
+        mtbf_s, why = _mtbf_s(options, site)
+        checkpoint = dataclasses.replace(recipe.checkpoint, mtbf_s=mtbf_s)
+        said = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {why}"
+    told = f"when to save is not set, so checkpoint.{said}; checkpoint.every_steps=0 saves at the end alone"
+    return dataclasses.replace(recipe, checkpoint=checkpoint), [told]
+
+
+def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
+    """Return the mean seconds between failures of the job, and where they are from."""
+    named = options["cluster"] or site.cluster
+    if named:
+        from hpcdist.planner.cluster import toml_file
+
+        try:
+            found = toml_file.read(named).failures.node_mtbf_s / options["nodes"]
+            return float(round(found)), f"{counted(options['nodes'], 'node')} of {named}"
+        except HpcdistError:  # the estimate says why that file cannot be used
+            pass
+    partition = options["partition"] or site.scheduler.partition
+    of_qos = site.qos.get(options["qos"] or site.scheduler.qos, SiteLimits())
+    limits = of_qos.over(site.partitions.get(partition, SiteLimits()).over(site.limits))
+    walltime = options["walltime"] or limits.max_walltime
+    if walltime:
+        return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
+    return _DAY_S, "a failure a day, as no walltime is known"
+
+
+def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
+    """Return the run directory: by default one named after the run, so that the same recipe goes on with its own."""
+    if out is not None:
+        return out.absolute()
+    plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    return (Path("runs") / f"{plain}-{run_id}").absolute()
+
+
+def _check_same_run(run_dir: Path, recipe: "Recipe") -> None:
+    """Raise ConfigurationError where ``run_dir`` has checkpoints of another run: its job would wait only to fail."""
+    stored = run_dir / RECIPE_FILE
+    if not (stored.exists() and (run_dir / "checkpoints").exists()):
+        return
+    other = recipe_recipe.contradictions(recipes.load_stored(stored), recipe)
+    if other:
+        raise ConfigurationError(
+            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit its own {stored}"
+            f"{recipe_recipe.init_from_hint(run_dir, other)}"
+        )
+
+
+def _carbon_begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str]]:
+    """Return when the job may start, None for at once, and what is to be told of it."""
+    given = {name: options[name] for name in ("deadline", "within", "power_w") if options[name] is not None}
+    if options["carbon"] is None:
+        if given:
+            raise UsageError(f"--{next(iter(given)).removesuffix('_w')} goes with --carbon FORECAST.csv; add it")
+        return None, []
+    if "deadline" in given and "within" in given:
+        raise UsageError("--deadline and --within say the same; keep one")
+    from hpcdist.batch import carbon
+
+    limit = None if options["walltime"] is None else walltime_s(options["walltime"])
+    text = options["deadline"] or options["within"]
+    return carbon.plan_begin(options["carbon"], text, limit, datetime.now(UTC), options["power_w"])
+
+
+def _staged_data(wanted: bool, recipe: "Recipe") -> Path | None:
+    if not wanted:
+        return None
+    if not recipe.data.path:
+        raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave it out")
+    return Path(recipe.data.path)
+
+
+def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: Path) -> Path | None:
+    """Return the folder of the run on each node's own file system, None where nothing goes there.
+
+    Named by the run directory: two runs of one recipe may share a node, and one would remove the files of the other.
+    """
+    if not (options["stage_data"] or options["environment"] or options["warmup"]):
+        return None
+    place = hashlib.blake2b(os.fsencode(run_dir), digest_size=4).hexdigest()
+    folder = site.storage.node_local
+    if "$USER" in folder:
+        folder = folder.replace("$USER", getpass.getuser())
+    return Path(folder) / f"hpcdist-{os.getuid()}-{place}"
+
+
+def _python_of_ranks(container: str | None, site: SiteProfile) -> tuple[str, ...]:
+    image = container or site.container.image
+    return (*site.container.runtime, image, site.container.python) if image else ()
+
+
+def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
+    """Return what the nodes would not see of what the job needs, ``data`` among it (local)."""
+    if site.scheduler.kind == "none":
+        return []
+    needed = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
+    needed["this Python"] = Path(job.python)
+    if job.python_path is not None:
+        needed["hpcdist"] = Path(job.python_path)
+    if job.environment is not None:
+        needed["--stage-environment"] = job.environment
+    each = [needed, *({"data.path =": Path(path)} for path in data if path)]
+    return [line for places in each for line in fit.hidden_paths(places, site)]

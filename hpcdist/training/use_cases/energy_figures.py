@@ -1,0 +1,264 @@
+"""Collect the energy figures of a run: joules by phase, source and start, rates, emissions, costs.
+
+Called by `hpcdist energy report`. The sources are the metrics file, the record of energy, the recipe and the ledger of
+jobs (for Slurm's own figure). Heavy: loads numpy and h5py, so it is imported when called.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.batch import carbon, ledger
+from hpcdist.batch.schedulers import dispatch
+from hpcdist.batch.schedulers.slurm import energy as slurm_energy
+from hpcdist.energy.accounts import energy_metrics, history, phase_shares
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
+from hpcdist.energy.accounts.history import StartHistory
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.errors import HpcdistError, StorageError, UsageError
+from hpcdist.reporting import regular
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.training.observe.energy import USAGE_FILE, checked_record
+from hpcdist.training.observe.energy_summary import carbon_intensity
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run import start_record as records
+from hpcdist.training.run_directory import RECIPE_FILE
+
+NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
+INTENSITY_PIECES: Final = 500  # of a start, over which an intensity that varies is averaged
+
+
+@dataclass(frozen=True)
+class EnergyReportOptions:
+    """What the command line says; None: as the recipe of the run."""
+
+    target_loss: float | None = None
+    pue: float | None = None
+    intensity: CarbonIntensity | None = None
+    forecast: Path | None = None
+    price: float | None = None
+    currency: str = ""
+    slurm: bool = False
+
+
+def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
+    """Return what is known of the energy of the run in ``run_dir``, as JSON values. Raises HpcdistError."""
+    path = run_dir / step_metrics.METRICS_FILE
+    if not path.is_file():
+        raise StorageError(
+            f"{run_dir} holds no {step_metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
+        )
+    found, begun = step_metrics.read(path), history.read(path)
+    recipe = _recipe(run_dir)
+    kept = _usage(run_dir)
+    total_j, reason = _total_joules(kept, found.attributes)
+    phases = kept["joules"]["phases"] if kept else {}
+    since = kept["since_step"] if kept else 0
+    config = EnergyConfig() if recipe is None else recipe.energy
+    if options.pue is not None:
+        config = replace(config, pue=options.pue)
+    if options.currency and options.price is None:
+        raise UsageError("--currency is that of --price; give both")
+    if options.price is not None:
+        currency = options.currency or config.currency
+        if options.price and not currency:
+            raise UsageError(f"--price {options.price:g}: of what? Add --currency, such as EUR")
+        config = replace(config, price_per_kwh=options.price, currency=currency if options.price else "")
+    known, why = _intensity(run_dir, options, config, begun)
+    seconds = math.fsum(phase["seconds"] for phase in phases.values())
+    result = {
+        "run_dir": str(run_dir),
+        "energy_j": json_number(total_j),
+        "energy_reason": reason,
+        "energy_label": (kept or {"joules": {}})["joules"].get("label") or "",
+        "by_kind": kept["joules"]["by_kind"] if kept else {},
+        "phases": phases,
+        "activities": (kept or {}).get("activities") or {},
+        "activities_reason": None if (kept or {}).get("activities") else reason or _no_activities_reason(recipe),
+        "sources": _sources(begun),
+        "starts": _starts(begun, found),
+        **_rates(phases, found, recipe, since),
+        **energy_metrics.figures(
+            total_j,
+            seconds,
+            pue=config.pue,
+            intensity=known,
+            price_per_kwh=config.price_per_kwh,
+            currency=config.currency,
+        ),
+    }
+    if why:
+        result["emissions_reason"] = why
+    if options.target_loss is not None:
+        result["target"] = _target(options.target_loss, found, begun)
+    if options.slurm:
+        result["slurm"] = _slurm(run_dir, total_j)
+    return result
+
+
+def _recipe(run_dir: Path) -> Recipe | None:
+    try:
+        return recipes.load_stored(run_dir / RECIPE_FILE)
+    except HpcdistError:
+        return None  # another version's, perhaps: what depends on it is not known
+
+
+def _usage(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the run, None where there is none. Raises StorageError for a damaged one."""
+    path = run_dir / USAGE_FILE
+    try:
+        return checked_record(regular.json_value(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise StorageError(
+            f"{path} is no record of energy ({type(error).__name__}: {error}); was it cut off, or is it another "
+            "program's? the run writes a new one when it goes on"
+        ) from error
+
+
+def _total_joules(kept: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
+    """Return all joules, NaN with a reason."""
+    if kept is None:
+        told = attributes.get("energy_j")
+        if isinstance(told, float) and math.isfinite(told):
+            return told, None
+        return math.nan, str(attributes.get("energy_reason") or NO_RECORD)
+    values = list(kept["joules"]["by_kind"].values())
+    if kept["joules"]["reason"] or not values or None in values:
+        return math.nan, str(kept["joules"]["reason"] or "no source was read")
+    return math.fsum(values), None
+
+
+def _no_activities_reason(recipe: Recipe | None) -> str:
+    return phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
+
+
+def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
+    """Return what each source counted in all starts."""
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for start in begun:
+        for course in start.courses:
+            row = found.setdefault(
+                (course.node, course.kind, course.name),
+                {"node": course.node, "kind": course.kind, "name": course.name, "joules": 0.0, "note": course.note,
+                 "declared": course.declared, "counted": course in start.counted},
+            )  # fmt: skip
+            row["joules"] = None if row["joules"] is None else json_number(row["joules"] + course.total_j)
+    return list(found.values())
+
+
+def _starts(begun: Sequence[StartHistory], found: step_metrics.MetricsData) -> list[dict[str, Any]]:
+    """Return what each start of the run took; steps that were made again later are not in the metrics any more."""
+    rows = []
+    for start in begun:
+        steps = int(np.sum(found.steps["session"] == start.session))
+        rows.append(
+            {
+                "start": start.session,
+                "steps": steps,
+                "seconds": start.seconds,
+                "joules": json_number(start.joules),
+                "average_w": json_number(start.joules / start.seconds) if start.seconds > 0 else None,
+                "j_per_step": energy_metrics.joules_per_part(start.joules, steps),
+            }
+        )
+    return rows
+
+
+def _rates(
+    phases: dict[str, Any], found: step_metrics.MetricsData, recipe: Recipe | None, since: int
+) -> dict[str, float | None]:
+    training = phases.get("training", {}).get("joules")
+    steps = found.steps["step"]
+    last = int(steps[-1]) if len(steps) else since
+    samples = math.nan
+    if recipe is not None:
+        samples = recipe.run.batches.samples_before(last) - recipe.run.batches.samples_before(since)
+    tokens = float(found.steps["tokens"][steps > since].sum())
+    return energy_metrics.rates(math.nan if training is None else training, last - since, samples, tokens)
+
+
+def _moments(found: step_metrics.MetricsData) -> np.ndarray:
+    """Return the seconds from the begin of its start to the end of each step, of its slowest rank: (steps,)."""
+    of_rank = found.steps["step_s"]
+    slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
+    moments = np.zeros(len(slowest))
+    for session in np.unique(found.steps["session"]):
+        own = found.steps["session"] == session
+        moments[own] = np.cumsum(slowest[own])
+    return moments
+
+
+def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[StartHistory]) -> dict[str, Any]:
+    if "step_s" not in found.steps:
+        return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
+    moments, session = _moments(found), found.steps["session"]
+    joules = history.joules_at(begun, session, moments)
+    before = 0.0
+    seconds = moments.copy()
+    for number_of in np.unique(session):
+        own = session == number_of
+        seconds[own] += before
+        before += float(moments[own].max())
+    reached = energy_metrics.to_target(target, found.steps["step"], found.steps["loss"], seconds, joules)
+    return {
+        "loss": target,
+        "step": json_number(reached.step),
+        "seconds": json_number(reached.seconds),
+        "joules": json_number(reached.joules),
+        "reason": reached.reason or None,
+    }
+
+
+def _intensity(
+    run_dir: Path, options: EnergyReportOptions, config: EnergyConfig, begun: Sequence[StartHistory]
+) -> tuple[CarbonIntensity, str | None]:
+    """Return the carbon intensity that counts, and why a forecast cannot tell it."""
+    if options.forecast is None:
+        return options.intensity or carbon_intensity(config), None
+    table = carbon.read_forecast(options.forecast)
+    edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
+    try:
+        began = [start.began for start in records.read_starts(run_dir / records.STARTS_FILE)]
+    except (OSError, ValueError, TypeError):
+        began = []
+    if not begun or len(began) <= max(start.session for start in begun):
+        return CarbonIntensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
+    pieces = []
+    for start in begun:
+        grid = np.linspace(0.0, start.seconds, INTENSITY_PIECES + 1)
+        at = began[start.session] + grid
+        pieces.append((at[:-1], at[1:], np.diff(start.until(grid))))
+    begins, ends, joules = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    mean, low, high = energy_metrics.over_time(edges, np.array(table.g_per_kwh), begins, ends, joules)
+    if math.isnan(mean):
+        return CarbonIntensity(), (
+            f"{options.forecast} covers {table.begin.isoformat()} to {table.end.isoformat()}, and the run was measured "
+            f"from {_utc(begins.min())} to {_utc(ends.max())}, or not all of its joules are known"
+        )
+    date = f"{_utc(begins.min())} to {_utc(ends.max())}"
+    return CarbonIntensity(mean, str(options.forecast), date, low, high), None
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="seconds")
+
+
+def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
+    """Return Slurm's own figure of the jobs of the run, and its ratio to what the run measured."""
+    jobs = list(ledger.jobs(ledger.read(run_dir)))
+    if not jobs:
+        return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
+    rows, why = dispatch.accounts(jobs)
+    energy = slurm_energy.of_rows(rows)
+    if energy.known is None:
+        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": why or energy.lacking}
+    ratio = json_number(energy.known / total_j)
+    return {"energy_j": energy.known, "ratio": ratio, "jobs": jobs, "reason": energy.lacking or None}

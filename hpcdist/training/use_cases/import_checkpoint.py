@@ -1,0 +1,93 @@
+"""Import a foreign checkpoint: a run directory with a recipe whose model has its tensors.
+
+Holds the tensors of a model that was trained elsewhere against the recipe, by name and shape (those of a state dict
+of user modules are known, too), and keeps the recipe in the new directory. Called by `hpcdist checkpoint import`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcdist import models
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.comm.threads.communicator import solo
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.models.config import TRANSFORMERS
+from hpcdist.models.model import Model
+from hpcdist.reporting import atomic
+from hpcdist.training import data
+from hpcdist.training.data.source import usable_inputs
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run_directory import RECIPE_FILE
+
+
+def prepare_imported_run(
+    run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Make ``run_dir`` with the recipe ``path`` under ``overrides`` (local).
+
+    Returns what the data decides of its model, and the names of ``tensors`` in it by those in the file.
+
+    ``inputs`` are what an export knows of that; without them the data of the recipe is asked. Raises ConfigurationError
+    when ``tensors`` are not those of the model, or when the directory has a recipe already, and DataError where the
+    data is needed and cannot be read.
+    """
+    recipe = recipes.load(path, overrides).recipe
+    decided = _model_inputs(recipe, inputs)
+    keys = match_tensors(recipe, tensors, decided)
+    stored = run_dir / RECIPE_FILE
+    if stored.exists():
+        raise ConfigurationError(f"{stored} is there already; choose another directory")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        atomic.write(stored, recipes.dump(recipe))
+    except OSError as error:
+        raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
+    return decided, keys
+
+
+def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
+    """Return the arguments of `models.build` that the data decides: ``inputs``, if they are such, or by the recipe."""
+    known = usable_inputs(inputs)
+    if known:
+        return known
+    if recipe.model.kind in TRANSFORMERS:
+        return {"context": recipe.data.context}
+    return data.open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
+
+
+def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
+    """Return the name that a run of ``recipe`` has for each of ``tensors``, by the name in the file (local).
+
+    Those of a user's modules, as a state dict has them, are known too. ``inputs`` are what the data decides of the
+    model. Raises ConfigurationError, naming one, when ``tensors`` are not its parameters.
+    """
+    model = models.build(recipe.model, recipe.precision.computes, **inputs)
+    names = _tensor_names(model, [tensor.name for tensor in tensors])
+    found = {names[one.name]: one for one in tensors if one.kind == PARAMETERS and one.name in names}
+    for segment in model.layout.segments:
+        one, shape = found.pop(segment.key, None), segment.spec.shape
+        if one is None:
+            raise ConfigurationError(
+                f"{segment.key} is missing, a tensor of shape {list(shape)} of the recipe's model; rename the tensors "
+                "as `hpcdist checkpoint show --tensors` lists those of a run, or change [model]"
+            )
+        if one.shape != shape:
+            raise ConfigurationError(
+                f"{segment.key} has the shape {list(one.shape)}, the recipe's model {list(shape)}; change [model]"
+            )
+    if found:
+        raise ConfigurationError(
+            f"{next(iter(found))} is no tensor of the recipe's model; change [model], or rename it"
+        )
+    return names
+
+
+def _tensor_names(model: Model, names: Sequence[str]) -> dict[str, str]:
+    """Return the key of each tensor by its name in a file: the same, or that of the module's tensor of this name."""
+    keys = {segment.spec.name: segment.key for segment in model.layout.segments}
+    if len(keys) < len(model.layout.segments) or not set(keys) <= set(names) or set(keys.values()) <= set(names):
+        return {name: name for name in names}
+    tied = {name for stage in model.stages for name in stage.tied}  # values of another one, under a second name
+    return {name: keys.get(name, name) for name in names if name not in tied}

@@ -1,0 +1,186 @@
+"""Translate a recipe for the planner: the description of its model, its layout, and notes.
+
+The notes name the keys of the recipe that the plan has in another form, or not at all. Recipes that no formula of the
+planner describes (asynchronous replicas, schedules from a file) are refused.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import TRANSFORMERS
+from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, ParallelLayout
+from hpcdist.planner.model.description import ModelDescription
+from hpcdist.strategies.schedule.generate.registry import FILE
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe.recipe import Recipe
+
+# Compressors of a recipe -> that of the planner which sends as much.
+_PLANNED_COMPRESSION: Final = {
+    "float16": "bfloat16",
+    "adaptive": "int8",
+    "qsgd": "int8",
+    "sign": "onebit",
+    "randomk": "topk",
+    "dgc": "topk",
+}
+_PLANNED_ALGORITHMS: Final = {
+    "ring": "ring",
+    "ring_bidirectional": "ring",
+    "double_tree": "tree",
+    "hierarchical": "hierarchical",
+    "node_shared": "hierarchical",
+}
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """A recipe in the language of the planner; ``notes`` say where the plan is of something else."""
+
+    description: ModelDescription
+    layout: ParallelLayout
+    global_batch: int
+    steps: int
+    notes: tuple[str, ...]
+
+
+def plan_of_recipe(recipe: "Recipe", name: str) -> RecipePlan:
+    """Return ``recipe`` for the planner. Without ``parallel.data`` it has one replica.
+
+    Raises ConfigurationError for what cannot be described, and DataError where the model depends on data that cannot
+    be read.
+    """
+    _refuse(recipe)
+    notes: list[str] = []
+    layout = _layout(recipe, notes)
+    _note_unplanned_keys(recipe, notes)
+    batch = recipe.run.global_batch
+    if recipe.run.batch_warmup:
+        notes.append(f"run.batch_warmup: all steps are planned with the {batch} samples of the last ones")
+    return RecipePlan(_description(recipe, name), layout, batch, recipe.run.steps, tuple(notes))
+
+
+def _refuse(recipe: "Recipe") -> None:
+    """Raise ConfigurationError for recipes that no formula of the planner is of."""
+    parallel = recipe.parallel
+    if parallel.strategy not in STRATEGIES:
+        raise ConfigurationError(
+            f"parallel.strategy = {parallel.strategy!r} cannot be planned: how far its replicas run apart decides how "
+            f"long it takes, and no formula says that; choose one of {', '.join(STRATEGIES)}"
+        )
+    if parallel.order == FILE:
+        raise ConfigurationError(
+            f"parallel.schedule = 'file' ({parallel.schedule_file}) cannot be planned: that takes a schedule by "
+            "name; choose one of those, or see `hpcdist schedule --file`"
+        )
+
+
+def _description(recipe: "Recipe", name: str) -> ModelDescription:
+    from hpcdist.planner.model import transformer
+
+    if recipe.model.kind in TRANSFORMERS:
+        inputs = {"context": recipe.data.context}
+    elif recipe.model.kind == "mlp" and not recipe.data.path:
+        inputs = {"features": recipe.data.context, "classes": 256}  # the next byte of a text
+    elif recipe.model.kind in ("mlp", "convnet"):
+        from hpcdist.comm.threads.communicator import solo
+        from hpcdist.training.data.source import open_source
+
+        inputs = open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
+    else:
+        inputs = {}
+    return replace(transformer.of_config(recipe.model, **inputs), name=name)
+
+
+def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
+    parallel, batch = recipe.parallel, recipe.run.global_batch
+    data = max(1, parallel.data)
+    microbatch = -(-batch // (data * parallel.microbatches))
+    return ParallelLayout(
+        data=data,
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        strategy=parallel.strategy,
+        servers=_servers(recipe, notes),
+        microbatch=microbatch,
+        schedule="1f1b" if parallel.order == "sequential" else parallel.order,
+        chunks=parallel.chunks_each if parallel.pipeline > 1 else 1,
+        recompute="full" if parallel.recompute else "none",
+        sequence_parallel=parallel.sequence_parallel,
+        precision=recipe.precision.mode,
+        main_gradients="working",
+        activations=recipe.precision.activations,
+        optimizer_slots=_slots(recipe),
+        compression=_compression(recipe, notes),
+        algorithm=_algorithm(recipe, notes),
+        overlap=0.0 if recipe.communication.overlap == "none" else 1.0,
+    )
+
+
+def _servers(recipe: "Recipe", notes: list[str]) -> int:
+    """Return the ranks that only serve; 0 where those that compute serve, too."""
+    servers = recipe.parameter_server
+    if recipe.parallel.strategy != "parameter_server":
+        return 0
+    if not servers.lock_step:
+        notes.append(f"parameter servers ({servers.described}) are planned as if all workers stepped together")
+    if servers.placement == "colocated" and servers.servers:
+        notes.append(f"parameter_server.servers = {servers.servers}: planned as if every rank served")
+    for name in ("transport", "mirrored"):
+        value = getattr(servers, name)
+        if value != getattr(type(servers), name):
+            notes.append(f"parameter_server.{name} = {value!r} is not in the plan")
+    if servers.placement == "colocated" or not recipe.parallel.has_roles:
+        return 0
+    return servers.servers or 1
+
+
+def _compression(recipe: "Recipe", notes: list[str]) -> str:
+    name = recipe.communication.compression
+    if name == "auto":
+        notes.append("communication.compression = 'auto' is measured at the start: planned without")
+        return "none"
+    if name == "qsgd" and recipe.compression.bits == 4:
+        return "int4"
+    like = name if name in COMPRESSIONS else _PLANNED_COMPRESSION[name]
+    if like != name:
+        notes.append(f"communication.compression = {name!r} is planned as {like}, which sends about as much")
+    for item in fields(recipe.compression):
+        value = getattr(recipe.compression, item.name)
+        if value != item.default and item.name != "error_feedback":
+            notes.append(f"compression.{item.name} = {value!r} is not in the plan")
+    return like
+
+
+def _algorithm(recipe: "Recipe", notes: list[str]) -> str:
+    said = recipe.communication.algorithm
+    if said not in _PLANNED_ALGORITHMS and said not in ("auto", "native"):
+        notes.append(f"communication.algorithm = {said!r} is planned as the fastest of those that the planner has")
+    return _PLANNED_ALGORITHMS.get(said, "auto")
+
+
+def _slots(recipe: "Recipe") -> int:
+    """Return the numbers that the optimizer keeps of each parameter, its master not among them."""
+    from hpcdist.optim.optimizer import OPTIMIZERS
+
+    optimizer = recipe.optimizer
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        return 0
+    return len(OPTIMIZERS[optimizer.name].slot_names)
+
+
+def _note_unplanned_keys(recipe: "Recipe", notes: list[str]) -> None:
+    """Tell of keys that change what a rank keeps or waits for, and which a layout has no field for."""
+    for item in fields(recipe.zero):
+        value = getattr(recipe.zero, item.name)
+        if value != item.default and item.name != "offload_directory":
+            notes.append(f"zero.{item.name} = {value!r} is not in the plan")
+    parallel = recipe.parallel
+    if parallel.partition != "flops" or parallel.stage_units or parallel.stage_speeds:
+        notes.append("parallel.partition: stages are planned as the default cuts them")
+    if recipe.run.logical_shards:
+        notes.append(f"run.logical_shards = {recipe.run.logical_shards}: the cost of fixed orders of sums is left out")
+    if recipe.communication.delayed:
+        notes.append("communication.delayed: planned as if a sum had to end within its own step")
