@@ -93,7 +93,8 @@ def _check_is_ours(job: LocatedJob, parts: Sequence[JobState]) -> None:
     if dispatch.scheduler_of(job.id) == dispatch.SLURM and ours and names and ours not in names:
         raise UsageError(
             f"job {job.id} is {printable(names.pop())!r} here, and {printable(ours)!r} in "
-            f"{printable(str(job.run_dir))}: it is another one, perhaps of another cluster. Nothing was cancelled; scancel {job.id} ends it"
+            f"{printable(str(job.run_dir))}: it is another one, perhaps of another cluster. "
+            f"Nothing was cancelled; scancel {job.id} ends it"
         )
 
 
