@@ -17,8 +17,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers.convolution import SIZE, convolve, convolve_backward, output_side
 from hpcdist.models.layers.dropout import HIDDEN
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf, draw_normal, norm_specs
+from hpcdist.models.stage import Gradients, Operations, Parameters, Saved, Stage, StreamOf, draw_normal, norm_specs
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:

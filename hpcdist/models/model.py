@@ -19,10 +19,9 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.layers.dropout import Draw
-from hpcdist.models.operations import LOCAL, Operations
+from hpcdist.models.operations import LOCAL
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.stage import Parameters, Saved, Stage
+from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage
 
 
 class SkipConnections:

@@ -1,4 +1,8 @@
-"""Protocols of a stage, of its gradients and of what its forward saves, and the tensors that stages declare.
+"""Protocols of a stage, its operations, its gradients and its saved activations; the tensors that stages declare.
+
+Every operation has an explicit ``forward`` and ``backward``. Operations with tensors take the whole mapping and the
+prefix of their names, so that a replacement may own other shapes. What a backward needs is kept in ``saved`` under
+that prefix. `hpcdist.models.operations.LOCAL` is the table that computes everything on this rank.
 
 Rules that every stage and operation keeps, so that no buffer is copied:
 - forward returns an array that `Saved` owns; it stays valid until that `Saved` is released;
@@ -10,19 +14,25 @@ The specs at the end (norm, column and row linear) say along which dim tensor pa
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.arrays.layout import TensorSpec
-
-if TYPE_CHECKING:
-    from hpcdist.models.layers.dropout import Draw
-    from hpcdist.models.operations import Operations
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
 StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the masks of a micro-batch follow from: its first sample is the one at ``first_sample`` of the batch."""
+
+    seed: int
+    step: int
+    first_sample: int
 
 
 class Gradients(Protocol):
@@ -42,7 +52,7 @@ class Saved(Protocol):
     """What the forward of one stage on one micro-batch keeps for its backward."""
 
     layer: int  # the global one of the stage
-    draw: "Draw | None"  # of what is dropped; None: nothing is, as in an evaluation
+    draw: Draw | None  # of what is dropped; None: nothing is, as in an evaluation
     deferred: dict[str, str]  # prefix of a tensor -> its operation, that still owes a gradient: see models/split.py
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -73,6 +83,172 @@ class Saved(Protocol):
         """Give the memory back: after the backward, or once the output of the forward is no longer needed."""
 
 
+class LinearOperation(Protocol):
+    """``y = x weight^T + bias`` over the last dim; a tensor ``PREFIX.bias`` that does not exist is left out."""
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """The names, behind ``PREFIX.``, of what `backward_weight` reads in ``saved``."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y (..., outputs) for x (..., inputs)."""
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Return dx, a scratch array that the next linear backward overwrites; None without ``input_gradient``.
+
+        The same as the two that follow, one after the other.
+        """
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx, as `backward` does; where a linear communicates, it is here."""
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias.
+
+        Local, and may come much later: of ``parameters`` it looks at the names alone.
+        """
+
+
+class EmbeddingOperation(Protocol):
+    """Rows of a table by token."""
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """The names, behind ``PREFIX.``, of what `backward` reads in ``saved``."""
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return y (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add the rows of dy to the gradient of the table."""
+
+
+class PositionsOperation(Protocol):
+    """Rows of a table by the place in the sample."""
+
+    def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
+        """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place; return y."""
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add dy, summed over samples, to the gradient of the table."""
+
+
+class RotaryOperation(Protocol):
+    """Positions as rotations of the heads of queries and keys; see `hpcdist.models.layers.embedding`."""
+
+    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn the heads in columns [0, rotated) of x (batch, context, columns), in place; return x."""
+
+    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of the gradient back, in place; return it. Nothing of the forward is needed."""
+
+
+class NormOperation(Protocol):
+    """Normalisation over the last dim: "layer" with scale and bias, "rms" with a scale alone."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
+        """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        residual: Array | None = None,
+    ) -> Array:
+        """Return dx, a scratch array; with ``residual`` dx is added to that instead, and that is returned."""
+
+
+class AttentionOperation(Protocol):
+    """Attention of all heads that it is given; no square of the context is stored."""
+
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
+    ) -> Array:
+        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value.
+
+        With ``kv`` (batch, context, 2 kv width), qkv is the queries alone; kv width divides width. ``dropout`` is how
+        much of the probabilities is dropped, and ``part`` where these heads are in the mask: see `LocalAttention`.
+        """
+
+    def backward(
+        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False
+    ) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), scratch arrays; with ``keep`` they stay, and are what ``saved`` owns."""
+
+
+class ActivationOperation(Protocol):
+    """An elementwise function."""
+
+    def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
+        """Return "gelu" (tanh form), "relu" or "swiglu" of x; x is kept and must stay unchanged until backward.
+
+        "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x.
+        """
+
+    def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
+        """Return dx, written over the x that was kept."""
+
+
+class DropoutOperation(Protocol):
+    """What is dropped follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.layers.dropout`."""
+
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return x (samples, ..., columns) with elements dropped at ``rate``, in the memory of x."""
+
+    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return dx, a scratch array that the next dropout backward overwrites, or dy where nothing was dropped."""
+
+
+class CrossEntropyOperation(Protocol):
+    """Softmax and negative log likelihood."""
+
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
+        """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten.
+
+        Targets of -1 do not count: no loss, no gradient.
+        """
+
+    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+        """Return dlogits = (softmax - onehot) scale, written over the logits of the forward."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One implementation of each operation. Column and row name how a tensor-parallel one would cut the weight."""
+
+    linear_column: LinearOperation
+    linear_row: LinearOperation
+    embed: EmbeddingOperation
+    positions: PositionsOperation
+    rotary: RotaryOperation
+    norm: NormOperation
+    attention: AttentionOperation
+    activation: ActivationOperation
+    dropout: DropoutOperation
+    cross_entropy: CrossEntropyOperation
+
+
 class Stage(Protocol):
     """A unit of a model that can be cut off, gathered and freed."""
 
@@ -88,11 +264,11 @@ class Stage(Protocol):
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Write the initial values of the own tensors: float64 draws, rounded once."""
 
-    def forward(self, parameters: Parameters, x: Array, operations: "Operations", saved: Saved) -> Array:
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the output of the stage."""
 
     def backward(
-        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: "Operations", saved: Saved
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
         """Write or add the gradients; return that of the input, None where the input is data."""
 

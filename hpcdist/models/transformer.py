@@ -17,9 +17,9 @@ from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
-from hpcdist.models.operations import Operations
 from hpcdist.models.stage import (
     Gradients,
+    Operations,
     Parameters,
     Saved,
     Stage,

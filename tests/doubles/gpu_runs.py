@@ -19,9 +19,9 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.runtime import split_backward
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 from hpcdist.models.tokens import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer

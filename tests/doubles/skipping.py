@@ -12,8 +12,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.classifiers import Dense
 from hpcdist.models.model import Model
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.models.stage import Gradients, Operations, Parameters, Saved
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor

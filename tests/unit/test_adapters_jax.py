@@ -21,9 +21,9 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 
 pytestmark = pytest.mark.reference
 

@@ -20,9 +20,9 @@ from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 from hpcdist.training.data import microbatches as microbatches_of
 
 
@@ -495,7 +495,7 @@ from torch import nn
 from hpcdist.adapters.torch import model as adapter
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.stage import Draw
 torch.set_num_threads(1)
 stages = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
 model = adapter.wrap(stages, lambda outputs, targets: (outputs - targets).square().mean())

@@ -15,8 +15,8 @@ from hpcdist.adapters.torch import arrays
 from hpcdist.adapters.torch.model import load, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 from hpcdist.training.script import Training
 
 

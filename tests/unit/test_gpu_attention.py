@@ -12,8 +12,9 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.errors import UsageError
 from hpcdist.models.attention.flash import LocalAttention
-from hpcdist.models.layers.dropout import ATTENTION, Draw, mask
+from hpcdist.models.layers.dropout import ATTENTION, mask
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 # batch, context, query heads, key heads, head size: odd ones, more than one block, each padded size

@@ -8,8 +8,8 @@ from hpcdist.errors import UsageError
 from hpcdist.models.attention import flash, kernels, tiles
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 

@@ -8,9 +8,10 @@ from gpu_runs import MODELS, ModelRun, batches_of
 
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.attention.tiles import LONG
-from hpcdist.models.layers.dropout import ATTENTION, MAX_SITES, Draw, LocalDropout
+from hpcdist.models.layers.dropout import ATTENTION, MAX_SITES, LocalDropout
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 
 SEED = 0x123456789ABCDEF
 SITE = 2

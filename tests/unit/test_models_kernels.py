@@ -20,8 +20,9 @@ from hpcdist.models.layers import (
     norm,
     vector_math,
 )
-from hpcdist.models.operations import LOCAL, Operations
+from hpcdist.models.operations import LOCAL
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Operations
 
 MODULES = (activation, kernels, convolution, cross_entropy, dropout, embedding)
 MODULES += (vector_math, linear, norm, vector_math, embedding, kernels)

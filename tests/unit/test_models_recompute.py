@@ -9,11 +9,11 @@ from hpcdist import models
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.recompute import RecomputedStage, with_recomputation
 from hpcdist.models.runtime.split_backward import split_operations
+from hpcdist.models.stage import Draw
 
 
 def gradients(model: Model, x: Any, targets: Any, draw: Draw | None, microbatches: int = 2) -> tuple[Any, float, int]:

@@ -19,7 +19,7 @@ from hpcdist.planner.cluster.hardware import (
     LinkLevel,
 )
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.model.description import AttentionShape, MatrixProduct, ModelUnit, TransformerShape
+from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.stage_split import attention_flops, matrix_flops
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.time.compute import local_experts, local_parameters, peak_share_of, unit_seconds
@@ -73,7 +73,7 @@ def test_products_take_their_operations_at_the_share_of_the_peak():
 def test_a_product_is_no_faster_than_its_operands_are_moved():
     rows, inner, columns = 4, 1000, 1000
     unit = ModelUnit(
-        name="layer", count=1, parameters=inner * columns, products=(MatrixProduct(rows // 2, inner, columns),)
+        name="layer", count=1, parameters=inner * columns, products=(ProductShape(rows // 2, inner, columns),)
     )
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     assert took.forward_s == pytest.approx((rows * inner + inner * columns + rows * columns) * 4 / MOVES)
@@ -97,7 +97,7 @@ def test_activations_in_float32_compute_in_float32_whatever_is_stored():
 
 @pytest.mark.parametrize(("cut", "inner", "columns"), [("columns", 64, 32), ("inner", 32, 64), ("", 64, 64)])
 def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut: str, inner: int, columns: int):
-    unit = ModelUnit(name="layer", count=1, parameters=64 * 64, products=(MatrixProduct(100, 64, 64, cut),))
+    unit = ModelUnit(name="layer", count=1, parameters=64 * 64, products=(ProductShape(100, 64, 64, cut),))
     took = unit_seconds(unit, replace(LAYOUT, tensor=2), free_memory())
     assert took.forward_s == pytest.approx(2 * 200 * inner * columns / (PEAK * 0.5))
 
@@ -117,9 +117,9 @@ def test_the_context_axis_cuts_rows_and_pairs():
 
 
 def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_tokens_of_others():
-    dense = ModelUnit(name="block", count=1, parameters=0, products=(MatrixProduct(100, 64, 64),))
+    dense = ModelUnit(name="block", count=1, parameters=0, products=(ProductShape(100, 64, 64),))
     routed = ModelUnit(
-        name="block", count=1, parameters=0, products=(MatrixProduct(100, 64, 64, experts=8, share=2 / 8),)
+        name="block", count=1, parameters=0, products=(ProductShape(100, 64, 64, experts=8, share=2 / 8),)
     )
     plain, two = (unit_seconds(unit, LAYOUT, free_memory()).forward_s for unit in (dense, routed))
     assert two == pytest.approx(2 * plain), "two experts see each token"
@@ -135,7 +135,7 @@ def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_token
 
 
 def test_an_input_that_is_data_has_no_gradient():
-    unit = ModelUnit(name="layer", count=1, parameters=64, products=(MatrixProduct(1, 8, 8),), moved=16.0, first=True)
+    unit = ModelUnit(name="layer", count=1, parameters=64, products=(ProductShape(1, 8, 8),), moved=16.0, first=True)
     took = unit_seconds(unit, LAYOUT, CLUSTER)
     inside = unit_seconds(replace(unit, first=False), LAYOUT, CLUSTER)
     assert took.input_s == 0.0
@@ -231,7 +231,7 @@ def test_sizes_beyond_the_curve_are_told():
     assert share == pytest.approx(0.8) and "larger than 1000" in said
     few = cluster_with(matmul={"float32": curve})
     assert unit_seconds(HEAD, LAYOUT, few).flags == ()
-    tiny = ModelUnit(name="layer", count=1, parameters=4, products=(MatrixProduct(1, 2, 2),))
+    tiny = ModelUnit(name="layer", count=1, parameters=4, products=(ProductShape(1, 2, 2),))
     said = "float32 products smaller than 100, the smallest on the curve: extrapolated"
     assert unit_seconds(tiny, LAYOUT, few).flags == (said,)
 

@@ -2,34 +2,34 @@
 
 import pytest
 
-from hpcdist.planner.time.pipeline import PassSeconds, PipelineTime, closed_time, simulated_timeline
+from hpcdist.planner.time.pipeline import PipelineTime, PlannedSeconds, closed_time, simulated_timeline
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 
-EQUAL = PassSeconds(1.0, 1.0, 1.0)
+EQUAL = PlannedSeconds(1.0, 1.0, 1.0)
 TIMES = [
     EQUAL,
-    PassSeconds(1.0, 1.2, 0.8),
-    PassSeconds(1.0, 2.0, 1.0),
-    PassSeconds(0.7, 0.9, 1.1),
-    PassSeconds(1.0, 1.6, 0.5),
+    PlannedSeconds(1.0, 1.2, 0.8),
+    PlannedSeconds(1.0, 2.0, 1.0),
+    PlannedSeconds(0.7, 0.9, 1.1),
+    PlannedSeconds(1.0, 1.6, 0.5),
 ]
 SIZES = [(2, 2), (2, 7), (3, 1), (4, 3), (4, 8), (5, 9), (8, 8), (8, 24), (8, 31)]
 PLAIN = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
 
 
-def both(schedule: str, seconds: PassSeconds, ranks: int, m: int, message_s: float = 0.0, each: int = 2) -> tuple:
+def both(schedule: str, seconds: PlannedSeconds, ranks: int, m: int, message_s: float = 0.0, each: int = 2) -> tuple:
     """Return the closed form and the timeline of the simulator."""
     each = each if schedule == "interleaved" else chunks_of(schedule)
     found = closed_time(schedule, seconds, seconds, ranks, m, chunks=each, message_s=message_s)
-    chunk = PassSeconds(*(part / each for part in seconds))
+    chunk = PlannedSeconds(*(part / each for part in seconds))
     return found, simulated_timeline(schedule, [chunk] * ranks * each, ranks, m, message_s=message_s)
 
 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
 @pytest.mark.parametrize("schedule", PLAIN)
-def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, m: int, seconds: PassSeconds):
+def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, m: int, seconds: PlannedSeconds):
     found, ran = both(schedule, seconds, ranks, m)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
@@ -37,7 +37,7 @@ def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if m >= ranks])
 @pytest.mark.parametrize("each", [2, 3, 5])
-def test_interleaved_is_what_the_simulator_finds(ranks: int, m: int, seconds: PassSeconds, each: int):
+def test_interleaved_is_what_the_simulator_finds(ranks: int, m: int, seconds: PlannedSeconds, each: int):
     found, ran = both("interleaved", seconds, ranks, m, each=each)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
@@ -50,7 +50,7 @@ def test_zb_v_is_what_the_simulator_finds_where_passes_are_equal(ranks: int, m: 
 
 @pytest.mark.parametrize("seconds", TIMES)
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
-def test_zb_v_is_within_five_percent_where_they_are_not(ranks: int, m: int, seconds: PassSeconds):
+def test_zb_v_is_within_five_percent_where_they_are_not(ranks: int, m: int, seconds: PlannedSeconds):
     found, ran = both("zb-v", seconds, ranks, m)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=0.05)
 
@@ -78,7 +78,7 @@ def test_steps_that_overlap_lose_the_bubble_alone(schedule: str):
 @pytest.mark.parametrize(("ranks", "m"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_messages_are_waited_for_as_the_simulator_says(schedule: str, ranks: int, m: int):
-    found, ran = both(schedule, PassSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01)
+    found, ran = both(schedule, PlannedSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
     assert found.message_s > 0
 
@@ -86,7 +86,7 @@ def test_messages_are_waited_for_as_the_simulator_says(schedule: str, ranks: int
 @pytest.mark.parametrize(("ranks", "m"), [(2, 2), (4, 8), (4, 12), (8, 24)])
 @pytest.mark.parametrize("each", [2, 3])
 def test_messages_of_interleaved_are_waited_for_once_in_each_chunk(ranks: int, m: int, each: int):
-    found, ran = both("interleaved", PassSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01, each=each)
+    found, ran = both("interleaved", PlannedSeconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01, each=each)
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
 
 
@@ -101,23 +101,24 @@ def test_messages_of_zero_bubble_are_waited_for_nearly_so(schedule: str, ranks: 
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_messages_that_block_lengthen_every_pass(schedule: str, each: int):
     found = closed_time(schedule, EQUAL, EQUAL, 4, 8, chunks=each, message_s=0.1, blocking=True)
-    longer = PassSeconds(1 + 0.1 * each, 1 + 0.1 * each, 1.0)
+    longer = PlannedSeconds(1 + 0.1 * each, 1 + 0.1 * each, 1.0)
     assert found.whole_s == pytest.approx(closed_time(schedule, longer, longer, 4, 8, chunks=each).whole_s)
 
 
 @pytest.mark.parametrize(
-    "seconds", [EQUAL, PassSeconds(1.0, 1.2, 0.8), PassSeconds(1.0, 0.5, 0.3), PassSeconds(1.0, 1.0, 1.5)]
+    "seconds",
+    [EQUAL, PlannedSeconds(1.0, 1.2, 0.8), PlannedSeconds(1.0, 0.5, 0.3), PlannedSeconds(1.0, 1.0, 1.5)],
 )
 @pytest.mark.parametrize(("ranks", "m"), [(2, 3), (2, 9), (4, 8), (4, 2), (8, 24), (5, 1)])
 @pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
 def test_chunks_that_are_computed_again_ahead_are_as_the_simulator_says(
-    schedule: str, each: int, ranks: int, m: int, seconds: PassSeconds
+    schedule: str, each: int, ranks: int, m: int, seconds: PlannedSeconds
 ):
     if schedule == "interleaved" and m <= ranks:
         pytest.skip("told for more micro-batches than ranks")
     again_s = seconds.forward_s
     found = closed_time(schedule, seconds, seconds, ranks, m, chunks=each, ahead_s=again_s)
-    chunk = PassSeconds(*(part / each for part in seconds))
+    chunk = PlannedSeconds(*(part / each for part in seconds))
     ran = simulated_timeline(schedule, [chunk] * ranks * each, ranks, m, recompute=True)
     assert found.busy_s == pytest.approx(m * (seconds.whole_s + again_s))
     assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
@@ -133,7 +134,7 @@ def test_one_rank_has_neither_bubble_nor_messages(schedule: str):
 def test_a_slow_rank_decides_and_the_simulator_is_near(schedule: str, slow: int):
     ranks, m = 4, 16
     of_ranks = [EQUAL] * ranks
-    of_ranks[slow] = PassSeconds(1.5, 1.5, 1.5)
+    of_ranks[slow] = PlannedSeconds(1.5, 1.5, 1.5)
     found = closed_time(schedule, of_ranks[slow], EQUAL, ranks, m)
     ran = simulated_timeline(schedule, of_ranks, ranks, m)
     assert found.busy_s == pytest.approx(m * 4.5)
@@ -143,6 +144,6 @@ def test_a_slow_rank_decides_and_the_simulator_is_near(schedule: str, slow: int)
 
 def test_folded_chunks_go_forth_and_back():
     """Of zb-v: the first rank has the first and the last chunk, so a slow first chunk is one of rank 0."""
-    chunks = [PassSeconds(2.0, 2.0, 2.0)] + [EQUAL] * 7
+    chunks = [PlannedSeconds(2.0, 2.0, 2.0)] + [EQUAL] * 7
     ran = simulated_timeline("zb-v", chunks, 4, 12)
     assert [round(stage.busy_s) for stage in ran.stages] == [12 * 9, 72, 72, 72]

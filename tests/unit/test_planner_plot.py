@@ -8,7 +8,7 @@ from made_plans import CLUSTER, ESTIMATE, MEMORY
 
 from hpcdist import errors
 from hpcdist.planner.report import plot
-from hpcdist.planner.report.timeline import KINDS, StepTimeline, TimelineBar
+from hpcdist.planner.report.timeline import KINDS, PlannedTimeline, TimelineBar
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -23,7 +23,7 @@ def passes(stages, count, seconds=1.0):
             bars += [TimelineBar(stage, "backward", begin + seconds, begin + 3 * seconds, number)]
         end = stage + 3 * count * seconds
         bars += [TimelineBar(stage, "exchange", end - 1, end + 1), TimelineBar(stage, "update", end + 1, end + 2)]
-    return StepTimeline(stages=stages, bars=tuple(bars), end_s=max(bar.end_s for bar in bars))
+    return PlannedTimeline(stages=stages, bars=tuple(bars), end_s=max(bar.end_s for bar in bars))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_every_kind_of_a_timeline_has_a_colour(drawn):
     bars = tuple(TimelineBar(0, kind, float(place), place + 1.0) for place, kind in enumerate(KINDS))
     assert set(plot.TIMELINE) == set(KINDS)
     assert len(set(plot.TIMELINE.values())) == len(KINDS)
-    timeline = drawn(timeline=StepTimeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
+    timeline = drawn(timeline=PlannedTimeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
     assert len(timeline.get_legend().get_texts()) == len(KINDS)
 
 

@@ -18,7 +18,7 @@ from hpcdist.planner.cluster.hardware import (
 )
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
-from hpcdist.planner.model.description import MatrixProduct, ModelDescription, ModelUnit, TransformerShape
+from hpcdist.planner.model.description import ModelDescription, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.planner.report.timeline import KINDS, timeline
 from hpcdist.planner.time import compute
@@ -57,7 +57,7 @@ FAST = replace(CLUSTER, levels=(LinkLevel(name="at once", devices=0, latency_s=0
 SHAPE = TransformerShape(layers=8, hidden=256, heads=8, kv_heads=4, vocabulary=1024, context=128)
 MODEL = describe(SHAPE, "small")
 LAYOUT = ParallelLayout(precision="float32", microbatch=2, schedule="1f1b")
-LIKE = ModelUnit(name="layer", count=8, parameters=256 * 256, products=(MatrixProduct(64, 256, 256),), moved=2e4)
+LIKE = ModelUnit(name="layer", count=8, parameters=256 * 256, products=(ProductShape(64, 256, 256),), moved=2e4)
 ALIKE = ModelDescription(name="alike", units=(LIKE,), tokens=64, width=256)
 TERMS = {
     "forward",

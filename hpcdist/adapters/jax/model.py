@@ -40,8 +40,7 @@ from hpcdist.adapters.jax.stage import KEEPS, Adapted, FunctionChain, JaxStage, 
 from hpcdist.arrays.backend import Array, to_host
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Loss, Model
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Saved
+from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):

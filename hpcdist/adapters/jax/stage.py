@@ -24,9 +24,7 @@ from hpcdist.adapters.jax.parameters import ParameterLeaves
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import DataError, UsageError
-from hpcdist.models.layers.dropout import Draw
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved, StreamOf
+from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved, StreamOf
 
 KEEPS: Final = ("products", "everything", "nothing")
 # (parameter leaves, x, draw) -> y. The draw is None, or (seed, step, first sample) as unsigned integers of 32 bits.

@@ -16,7 +16,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, ArrayGroup, arrays_in, is_device
 from hpcdist.arrays.gpu import device
 from hpcdist.errors import MissingCapabilityError
-from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.stage import Draw
 
 if TYPE_CHECKING:
     import torch

@@ -24,10 +24,8 @@ from hpcdist.adapters.torch.modules import ParameterBinding, StageModules
 from hpcdist.arrays.backend import Array, ArrayGroup, Scalar, arrays_in
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Loss
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved, StreamOf
+from hpcdist.models.stage import Draw, Gradients, Operations, Parameters, Saved, StreamOf
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ MISSING: Final = "-"
 
 
 @dataclass(frozen=True)
-class StepRow:
+class StepTableRow:
     """The figures of one contender: medians over the steps of the slowest rank.
 
     ``x_eager`` is the median, over the turns, of the time of PyTorch eager over that of this contender: above 1 is
@@ -51,13 +51,13 @@ def peak_flops_per_s(found: StepResults) -> dict[str, float]:
     return {name: found.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
-def rows(found: StepResults) -> list[StepRow]:
+def rows(found: StepResults) -> list[StepTableRow]:
     """Return a row for each contender, in the order of the file."""
     eager = next((one for one in found.cases if one.name == EAGER), None)
     return [_row(found, one, eager) for one in found.cases]
 
 
-def _row(found: StepResults, one: StepCase, eager: StepCase | None) -> StepRow:
+def _row(found: StepResults, one: StepCase, eager: StepCase | None) -> StepTableRow:
     about, shape = found.provenance, found.shape
     slowest_s = one.step_s.max(axis=1)
     low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
@@ -66,7 +66,7 @@ def _row(found: StepResults, one: StepCase, eager: StepCase | None) -> StepRow:
     phases = np.median(one.phase_s.max(axis=1), axis=0)
     first = found.cases[0].loss[:COMPARED]
     losses = one.loss[:COMPARED]
-    return StepRow(
+    return StepTableRow(
         name=one.name,
         step_s=median,
         quartiles_s=(low, high),
@@ -89,7 +89,7 @@ def _form(value: float | None, form: str, scale: float = 1.0) -> str:
     return MISSING if value is None else format(scale * value, form)
 
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[StepRow], str]], ...]] = (
+_COLUMNS: Final[tuple[tuple[str, Callable[[StepTableRow], str]], ...]] = (
     ("", lambda row: row.name),
     ("ms a step", lambda row: _form(row.step_s, ",.1f", 1e3)),
     ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
@@ -159,7 +159,7 @@ def _operations(found: StepResults) -> list[str]:
     return [*_aligned(cells), ""]
 
 
-def _losses(table: Sequence[StepRow], found: StepResults) -> list[str]:
+def _losses(table: Sequence[StepTableRow], found: StepResults) -> list[str]:
     steps = min(COMPARED, len(found.cases[0].loss))
     lines = [
         f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}, at most {row.loss_difference:.1e} of it from "
@@ -169,7 +169,7 @@ def _losses(table: Sequence[StepRow], found: StepResults) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _memory(table: Sequence[StepRow]) -> list[str]:
+def _memory(table: Sequence[StepTableRow]) -> list[str]:
     return [
         f"{row.name}: activations {row.activation_bytes / 2**20:.1f} MiB at their peak"
         + (

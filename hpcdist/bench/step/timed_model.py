@@ -17,7 +17,7 @@ from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.model import Model
-from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Operations
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from hpcdist.cli.lazy_group import LazyGroup
 from hpcdist.cli.plan import options
-from hpcdist.cli.plan.options import SectionedCommand, layout_options
+from hpcdist.cli.plan.options import CALIBRATE, COMMANDS, SectionedCommand, layout_options
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
 
 if TYPE_CHECKING:
@@ -79,17 +79,6 @@ def models(named: str | None, as_json: bool) -> None:
 
 
 PlanResult = TypeVar("PlanResult")
-
-CALIBRATE: Final = "calibrate"
-# Where each command is, and what the overview says of it.
-COMMANDS: Final = {
-    "search": ("hpcdist.cli.plan.search:command", "Find the best layouts for a number of devices."),
-    "compare": ("hpcdist.cli.plan.compare:command", "Put several layouts, or clusters, side by side."),
-    "clusters": ("hpcdist.cli.plan.group:clusters", "List the clusters that are known, or show one."),
-    "models": ("hpcdist.cli.plan.group:models", "List the models that are known, or show one."),
-    CALIBRATE: ("hpcdist.cli.plan.calibrate:command", "Measure the machine at hand, for a cluster of its own."),
-}
-
 
 EXAMPLES: Final = """\b
 Examples:

@@ -29,6 +29,16 @@ MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
 CLUSTER_SECTION: Final = "Cluster and run"
 
+CALIBRATE: Final = "calibrate"
+# Where each command is, and what the overview says of it.
+COMMANDS: Final = {
+    "search": ("hpcdist.cli.plan.search:command", "Find the best layouts for a number of devices."),
+    "compare": ("hpcdist.cli.plan.compare:command", "Put several layouts, or clusters, side by side."),
+    "clusters": ("hpcdist.cli.plan.group:clusters", "List the clusters that are known, or show one."),
+    "models": ("hpcdist.cli.plan.group:models", "List the models that are known, or show one."),
+    CALIBRATE: ("hpcdist.cli.plan.calibrate:command", "Measure the machine at hand, for a cluster of its own."),
+}
+
 
 class SectionedOption(click.Option):
     """An option that stands under a heading of its own in the help."""

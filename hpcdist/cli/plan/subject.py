@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.cli.plan.options import LAYOUT_FIELDS, LAYOUT_OPTIONS, SHAPE_FLAGS, SHAPE_OPTIONS
+from hpcdist.cli.plan.options import COMMANDS, LAYOUT_FIELDS, LAYOUT_OPTIONS, SHAPE_FLAGS, SHAPE_OPTIONS
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import HALVES, ParallelLayout
@@ -221,8 +221,6 @@ def _check_recipe_exists(path: Path) -> None:
     """Raise where there is no file ``path``: UsageError for what looks like a command, else StorageError."""
     if path.exists():
         return
-    from hpcdist.cli.plan.group import COMMANDS
-
     close = difflib.get_close_matches(str(path), COMMANDS, 1)
     if close:
         raise UsageError(

@@ -18,7 +18,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
-from hpcdist.models.stage import Saved
+from hpcdist.models.stage import Draw, Saved
 
 # Where a layer drops. The numbers are part of every mask: give new sites new ones.
 EMBEDDING, ATTENTION, PROJECTION, DOWN, HIDDEN = range(5)
@@ -29,15 +29,6 @@ WORDS_PER_COUNTER: Final = 4  # of a counter
 def fits_counter(rows: int, columns: int) -> bool:
     """Whether the counters of a mask tell all elements of a sample apart, so many rows of ``columns`` (local)."""
     return rows * -(-columns // WORDS_PER_COUNTER) < 1 << 32
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What the masks of a micro-batch follow from: its first sample is the one at ``first_sample`` of the batch."""
-
-    seed: int
-    step: int
-    first_sample: int
 
 
 @dataclass(frozen=True, kw_only=True)

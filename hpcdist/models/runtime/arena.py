@@ -10,7 +10,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.models.layers.dropout import Draw
+from hpcdist.models.stage import Draw
 
 MAX_WASTE = (
     2  # a free block serves requests down to 1/WASTE of its size: uneven last batches need no memory of their own

@@ -10,8 +10,7 @@ import copy
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.models.model import Model
-from hpcdist.models.operations import Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.stage import Gradients, Operations, Parameters, Saved, Stage, StreamOf
 
 
 def with_recomputation(model: Model) -> Model:

@@ -20,8 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hpcdist.arrays.backend import Array
-from hpcdist.models.operations import AttentionOperation, EmbeddingOperation, LinearOperation, Operations
-from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.models.stage import (
+    AttentionOperation,
+    EmbeddingOperation,
+    Gradients,
+    LinearOperation,
+    Operations,
+    Parameters,
+    Saved,
+)
 
 _LINEARS: Final = ("linear_column", "linear_row")
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hpcdist.models.counts import UnitCounts as Counted
 
 
-class MatrixProduct(NamedTuple):
+class ProductShape(NamedTuple):
     """A product of matrices (rows, inner) x (inner, columns) for each sample, with a weight.
 
     ``cut`` says which extent of the weight the tensor axis divides: "columns", "inner" or "" (none). ``experts`` more
@@ -51,7 +51,7 @@ class ModelUnit:
     parameters: int
     cut_parameters: int = 0
     expert_parameters: int = 0
-    products: tuple[MatrixProduct, ...] = ()
+    products: tuple[ProductShape, ...] = ()
     attention: AttentionShape | None = None
     moved: float = 0.0
     moved_cut: float = 0.0

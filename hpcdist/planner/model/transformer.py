@@ -26,9 +26,9 @@ from hpcdist.models.counts import attention_pairs
 from hpcdist.models.layers.convolution import SIZE
 from hpcdist.planner.model.description import (
     AttentionShape,
-    MatrixProduct,
     ModelDescription,
     ModelUnit,
+    ProductShape,
     TransformerShape,
 )
 
@@ -168,7 +168,7 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
     kv = config.kv_width
     rises = 2 * wide if shape.gated else wide
     routed = shape.experts, shape.experts_per_token / shape.experts
-    router = (MatrixProduct(tokens, hidden, shape.experts),) if shape.experts > 1 else ()
+    router = (ProductShape(tokens, hidden, shape.experts),) if shape.experts > 1 else ()
     expert = hidden * rises + wide * hidden + (rises + hidden if shape.bias else 0)
     expert_cut = hidden * rises + wide * hidden + (rises if shape.bias else 0)
     attention_cut = hidden * (hidden + 2 * kv) + hidden * hidden + (hidden + 2 * kv if shape.bias else 0)
@@ -187,11 +187,11 @@ def _block(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
         cut_parameters=attention_cut + shape.experts * expert_cut,
         expert_parameters=shape.experts * expert if shape.experts > 1 else 0,
         products=(
-            MatrixProduct(tokens, hidden, hidden + 2 * kv, "columns"),
-            MatrixProduct(tokens, hidden, hidden, "inner"),
+            ProductShape(tokens, hidden, hidden + 2 * kv, "columns"),
+            ProductShape(tokens, hidden, hidden, "inner"),
             *router,
-            MatrixProduct(tokens, hidden, rises, "columns", *routed),
-            MatrixProduct(tokens, wide, hidden, "inner", *routed),
+            ProductShape(tokens, hidden, rises, "columns", *routed),
+            ProductShape(tokens, wide, hidden, "inner", *routed),
         ),
         attention=AttentionShape(
             heads=shape.heads,
@@ -215,7 +215,7 @@ def _head(shape: TransformerShape, config: ModelConfig) -> ModelUnit:
         count=1,
         parameters=counted.parameters,
         cut_parameters=0 if shape.tied else shape.vocabulary * shape.hidden,
-        products=(MatrixProduct(shape.context, shape.hidden, shape.vocabulary, "columns"),),
+        products=(ProductShape(shape.context, shape.hidden, shape.vocabulary, "columns"),),
         # A norm; the softmax reads logits twice and writes once.
         moved=2 * wide + 3 * words,
         moved_cut=3 * words,
@@ -230,7 +230,7 @@ def _dense(counted: Counted, widths: tuple[int, int], *, last: bool) -> ModelUni
         name="head" if last else "layer",
         count=1,
         parameters=counted.parameters,
-        products=(MatrixProduct(1, inputs, outputs),),
+        products=(ProductShape(1, inputs, outputs),),
         moved=(3 if last else 2) * outputs,
         kernels=2,
         first=counted.first,
@@ -251,7 +251,7 @@ def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int
             name="convolution",
             count=1,
             parameters=one.parameters,
-            products=(MatrixProduct(pixels, window, outputs),),
+            products=(ProductShape(pixels, window, outputs),),
             moved=moved,
             kernels=4,
             first=one.first,
@@ -264,7 +264,7 @@ def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int
         name="head",
         count=1,
         parameters=head.parameters,
-        products=(MatrixProduct(1, before, classes),),
+        products=(ProductShape(1, before, classes),),
         moved=before + 3 * classes,
         kernels=3,
         counted=head,

@@ -15,7 +15,7 @@ from hpcdist.planner.report.quantities import bytes_in_both, nbytes, seconds, sh
 from hpcdist.planner.report.text import equation
 
 if TYPE_CHECKING:
-    from hpcdist.planner.report.timeline import StepTimeline, TimelineBar
+    from hpcdist.planner.report.timeline import PlannedTimeline, TimelineBar
 
 MEMORY: Final = {
     "parameters": "#1f3b5c",
@@ -85,7 +85,7 @@ def check(file: Path) -> Any:
     return figure
 
 
-def draw(found: PlanEstimate, timeline: "StepTimeline", title: str, cluster: Cluster, file: Path) -> None:
+def draw(found: PlanEstimate, timeline: "PlannedTimeline", title: str, cluster: Cluster, file: Path) -> None:
     """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `check` does, and StorageError."""
     rows = _rows(timeline)
     high = [1.0, 1.0, 0.7 + 0.28 * len(rows)]
@@ -142,14 +142,14 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
 
 
-def _rows(timeline: "StepTimeline") -> list[int]:
+def _rows(timeline: "PlannedTimeline") -> list[int]:
     """Return the stages to draw."""
     if timeline.stages <= _MOST_ROWS:
         return list(range(timeline.stages))
     return sorted({round(row * (timeline.stages - 1) / (_MOST_ROWS - 1)) for row in range(_MOST_ROWS)})
 
 
-def _windows(timeline: "StepTimeline") -> list[tuple[float, float]]:
+def _windows(timeline: "PlannedTimeline") -> list[tuple[float, float]]:
     """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page.
 
     The pipeline has filled within its beginning, and its end is as long.
@@ -168,7 +168,7 @@ def _windows(timeline: "StepTimeline") -> list[tuple[float, float]]:
 
 
 def _timeline(
-    axes: Sequence[Any], timeline: "StepTimeline", rows: Sequence[int], spans: Sequence[tuple[float, float]]
+    axes: Sequence[Any], timeline: "PlannedTimeline", rows: Sequence[int], spans: Sequence[tuple[float, float]]
 ) -> None:
     """Draw a row for each of the stages in ``rows``: passes above, exchanges as a thin line below; an axis a span."""
     place = {stage: row for row, stage in enumerate(rows)}

@@ -14,12 +14,12 @@ from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead
-from hpcdist.planner.time.pipeline import PassSeconds, border, messages_block, simulated_timeline, stage_of
+from hpcdist.planner.time.pipeline import PlannedSeconds, border, messages_block, simulated_timeline, stage_of
 from hpcdist.planner.time.stage_load import StageLoad, chunk_loads, combined, loads
 from hpcdist.planner.time.step import data_exchange, rows_sum, tied_sum, timing
 
 if TYPE_CHECKING:
-    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline as Simulated
+    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 
 KINDS: Final = (
     "forward",
@@ -49,7 +49,7 @@ class TimelineBar(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimeline:
+class PlannedTimeline:
     """A step of ``end_s`` seconds on ``stages`` ranks of the pipeline; bars are in the order of ranks and of time."""
 
     stages: int
@@ -59,7 +59,7 @@ class StepTimeline:
 
 def timeline(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
-) -> StepTimeline:
+) -> PlannedTimeline:
     """Return one step, as the simulator runs it (local). Raises what `hpcdist.planner.time.step.timing` raises."""
     m = layout.microbatches(global_batch)
     piped = layout.pipeline > 1
@@ -68,7 +68,7 @@ def timeline(
     hop_s = border(description, layout, cluster).seconds
     held_s = hop_s if piped and messages_block(layout) else 0.0
     chunks = [stage_of(load, layout, cluster, m).seconds for load in of_chunks]
-    padded = [PassSeconds(one.forward_s + held_s, one.input_s + held_s, one.weight_s) for one in chunks]
+    padded = [PlannedSeconds(one.forward_s + held_s, one.input_s + held_s, one.weight_s) for one in chunks]
     schedule = layout.schedule if piped else "sequential"
     ran = simulated_timeline(
         schedule, padded, layout.pipeline, m, message_s=hop_s - held_s, recompute=recomputes_ahead(layout)
@@ -86,14 +86,16 @@ def timeline(
             bars.append(TimelineBar(rank, "exchange", end_s - swap.hidden_s, end_s + after_s))
         ready_s = max(ready_s, end_s + after_s)
     bars += [TimelineBar(rank, "update", ready_s, ready_s + took.terms["update"]) for rank in range(layout.pipeline)]
-    return StepTimeline(
+    return PlannedTimeline(
         stages=layout.pipeline,
         bars=tuple(sorted(bars, key=lambda bar: (bar.stage, bar.begin_s, bar.end_s))),
         end_s=ready_s + took.terms["update"],
     )
 
 
-def _passes(ran: "Simulated", of_chunks: tuple[StageLoad, ...], held_s: float, after_s: float) -> Iterator[TimelineBar]:
+def _passes(
+    ran: "StepTimeline", of_chunks: tuple[StageLoad, ...], held_s: float, after_s: float
+) -> Iterator[TimelineBar]:
     """Yield the passes, without the messages that they hold ranks up for, and these beside them."""
     from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
@@ -116,7 +118,7 @@ def _passes(ran: "Simulated", of_chunks: tuple[StageLoad, ...], held_s: float, a
                 yield TimelineBar(rank, "message", over_s, until_s, microbatch, chunk)
 
 
-def _of_ranks(ran: "Simulated", of_chunks: tuple[StageLoad, ...]) -> list[StageLoad]:
+def _of_ranks(ran: "StepTimeline", of_chunks: tuple[StageLoad, ...]) -> list[StageLoad]:
     """Return the load of each rank: its chunks together."""
     program = ran.program
     owned = [sorted(set(program.chunk[program.row(rank)].tolist())) for rank in range(program.ranks)]

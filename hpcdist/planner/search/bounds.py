@@ -36,7 +36,7 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import peak_of, peak_share
 from hpcdist.planner.time.compute import cached
-from hpcdist.planner.time.pipeline import SPLIT, PassSeconds, closed_form
+from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
 from hpcdist.planner.time.step import AXES, MicrobatchFlow
 from hpcdist.planner.time.topology import span
@@ -114,7 +114,7 @@ class FamilyTotals(NamedTuple):
     ``each_s`` of one or more, for as many samples as ``full`` of them have. ``computing`` is the share that computes.
     """
 
-    seconds: PassSeconds
+    seconds: PlannedSeconds
     each_s: float
     full: float
     computing: float
@@ -139,7 +139,7 @@ def family_totals(
         input_s += again_s
     computes_s = load.forward_s + load.input_s + weight_s + load.again_s
     full = -(-global_batch // family.data) / family.microbatch  # the last one may be smaller
-    return FamilyTotals(PassSeconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
+    return FamilyTotals(PlannedSeconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
 
 
 def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, CollectiveWait]:
@@ -169,7 +169,7 @@ def schedule_bound(
     ranks = order.pipeline
     if ranks == 1:
         return family_bound(of_all, order, cluster, objective)
-    most = PassSeconds(*(seconds / (ranks - 1) for seconds in of_all.seconds))
+    most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in of_all.seconds))
     form = closed_form(order, most, most, math.ceil(of_all.full), hop_s)
     own = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)
     if recomputes_ahead(order):

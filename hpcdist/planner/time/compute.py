@@ -23,7 +23,7 @@ from weakref import finalize
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurve
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.model.description import AttentionShape, MatrixProduct, ModelUnit
+from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape
 
 TILED_BACK: Final = 2.5  # five products instead of two: the scores are computed again
 MOVED_BACK: Final = 1.5  # a gradient and what was kept are read, a gradient is written, where one read and one written
@@ -155,7 +155,7 @@ class _Unit:
         cover = (2 if layout.sequence_parallel else 1) * begin
         return UnitSeconds(whole, into, weight, again, tuple(sorted(self.flags)), self._add(), cover)
 
-    def _extents(self, product: MatrixProduct) -> tuple[float, float, float, float]:
+    def _extents(self, product: ProductShape) -> tuple[float, float, float, float]:
         """Return rows, inner and columns of a product on this device, and of how many experts it is."""
         layout = self.layout
         rows = layout.microbatch * product.rows / layout.context
@@ -171,7 +171,7 @@ class _Unit:
             here, rows = product.experts / layout.expert, rows * product.share * layout.expert
         return rows, inner, columns, here
 
-    def _product(self, product: MatrixProduct) -> float:
+    def _product(self, product: ProductShape) -> float:
         """Return the seconds of a product with a weight, of all experts that are here."""
         rows, inner, columns, here = self._extents(product)
         computed = 2 * rows * inner * columns / self._speed(rows, inner, columns)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
 
-class PassSeconds(NamedTuple):
+class PlannedSeconds(NamedTuple):
     """What a micro-batch takes on a rank, or in a chunk of it: forward, and the gradients of inputs and of weights."""
 
     forward_s: float
@@ -92,8 +92,8 @@ class PipelineTime(NamedTuple):
 
 def closed_time(
     schedule: str,
-    slowest: PassSeconds,
-    others: PassSeconds,
+    slowest: PlannedSeconds,
+    others: PlannedSeconds,
     ranks: int,
     microbatches: int,
     *,
@@ -126,7 +126,7 @@ def closed_time(
     return PipelineTime(busy_s, waits * message_s, span_s if steps_overlap else idle_s, bubble)
 
 
-def _idle_s(schedule: str, others: PassSeconds, ranks: int, microbatches: int, chunks: int) -> float:
+def _idle_s(schedule: str, others: PlannedSeconds, ranks: int, microbatches: int, chunks: int) -> float:
     """Return what is beside m T; others: F, I, W of the rest."""
     forward_s, input_s, weight_s = others
     behind, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
@@ -162,7 +162,7 @@ def _waits(schedule: str, ranks: int, microbatches: int, chunks: int, blocking: 
 
 def simulated_timeline(
     schedule: str,
-    chunks: Sequence[PassSeconds],
+    chunks: Sequence[PlannedSeconds],
     ranks: int,
     microbatches: int,
     *,
@@ -206,7 +206,7 @@ class StageTime(NamedTuple):
 
     load: StageLoad
     sent: CollectiveWait
-    seconds: PassSeconds
+    seconds: PlannedSeconds
     ahead_s: float
 
     @property
@@ -229,7 +229,7 @@ def stage_of(
     waits = collective_wait(load, layout, cluster, known)
     again_s = load.again_s + sum(waits.again_s.values())
     early = recomputes_ahead(layout)
-    seconds = PassSeconds(
+    seconds = PlannedSeconds(
         load.forward_s + sum(waits.forward_s.values()),
         load.input_s + sum(waits.back_s.values()) + (0.0 if early else again_s),
         load.weight_s + load.add_s * (microbatches - 1) / microbatches,
@@ -250,7 +250,7 @@ def ranks_of(
 
 def chunks_seconds(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
-) -> list[PassSeconds]:
+) -> list[PlannedSeconds]:
     """Return the seconds of each chunk for a micro-batch, in the order of the model (local)."""
     known: dict[tuple[str, str, float], MessageCost] = {}
     of_chunks = chunk_loads(description, layout, cluster)
@@ -307,12 +307,17 @@ def closed_pipe(
         for stage, often in found:
             for part, seconds in enumerate(stage.seconds):
                 rest[part] += seconds * (often - (stage is slowest))
-        others = PassSeconds(*(total / (layout.pipeline - 1) for total in rest))
+        others = PlannedSeconds(*(total / (layout.pipeline - 1) for total in rest))
     return closed_form(layout, slowest.seconds, others, m, hop_s, slowest.ahead_s)
 
 
 def closed_form(
-    layout: ParallelLayout, slowest: PassSeconds, others: PassSeconds, m: int, hop_s: float, ahead_s: float = 0.0
+    layout: ParallelLayout,
+    slowest: PlannedSeconds,
+    others: PlannedSeconds,
+    m: int,
+    hop_s: float,
+    ahead_s: float = 0.0,
 ) -> PipelineTime:
     """Return the closed form of the layout's schedule, for ranks that take so long (local)."""
     return closed_time(
@@ -338,7 +343,7 @@ def simulated_pipe(
     bare = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, recompute=repeats)
     blocked_s = 2 * m * len(chunks) // layout.pipeline * hop_s if messages_block(layout) else 0.0
     if blocked_s:
-        chunks = [PassSeconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
+        chunks = [PlannedSeconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
         full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m)
     else:
         full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, message_s=hop_s, recompute=repeats)

@@ -20,10 +20,10 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.classifiers import Convolution
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.stage import Draw
 
 WARM: Final = 2
 TURNS: Final = 7

@@ -16,8 +16,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.layers.dropout import Draw
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.stage import Draw
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.mixed_precision import MixedPrecisionViews, NoLossScale

@@ -1,6 +1,6 @@
 """Stages of a rank: forward and backward passes, and the activations that flow between stages and between ranks.
 
-`SkipConnections` carries outputs that a later stage takes beside that of the one before it, inside a rank or between
+`SkipExchange` carries outputs that a later stage takes beside that of the one before it, inside a rank or between
 two. A stage that declares ``takes``, the indices of earlier units, finds their outputs in its `Saved` as "skip.UNIT",
 which it leaves unchanged, and leaves their gradients there as "skip.UNIT.gradient". Between ranks each goes straight
 from the rank of the one to that of the other (`Operation.source`), past those between them. The gradient of an output
@@ -16,11 +16,9 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.models.layers.dropout import Draw
-from hpcdist.models.operations import Operations
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
-from hpcdist.models.stage import Saved
+from hpcdist.models.stage import Draw, Operations, Saved
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.messages import StageMessages
@@ -31,7 +29,7 @@ from hpcdist.strategies.schedule.placement import StagePlacement
 Skip = tuple[int, int, int]  # micro-batch, unit whose output it is, unit that takes it
 
 
-class SkipConnections:
+class SkipExchange:
     """What goes over the skip connections of one rank. All of it is local, but for the messages it asks for."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
@@ -119,7 +117,7 @@ class Stages:
         self._place = seat.placed
         self._firsts = {chunk.start for chunk in seat.chunks}
         self.neighbours = StageMessages(seat, arena)
-        self._skips = SkipConnections(seat.placed, self.neighbours)
+        self._skips = SkipExchange(seat.placed, self.neighbours)
         self.scale = 1.0  # of the loss, in backward
         self.carries_out = {
             Kind.FORWARD: self.forward,

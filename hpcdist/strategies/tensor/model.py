@@ -27,9 +27,8 @@ from hpcdist.models.layers.linear import (
     gradient_of_weight,
 )
 from hpcdist.models.model import Model
-from hpcdist.models.operations import Operations
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.stage import Gradients, Operations, Parameters, Saved, Stage, StreamOf
 from hpcdist.models.transformer import TokenEmbedding
 from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.sinks.stream import EventSink, RunInfo
+from hpcdist.telemetry.sinks.stream import RunInfo, StreamSink
 
 
-def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[EventSink]:
+def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Return the sinks that ``config`` names, ready to be written to (rank 0 alone does).
 
     ``say`` tells a person where figures can be found. What keeps one from beginning is raised, with the cure, when
     those before it are closed again.
     """
-    found: list[EventSink] = []
+    found: list[StreamSink] = []
     try:
         if config.jsonl:
             from hpcdist.telemetry.sinks.jsonl import FILE, JsonLines

@@ -118,7 +118,7 @@ class RunInfo:
     owner: Mapping[str, str] = field(default_factory=dict)
 
 
-class EventSink(Protocol):
+class StreamSink(Protocol):
     """Takes events somewhere. Its constructor raises, with the cure, what keeps it from beginning."""
 
     name: str
@@ -135,7 +135,7 @@ class EventSink(Protocol):
 class EventStream:
     """Hands events to ``sinks``. ``warn`` tells a person, once for each sink that fails until it works again."""
 
-    def __init__(self, sinks: Sequence[EventSink], warn: Callable[[str], None]) -> None:
+    def __init__(self, sinks: Sequence[StreamSink], warn: Callable[[str], None]) -> None:
         self.sinks = tuple(sinks)
         self._warn = warn
         self._failing: set[str] = set()
@@ -152,7 +152,7 @@ class EventStream:
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.close(normal))  # type: ignore[misc]
 
-    def _try(self, sink: EventSink, act: Callable[[], None]) -> None:
+    def _try(self, sink: StreamSink, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run goes on

@@ -6,25 +6,69 @@ when a `Recipe` is made; `refuse_beside_survival` by `hpcdist run --survive` and
 """
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from hpcdist.comm.config import BUCKET_BYTES
+from hpcdist.comm.config import BUCKET_BYTES, CommunicationConfig
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed import config
-from hpcdist.strategies.compressed.config import LOW_RANK, OPTIMIZING
+from hpcdist.strategies.compressed.config import LOW_RANK, OPTIMIZING, CompressionConfig
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.config import check_tensor_parallel as check_tensor
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.zero.config import STAGES
-from hpcdist.training.recipe.config import written
-
-if TYPE_CHECKING:
-    from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.strategies.zero.config import STAGES, ZeroConfig
+from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, written
 
 IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES, "parameter_server")  # strategies whose sums need not follow the ranks
 
 
-def refuse_without_effect(recipe: "Recipe") -> None:
+class RecipeSections(Protocol):
+    """The sections of a recipe that the rules read; `hpcdist.training.recipe.recipe.Recipe` has them all."""
+
+    @property
+    def communication(self) -> CommunicationConfig:
+        """Section ``[communication]``."""
+
+    @property
+    def compression(self) -> CompressionConfig:
+        """Section ``[compression]``."""
+
+    @property
+    def data(self) -> DataConfig:
+        """Section ``[data]``."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Section ``[model]``."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Section ``[optimizer]``."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Section ``[parallel]``."""
+
+    @property
+    def parameter_server(self) -> ParameterServerConfig:
+        """Section ``[parameter_server]``."""
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        """Section ``[precision]``."""
+
+    @property
+    def run(self) -> RunConfig:
+        """Section ``[run]``."""
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """Section ``[zero]``."""
+
+
+def refuse_without_effect(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for keys that the strategy would ignore."""
     strategy = recipe.parallel.strategy
     elsewhere = replace(recipe.communication, bucket_bytes=BUCKET_BYTES, overlap="none", delayed=False)
@@ -45,7 +89,7 @@ def refuse_without_effect(recipe: "Recipe") -> None:
             )
 
 
-def refuse_beside_logical_shards(recipe: "Recipe") -> None:
+def refuse_beside_logical_shards(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for keys that decide otherwise in which order gradients are summed."""
     if recipe.run.logical_shards and recipe.parallel.strategy not in IN_LOGICAL_SHARDS:
         raise ConfigurationError(
@@ -71,7 +115,7 @@ def refuse_beside_logical_shards(recipe: "Recipe") -> None:
             )
 
 
-def refuse_beside_16_bits(recipe: "Recipe") -> None:
+def refuse_beside_16_bits(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for keys that do not go with 16-bit working copies."""
     others = {
         "run.logical_shards": (recipe.run.logical_shards, 0),
@@ -98,7 +142,7 @@ def refuse_beside_16_bits(recipe: "Recipe") -> None:
     recipe.precision.check_beside(recipe.parallel.strategy, others, stages)
 
 
-def refuse_beside_tensor(recipe: "Recipe") -> None:
+def refuse_beside_tensor(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for models that cannot be cut, and keys that do not go with the cut yet."""
     ranks = recipe.parallel.tensor
     check_tensor(recipe.model, ranks, recipe.data.context, recipe.parallel.sequence_parallel)
@@ -115,7 +159,7 @@ def refuse_beside_tensor(recipe: "Recipe") -> None:
             )
 
 
-def refuse_measured_shares(recipe: "Recipe") -> None:
+def refuse_measured_shares(recipe: RecipeSections) -> None:
     """Raise ConfigurationError where samples cannot be shared by speed without another result."""
     if recipe.data.shares == "even":
         return
@@ -134,7 +178,7 @@ def refuse_measured_shares(recipe: "Recipe") -> None:
         )
 
 
-def refuse_batch_warmup(recipe: "Recipe") -> None:
+def refuse_batch_warmup(recipe: RecipeSections) -> None:
     """Raise ConfigurationError where steps cannot take fewer samples at first."""
     if not recipe.run.batch_warmup:
         return
@@ -157,7 +201,7 @@ def refuse_batch_warmup(recipe: "Recipe") -> None:
             )
 
 
-def refuse_noise_scale(recipe: "Recipe", data_ranks: int) -> None:
+def refuse_noise_scale(recipe: RecipeSections, data_ranks: int) -> None:
     """Raise ConfigurationError where a step has no gradients of two batch sizes. 0 ``data_ranks``: not known yet."""
     if not recipe.run.noise_scale_every_steps:
         return
@@ -192,7 +236,7 @@ def refuse_noise_scale(recipe: "Recipe", data_ranks: int) -> None:
         )
 
 
-def refuse_recomputation(recipe: "Recipe") -> None:
+def refuse_recomputation(recipe: RecipeSections) -> None:
     """Raise ConfigurationError where a step that is computed again would not have the same bits, or cannot be."""
     if not recipe.run.recomputes:
         return
@@ -216,7 +260,7 @@ def refuse_recomputation(recipe: "Recipe") -> None:
             )
 
 
-def refuse_beside_survival(recipe: "Recipe", mode: str, spares: int) -> None:
+def refuse_beside_survival(recipe: RecipeSections, mode: str, spares: int) -> None:
     """Raise ConfigurationError where nobody could go on with the state of a rank, or on its device (local)."""
     if recipe.run.device == "gpu" and mode == "replace" and not spares:
         raise ConfigurationError(
@@ -265,7 +309,7 @@ _WHY_NOT_COMPRESSED: Final = {
 }
 
 
-def refuse_beside_compression(recipe: "Recipe") -> None:
+def refuse_beside_compression(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for keys that do not go with ``communication.compression``."""
     name = recipe.communication.compression
     _refuse_beside_parameter_compression(recipe)
@@ -325,7 +369,7 @@ def refuse_beside_compression(recipe: "Recipe") -> None:
 _FLOAT64: Final = "is not built in this version: what is encoded is float32"
 
 
-def _refuse_beside_parameter_compression(recipe: "Recipe") -> None:
+def _refuse_beside_parameter_compression(recipe: RecipeSections) -> None:
     """Raise ConfigurationError for keys that do not go with ``compression.parameters``."""
     way = recipe.compression.parameters
     if way == "none":

@@ -136,7 +136,6 @@ def summarise(
     else:
         pace = async_throughput(ranks, workers)
     shares = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in workers if rank["count"]]
-    pss = [rank["pss"] for rank in ranks]
     summary = {
         "steps": outcome.done,
         "world": comm.size,
@@ -163,7 +162,7 @@ def summarise(
         LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
-        "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
+        "pss_bytes": _pss_bytes([rank["pss"] for rank in ranks]),
         "skipped_steps": trainer.executor.loss_scale.skipped,
         "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
@@ -176,6 +175,11 @@ def summarise(
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
     return summary | _reasons(trainer, summary, bool(shares))
+
+
+def _pss_bytes(ranks: Sequence[float]) -> dict[str, float | None]:
+    """Return the most that one rank has resident, shared pages divided among those that map them, and the sum."""
+    return {"most": _number(_most(ranks)), "sum": _number(sum(ranks))}
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
