@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 from architectures_study import PARTS, Found, said
 
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 
 SCHEMA, VERSION = "hpcdist.benchmark.architectures", 1
 POINTS: Final = (
@@ -64,8 +64,8 @@ def write(path: Path, found: Sequence[Found], provenance: Mapping[str, Any], clu
         for one in found:
             file.require_group(f"scenarios/{one.scenario.name}").attrs["title"] = one.scenario.title
         for name, columns, rows in (("points", POINTS, points), ("stops", STOPS, stops)):
-            tables.create(file, name, columns)
-            tables.extend(file, name, _columns(columns, rows))
+            datasets.create(file, name, columns)
+            datasets.extend(file, name, _columns(columns, rows))
 
 
 def _row(scenario: str, architecture: str, point: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.memory.device import memory
-from hpcdist.planner.model import published
+from hpcdist.planner.model import transformer
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
@@ -221,7 +221,7 @@ def study(scenario: Scenario, cluster: Cluster, counts: tuple[int, ...] = COUNTS
     Their formulas are what is compared: none is limited by the MFU of published trainings.
     """
     cluster = replace(cluster, device=replace(cluster.device, best_mfu=0.0))
-    there, description = scenario.on(cluster), describe(published.named(scenario.model), scenario.model)
+    there, description = scenario.on(cluster), describe(transformer.named(scenario.model), scenario.model)
     points = {
         one.name: [best(one, devices, scenario.samples(devices), description, there) for devices in counts]
         for one in ARCHITECTURES

@@ -18,7 +18,8 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.collectives import buffers, results
+from hpcdist.bench.collectives import contenders as collectives_contenders
+from hpcdist.bench.collectives import results
 from hpcdist.bench.collectives.contenders import CollectivesContender
 from hpcdist.bench.collectives.plan import COLD, ORDINARY, CollectivesCell
 from hpcdist.bench.collectives.run import CellLimits, CellSamples, CellTiming
@@ -114,7 +115,7 @@ def measure(
 ) -> list[CellSamples]:
     """Return the samples of each of ``runs``. Collective."""
     dtype = dtype_of(cell.dtype)
-    expected = (buffers.ExpectedResult(Range(0, cell.size), None, 0),)
+    expected = (collectives_contenders.ExpectedResult(Range(0, cell.size), None, 0),)
     contenders = [
         CollectivesContender(name, ORDINARY, run, expected, in_result=name == "to a result")
         for name, run in runs.items()
@@ -122,8 +123,10 @@ def measure(
     memory = [np.zeros(slots * -(-cell.bytes // 64) * 64, np.uint8) for _ in range(2)]
     for piece in memory:
         piece.fill(1)  # pages of their own, before anything is timed
-    pool = buffers.BufferPool(*memory, cell.size, dtype, slots)
-    timing = CellTiming(comm, contenders, {ORDINARY: pool}, buffers.BufferContents(comm.size, dtype), check=True)
+    pool = collectives_contenders.BufferPool(*memory, cell.size, dtype, slots)
+    timing = CellTiming(
+        comm, contenders, {ORDINARY: pool}, collectives_contenders.BufferContents(comm.size, dtype), check=True
+    )
     return timing.run(CellLimits(options.seconds, None, 2, options.least), (options.seed, cell.bytes))
 
 
@@ -164,12 +167,14 @@ def main() -> None:
     options = arguments()
     comm, runs, library, nodes = with_mpi() if options.what == "mpi" else with_gloo()
     sizes = [int(text) for text in options.bytes.split(",")]
-    cache = buffers.last_level_cache_bytes() or buffers.UNKNOWN_CACHE_BYTES
-    limit = comm.broadcast_object(int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.size // 2)
+    cache = collectives_contenders.last_level_cache_bytes() or collectives_contenders.UNKNOWN_CACHE_BYTES
+    limit = comm.broadcast_object(
+        int(collectives_contenders.MEMORY_SHARE * collectives_contenders.available_bytes()) // comm.size // 2
+    )
     card = provenance(mpi_library=library, anonymous=True)
     for index in np.random.default_rng(options.seed).permutation(len(sizes)):
         cell = CollectivesCell("allreduce", "float32", sizes[index])
-        slots = buffers.slots(cell.bytes, cache, limit, hot=False)
+        slots = collectives_contenders.slots(cell.bytes, cache, limit, hot=False)
         found = measure(comm, runs, cell, options, slots)
         if comm.rank == 0:
             about = SimpleNamespace(nodes=nodes, library=library, slots=slots)

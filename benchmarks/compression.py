@@ -40,7 +40,7 @@ from compression_plan import COMMON, CONTENDERS, DENSE, FOUND, Study, Training
 from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.sweep import results
 from hpcdist.comm.launch import mpirun
-from hpcdist.comm.launch.interpreter import python_path_variables
+from hpcdist.comm.launch.environment import python_path_variables
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.provenance import provenance
 

@@ -16,8 +16,8 @@ import numpy as np
 from compression_plan import Training
 
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 
 SCHEMA, VERSION = "hpcdist.benchmark.compression", 1
 TRAININGS: Final = (
@@ -98,7 +98,7 @@ class Records:
             if "trainings" not in file:
                 file.attrs.update({**provenance, **study})
                 for name, columns in (("trainings", TRAININGS), ("points", POINTS), ("times", TIMES), ("links", LINKS)):
-                    tables.create(file, name, columns)
+                    datasets.create(file, name, columns)
             for name, value in study.items():
                 if (found := file.attrs.get(name)) != value:
                     raise UsageError(
@@ -114,9 +114,9 @@ class Records:
         step, loss, train_loss, sent = one.points.T
         points = {"training_of": np.full(len(step), number), "step": step, "loss": loss}
         with files.edit(self._path, SCHEMA, VERSION) as file:
-            tables.extend(file, "trainings", {c.name: np.array([said[c.name]], c.dtype) for c in TRAININGS})
+            datasets.extend(file, "trainings", {c.name: np.array([said[c.name]], c.dtype) for c in TRAININGS})
             points |= {"train_loss": train_loss, "sent_bytes": sent}
-            tables.extend(file, "points", {c.name: np.asarray(points[c.name]).astype(c.dtype) for c in POINTS})
+            datasets.extend(file, "points", {c.name: np.asarray(points[c.name]).astype(c.dtype) for c in POINTS})
         self.known[training] = one
 
     def put_times(self, names: Sequence[str], figures: np.ndarray, bytes_per_s: Sequence[float]) -> None:
@@ -132,15 +132,15 @@ class Records:
         links = {"turn": np.arange(rounds, dtype="i2"), "bytes_per_s": np.array(bytes_per_s)}
         with files.edit(self._path, SCHEMA, VERSION) as file:
             for name in ("times", "links"):
-                tables.shorten(file, name, 0)
-            tables.extend(file, "times", {c.name: np.array(rows[c.name], c.dtype) for c in TIMES})
-            tables.extend(file, "links", links)
+                datasets.shorten(file, name, 0)
+            datasets.extend(file, "times", {c.name: np.array(rows[c.name], c.dtype) for c in TIMES})
+            datasets.extend(file, "links", links)
             file["times"].attrs["names"] = list(names)
 
     def times(self) -> Times:
         """Return the steps that were timed; none by name where there are none."""
         with files.open_read(self._path, SCHEMA, VERSION) as file:
-            rows, links = tables.read(file, "times"), tables.read(file, "links")
+            rows, links = datasets.read(file, "times"), datasets.read(file, "links")
             names = [str(name) for name in file["times"].attrs.get("names", ())]
         found = {}
         for place, name in enumerate(names):
@@ -154,7 +154,7 @@ class Records:
 def _trainings(path: Path) -> dict[Training, Ended]:
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
-            rows, points = tables.read(file, "trainings"), tables.read(file, "points")
+            rows, points = datasets.read(file, "trainings"), datasets.read(file, "points")
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
     values = np.stack([points[c.name].astype(float) for c in POINTS[1:]], axis=1)

@@ -34,9 +34,9 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.compressed import coder
+from hpcdist.strategies.compressed import reduction
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.run.loop import mean_validation_loss
 
 WARM_UP: Final = 3  # steps of each training that are not timed: kernels are compiled, pages touched
 PHASES: Final = ("step_s", "compute_s", "update_s", "codec_s", "sent_bytes")
@@ -78,7 +78,7 @@ def compressors_timed() -> Iterator[Stopwatch]:
         for one in pkgutil.iter_modules(compression.__path__)
     ]
     watch, before = Stopwatch(), []
-    for module in [*modules, coder]:
+    for module in [*modules, reduction]:
         for kind in [
             one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__
         ]:

@@ -14,8 +14,8 @@ import numpy as np
 from large_batch_search import Ended, Wanted
 
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 
 SCHEMA, VERSION = "hpcdist.benchmark.large_batch", 1
 TRIALS: Final = (
@@ -60,8 +60,8 @@ class Records:
         with files.edit(self._path, SCHEMA, VERSION) as file:
             if TRIALS[0].name not in file.get("trials", ()):
                 file.attrs.update(self._provenance)
-                tables.create(file, "trials", TRIALS)
-                tables.create(file, "curves", CURVES)
+                datasets.create(file, "trials", TRIALS)
+                datasets.create(file, "curves", CURVES)
             file.require_group(f"tasks/{task}").attrs.update(settings)
 
     def add(self, wanted: Wanted, ended: Ended) -> None:
@@ -73,8 +73,8 @@ class Records:
         samples, loss, noise = ended.curve.T
         curve = {"trial_of": np.full(len(samples), number), "samples": samples, "loss": loss, "noise_scale": noise}
         with files.edit(self._path, SCHEMA, VERSION) as file:
-            tables.extend(file, "trials", row)
-            tables.extend(file, "curves", curve)
+            datasets.extend(file, "trials", row)
+            datasets.extend(file, "curves", curve)
         self.known[wanted] = ended
 
 
@@ -90,7 +90,7 @@ def _settings(path: Path, task: str) -> dict[str, Any]:
 def _read(path: Path) -> dict[Wanted, Ended]:
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
-            rows, curves = tables.read(file, "trials"), tables.read(file, "curves")
+            rows, curves = datasets.read(file, "trials"), datasets.read(file, "curves")
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
     points = np.stack([curves[name].astype(float) for name in ("samples", "loss", "noise_scale")], axis=1)

@@ -27,9 +27,9 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig, Scaling
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe.config import DataConfig, RunConfig
 from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.run.loop import mean_validation_loss
 
 RULES: Final[Mapping[str, Scaling]] = {"sgd": "linear", "adamw": "sqrt", "lars": "linear", "lamb": "sqrt"}
 EVERY: Final = 1.1  # an evaluation after a tenth more samples, at the end of an update

@@ -113,7 +113,7 @@ def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
 def measured(name: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a job of ``ranks`` ranks tells of the strategy ``name``."""
     from hpcdist.comm.launch import mpirun
-    from hpcdist.comm.launch.interpreter import python_path_variables
+    from hpcdist.comm.launch.environment import python_path_variables
 
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), **python_path_variables()}

@@ -34,8 +34,8 @@ from hpcdist.reporting.units import parse_bytes
 from hpcdist.telemetry.provenance import provenance, pss_bytes
 from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STATE_BYTES = 16  # of each parameter: itself, its gradient, two moments
 WAYS = ("in memory", "cached", "from disk")

@@ -17,8 +17,8 @@ CHILD = """
 import gc, sys, time
 begin = time.perf_counter()
 from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.generate.schedule_file import generated
-from hpcdist.strategies.schedule.simulate.costs import StepCosts
+from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.simulate.program import StepCosts
 name, stages, microbatches, chunks = sys.argv[1], *map(int, sys.argv[2:])
 imported = time.perf_counter()
 gc.disable()  # as the command does: a million tuples would be looked through again and again

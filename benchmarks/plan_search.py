@@ -23,11 +23,10 @@ import numpy as np
 from hpcdist.hdf5 import files
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import IMPLEMENTATIONS, ParallelLayout
-from hpcdist.planner.model import published
+from hpcdist.planner.model import transformer
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.report.quantities import figures, seconds
-from hpcdist.planner.search.best_layouts import search
-from hpcdist.planner.search.explain import layout_line
+from hpcdist.planner.search.best_layouts import layout_line, search
 from hpcdist.planner.search.space import OBJECTIVES, SearchSpec
 from hpcdist.telemetry.provenance import provenance
 
@@ -43,7 +42,7 @@ def one(options: argparse.Namespace, model: str, implementation: str, objective:
     cluster = replace(cluster, devices=max(cluster.devices, options.devices))
     if objective == "cost" and cluster.site.device_hour_price is None:  # any price will do for the seconds
         cluster = replace(cluster, site=replace(cluster.site, device_hour_price=1.0, currency="device hour"))
-    description = describe(published.named(model), model)
+    description = describe(transformer.named(model), model)
     wanted = SearchSpec(
         objective=objective, base=ParallelLayout(implementation=implementation), simulate=not options.closed
     )

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcdist.comm.record.spans import Spans
 from hpcdist.energy.monitor import tables as monitor_tables
-from hpcdist.hdf5 import tables
+from hpcdist.hdf5 import datasets
 from hpcdist.reporting.units import format_bytes
 from hpcdist.telemetry.metrics import observations, step_metrics
 
@@ -99,7 +99,7 @@ def energy(file: h5py.File, rows: int, rng: np.random.Generator) -> None:
     """Put samples of 16 nodes with 4 GPUs each into the file, in the order in which nodes bring them."""
     for name in ("sources", "samples"):
         if f"{monitor_tables.GROUP}/{name}" not in file:
-            tables.create(file, f"{monitor_tables.GROUP}/{name}", monitor_tables.TABLES[name])
+            datasets.create(file, f"{monitor_tables.GROUP}/{name}", monitor_tables.TABLES[name])
     nodes, gpus = 16, 4
     where = {
         "session": np.zeros(64, np.int64),
@@ -107,13 +107,13 @@ def energy(file: h5py.File, rows: int, rng: np.random.Generator) -> None:
         "source": np.tile(np.arange(gpus), nodes),
     }
     about = {"kind": np.full(64, b"gpu", "S8"), "name": np.array([f"GPU-{n}" for n in range(64)], "S96")}
-    tables.extend(file, f"{monitor_tables.GROUP}/sources", {**where, **about})
+    datasets.extend(file, f"{monitor_tables.GROUP}/sources", {**where, **about})
     each = rows // 64
     times = np.repeat(np.arange(each) * (30 * 86400 * S // each), 64)
     watts = 500 + 50 * rng.random(64 * each)
     samples = {name: np.tile(values, each) for name, values in where.items()}
     samples |= {"t_mono_ns": times, "energy_mj": (watts * times / 1e6).astype(np.int64)}
-    tables.extend(file, f"{monitor_tables.GROUP}/samples", samples)
+    datasets.extend(file, f"{monitor_tables.GROUP}/samples", samples)
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
@@ -130,7 +130,9 @@ def make(folder: Path, options: argparse.Namespace) -> None:
             file["steps"][name][...] = values
         for name in step_metrics.PER_RANK:
             fill(file, name, options.steps, options.ranks, rng)
-        tables.extend(file, "evaluations", {"step": columns["step"][::500], "val_loss": columns["loss"][::500] + 0.05})
+        datasets.extend(
+            file, "evaluations", {"step": columns["step"][::500], "val_loss": columns["loss"][::500] + 0.05}
+        )
         observations.append(file, RESUMES, events(options.steps))
         energy(file, options.samples, rng)
     (folder / "recipe.toml").write_text("[run]\nsteps = 1000000\n")

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.provenance import provenance
@@ -90,7 +90,7 @@ def job(options: argparse.Namespace, folder: Path, launched: list[str], keys: Ma
         sys.exit(f"{' '.join(line)}\nended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
     steps = step_metrics.read(out / METRICS_FILE).steps
     with files.open_read(out / METRICS_FILE, step_metrics.SCHEMA, step_metrics.VERSION) as file:
-        lives = tables.read(file, "lives") if "lives" in file else {}
+        lives = datasets.read(file, "lives") if "lives" in file else {}
     slowest = np.nanmax(steps["step_s"][1:], axis=1)
     return Found(steps["loss"], float(np.median(slowest)), lives)
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.launch import mpirun
-from hpcdist.comm.launch.interpreter import python_path_variables
+from hpcdist.comm.launch.environment import python_path_variables
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.energy.monitor.monitor import EnergyMonitor

@@ -73,7 +73,7 @@ def work(options: argparse.Namespace) -> None:
 def launched(ranks: int, program: list[str], folder: Path) -> None:
     """Run ``program`` on so many ranks, with what this prints."""
     from hpcdist.comm.launch import mpirun
-    from hpcdist.comm.launch.interpreter import python_path_variables
+    from hpcdist.comm.launch.environment import python_path_variables
 
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), **python_path_variables()}

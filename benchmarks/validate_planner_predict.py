@@ -17,11 +17,10 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
 from hpcdist.planner.time.compute import UnitSeconds, unit_seconds
-from hpcdist.planner.time.network import collective, message
-from hpcdist.planner.time.topology import span
+from hpcdist.planner.time.network import collective, message, span
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
+from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 
 # What a block does, beside what a step does once.
 OF_BLOCKS: Final = ("forward", "backward", "recompute", "tensor")

@@ -10,8 +10,8 @@ from validate_planner_predict import Compared
 from validate_planner_rows import Table
 
 from hpcdist.errors import MissingCapabilityError
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 
 SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 2
 NEAR, FAR = 0.10, 0.20  # what throughput is to be within: most rows, all rows
@@ -175,14 +175,14 @@ def write(path: Path, found: Sequence[Compared], attributes: Mapping[str, Any]) 
     assert set(names) < set(columns)
     with files.edit(path, SCHEMA, VERSION) as file:
         file.attrs.update(attributes)
-        tables.create(file, "comparisons", COLUMNS)
-        tables.extend(file, "comparisons", columns)
+        datasets.create(file, "comparisons", COLUMNS)
+        datasets.extend(file, "comparisons", columns)
 
 
 def read(path: Path) -> list[Compared]:
     """Return the comparisons of a file. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
-        rows = tables.read(file, "comparisons")
+        rows = datasets.read(file, "comparisons")
     names = [column.name for column in COLUMNS if column.name not in ("comparison", "error")]
     columns = {name: [_plain(value) for value in rows[name]] for name in names}
     return [Compared(**{name: values[at] for name, values in columns.items()}) for at in range(len(rows["comparison"]))]

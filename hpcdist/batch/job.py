@@ -6,11 +6,32 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar, Final
 
+import hpcdist
 from hpcdist.comm.launch.exit_file import SURVIVE_MODES
-from hpcdist.errors import UsageError
+from hpcdist.errors import MissingCapabilityError, UsageError
+
+TEMPLATES: Final = "templates"
+MODULEFILES: Final = "modulefiles"
+
+_IN_CLONE: Final = {TEMPLATES: "slurm", MODULEFILES: "modulefiles"}  # as setup.cfg maps them
+
+
+def folder(name: str) -> Path:
+    """Return the folder of TEMPLATES or MODULEFILES. Raises MissingCapabilityError where there is none."""
+    clone = Path(hpcdist.__file__).resolve().parents[1]
+    places = [Path(str(files("hpcdist.batch"))) / name, clone / _IN_CLONE[name]]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise MissingCapabilityError(
+        f"this installation has no {name} of hpcdist (looked in {places[0]} and {places[1]}); install the wheel again, "
+        "or use a complete clone"
+    )
+
 
 SURVIVE: Final = ("none", *SURVIVE_MODES)
 RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load

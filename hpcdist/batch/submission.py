@@ -3,21 +3,218 @@
 The modules that talk to a scheduler are imported late: printing a script is instant.
 """
 
+import difflib
 import fcntl
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any, Final
 
-from hpcdist.batch import ledger, script
-from hpcdist.batch.job import BatchJob
+import jinja2
+import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpcdist import errors
+from hpcdist.batch import job as batch_job
+from hpcdist.batch import ledger
+from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
 from hpcdist.batch.sites.profile import SiteProfile
-from hpcdist.errors import StorageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
+
+TEMPLATE: Final = "train.sbatch.j2"
+CODES: Final = SimpleNamespace(
+    failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE, storage=errors.STORAGE
+)
+
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_SITE_PREFIX: Final = "of the site"  # name of the template that has a profile's blocks
+
+
+def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values: Any) -> str:
+    """Return the script of ``job`` at ``site``. ``values`` are what ``template`` needs besides.
+
+    Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
+    template has, or that is no Jinja.
+    """
+    job = site.complete(job)
+    found = environment()
+    name = template
+    if site.blocks:
+        _check_blocks(found, site)
+        own = [key for key in site.blocks if key in _blocks(found, template)]
+        text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
+        shipped = found.loader
+        assert shipped is not None
+        over = jinja2.DictLoader({_SITE_PREFIX: f'{{% extends "{template}" %}}\n{text}'})
+        found = found.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
+        name = _SITE_PREFIX
+    try:
+        return found.get_template(name).render(
+            job=job,
+            site=site,
+            codes=CODES,
+            launcher_options=_launcher_options(job, site),
+            rank_python=_rank_python(job, site),
+            orders_gpus=_orders_gpus(job, site),
+            **values,
+        )
+    except jinja2.TemplateError as error:
+        if not site.blocks:
+            raise
+        raise ConfigurationError(f"[blocks] of the site {site.name!r} cannot be rendered: {error}") from error
+
+
+def environment() -> jinja2.Environment:
+    """Return the templates of this installation, in which an unknown name is an error and not an empty text."""
+    return _environment(batch_job.folder(batch_job.TEMPLATES))
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """An environment whose templates, blocks of profiles among them, render text and reach nothing else.
+
+    That of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files, are
+    refused besides.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may have ``value``, the attribute ``attr`` of ``obj``."""
+        of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
+        return super().is_safe_attribute(obj, attr, value) and not (of_path and callable(value))
+
+
+@functools.cache
+def _environment(folder: Path) -> jinja2.Environment:
+    found = TemplateSandbox(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # this is no HTML: the filters quote
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.filters |= {
+        "directive": directive,
+        "sh": lambda value: shlex.quote(str(value)),
+        "words": shlex.join,
+        "variable": _variable,
+        "comment": comment,
+        "begin": _begin,
+        "pbs": pbs,
+        "memory": _memory,
+        "seconds": walltime_s,
+        "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+    }
+    return found
+
+
+def _begin(moment: datetime, scheduler: str = "slurm") -> str:
+    from hpcdist.batch import carbon  # late: few jobs have a time to begin at
+
+    return carbon.begin_text(moment, scheduler)
+
+
+def directive(value: object) -> str:
+    r"""Return ``value`` quoted for sbatch's parser of #SBATCH lines, which takes \ as an escape in any quotes.
+
+    Raises UsageError for control characters: a newline would end the line, and begin another option or a command.
+    """
+    text = _one_line(value, "no #SBATCH line can hold")
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def pbs(value: object) -> str:
+    """Return ``value`` as one word of a #PBS line: letters, digits and _.,:@%+=/- and nothing else.
+
+    What PBS makes of quotes and escapes differs between its versions and derivatives: so nothing is quoted, and
+    UsageError raised for what would need it.
+    """
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        raise UsageError(
+            f"{text!r}: a #PBS line holds letters, digits and _ . , : @ % + = / - alone; choose other names"
+        )
+    return text
+
+
+def comment(value: object) -> str:
+    """Return ``value`` as part of a comment line. Raises UsageError where it would end the line."""
+    return _one_line(value, "no comment can hold")
+
+
+def _one_line(value: object, refused: str) -> str:
+    text = str(value)
+    if not text.isprintable():
+        raise UsageError(f"{text!r} has a newline or another control character, which {refused}")
+    return text
+
+
+def _memory(text: str) -> str:
+    """Return a memory size of Slurm's as PBS writes it: 200G is 200gb, and a bare number is of MiB in both."""
+    number = text.rstrip("KMGTkmgt")
+    return number + (text[len(number) :].lower() or "m") + "b"
+
+
+def _variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigurationError(f"{name!r} is no name of an environment variable")
+    return name
+
+
+def _launcher_options(job: BatchJob, site: SiteProfile) -> str:
+    """Return the options of the site and, so that they win, those of the job, as one text for a shell."""
+    return " ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args]))
+
+
+def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
+    """Return the words that run Python on the ranks, none where it is that of the job."""
+    words = job.python_of_ranks
+    if job.environment is not None:
+        words = (f"{job.local}/environment/bin/python",)
+    if _orders_gpus(job, site):
+        listed = ",".join(str(number) for number in site.gpu.order)
+        words = ("env", "CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={listed}", *(words or (job.python,)))
+    return words
+
+
+def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
+    """Whether ranks take GPUs in the order of the site: where each node gives all, or some are not there."""
+    return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
+
+
+def _blocks(found: jinja2.Environment, template: str) -> set[str]:
+    """Return the names of the blocks of ``template`` and of all that it extends."""
+    assert found.loader is not None
+    tree = found.parse(found.loader.get_source(found, template)[0])
+    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
+    for parent in tree.find_all(jinja2.nodes.Extends):
+        assert isinstance(parent.template, jinja2.nodes.Const)
+        names |= _blocks(found, parent.template.value)
+    return names
+
+
+def _check_blocks(found: jinja2.Environment, site: SiteProfile) -> None:
+    assert found.loader is not None
+    templates: Iterable[str] = [name for name in found.list_templates(["j2"]) if "/" not in name]
+    known = sorted(set().union(*(_blocks(found, name) for name in templates)))
+    for name in site.blocks:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
+            raise ConfigurationError(f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {cure}")
+
 
 # By scheduler: the template of a training, and where the script of a run is kept.
 TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
@@ -34,7 +231,7 @@ class SubmittedJob:
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
     """Return the links of the chain of ``job`` and what follows it, with their scripts (local)."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
-    return [(link, script.render(link, site, link.template or TEMPLATES[site.scheduler.kind])) for link in links]
+    return [(link, render(link, site, link.template or TEMPLATES[site.scheduler.kind])) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:

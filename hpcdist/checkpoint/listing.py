@@ -13,8 +13,8 @@ from typing import Any, Final
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.block_reader import size_mismatch
 from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint.format.shard import size_mismatch
 from hpcdist.errors import StorageError
 
 PARAMETERS: Final = "parameters"

@@ -320,17 +320,17 @@ def prune(
     Only complete ones count, so the newest that can be restored always stays: it is read and verified first. What is
     being written is left alone. A run that is under way thins out its own: then nothing is removed (exit code 74).
     """
-    from hpcdist.checkpoint import prune
+    from hpcdist.checkpoint import verify as checkpoint_verify
     from hpcdist.checkpoint.directory import Retention
 
     rule = Retention(keep, keep_every, keep_best)
     if dry_run:
-        plan = prune.plan(run_dir, rule, damaged)
+        plan = checkpoint_verify.plan(run_dir, rule, damaged)
         removed, failed = [one.path for one in plan.doomed], dict[Path, str]()
     else:
-        with prune.exclude_jobs(run_dir):
-            plan = prune.plan(run_dir, rule, damaged)
-            removed, failed = prune.remove(plan)
+        with checkpoint_verify.exclude_jobs(run_dir):
+            plan = checkpoint_verify.plan(run_dir, rule, damaged)
+            removed, failed = checkpoint_verify.remove(plan)
     if as_json:
         figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
         kept = [str(one.path) for one in plan.kept]
@@ -339,4 +339,4 @@ def prune(
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
         click.echo(f"kept {', '.join(one.path.name for one in plan.kept)}", err=True)
-    prune.check_removed(failed)
+    checkpoint_verify.check_removed(failed)

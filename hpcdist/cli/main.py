@@ -33,7 +33,7 @@ COMMANDS: Final = {
     "sample": ("hpcdist.cli.train:sample", "Print text from a trained model."),
     "report": ("hpcdist.cli.runs.report:report", "Print, or plot, what a run or a sweep measured."),
     "bench": ("hpcdist.cli.bench.group:command", "Measure many configurations, or collective operations."),
-    "compare": ("hpcdist.cli.bench.results:compare", "Tell whether a benchmark became slower."),
+    "compare": ("hpcdist.cli.bench.group:compare", "Tell whether a benchmark became slower."),
     "tune": ("hpcdist.cli.tune:tune", "Measure which allreduce is fastest here."),
     "schedule": ("hpcdist.cli.plan.schedule:command", "Show what pipeline schedules cost, and draw them."),
     "checkpoint": ("hpcdist.cli.checkpoint:command", "List, verify, export and import what runs have saved."),

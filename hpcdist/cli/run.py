@@ -26,8 +26,14 @@ from hpcdist.checkpoint.lock import RunLock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
-from hpcdist.comm.launch.environment import RESUME, RUN_DIR, launch_environment
-from hpcdist.comm.launch.interpreter import interpreter_words, launcher_options, python_path_variables
+from hpcdist.comm.launch.environment import (
+    RESUME,
+    RUN_DIR,
+    interpreter_words,
+    launch_environment,
+    launcher_options,
+    python_path_variables,
+)
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
 _LAUNCH_PREFIX = "hpcdist-run-"

@@ -9,7 +9,7 @@ Costs in the docstrings are for n bytes on p ranks: α is the latency of a messa
 s/byte, γ the time to reduce in s/byte.
 """
 
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
 from hpcdist.collectives.algorithms.broadcast import BROADCAST, BroadcastFunction, broadcast
 from hpcdist.collectives.algorithms.circulant import circulant_allreduce
@@ -28,8 +28,8 @@ from hpcdist.collectives.gpu import staging
 from hpcdist.collectives.node import flow, shared_memory
 from hpcdist.collectives.node.shared_memory import node_shared_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
+from hpcdist.collectives.segments import account
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
-from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import Communicator
 
 __all__ = [
@@ -73,4 +73,4 @@ def release(comm: Communicator) -> None:
     flow.release(comm)
     shared_memory.release(comm)
     staging.release(comm)
-    workspace.release()
+    segments.release()

@@ -41,7 +41,7 @@ from hpcdist.collectives.reduction import (
     check_op,
     native_allreduce,
 )
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import fault_in_table

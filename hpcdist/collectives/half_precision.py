@@ -24,7 +24,7 @@ from hpcdist.arrays.dtypes import BFLOAT16, accumulation_dtype, is_16bit_float
 from hpcdist.arrays.intrinsics import bits_of, float_of
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.reduction import AllreduceFunction
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 
 # Constants of one type: a Python integer would make every operation one of 64 bits, and halve the width of a vector.

@@ -17,7 +17,7 @@ from hpcdist.comm import checks
 from hpcdist.comm.checks import check_reduction, check_tiling, is_plain
 from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
 from hpcdist.comm.events import UNKNOWN_BYTES, EventSink
-from hpcdist.comm.failure.fault_tolerant import FaultTolerant
+from hpcdist.comm.failure.rank_failures import FaultTolerant
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.window import DeferredWindow, ObservedWindow, Transfers, Window
 from hpcdist.errors import UsageError

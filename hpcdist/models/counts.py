@@ -23,7 +23,8 @@ n = 2 statistics of a row for the norm "layer", 1 for "rms":
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
-With recomputation (`hpcdist.models.runtime.recompute`) a block keeps s h, and one of them has the rest beside it. Tiles
+With recomputation (`hpcdist.models.runtime.split_backward`) a block keeps s h, and one of them has the rest beside
+it. Tiles
 of attention and unfolded pictures, of which there are a cache full, come on top; small integers that the data has, and
 what a BLAS takes, are not counted.
 """

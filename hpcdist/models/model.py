@@ -19,9 +19,28 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
-from hpcdist.models.operations import LOCAL
+from hpcdist.models.attention.flash import LocalAttention
+from hpcdist.models.layers.activation import LocalActivation
+from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
+from hpcdist.models.layers.dropout import LocalDropout
+from hpcdist.models.layers.embedding import LocalEmbedding, LocalPositions, LocalRotary
+from hpcdist.models.layers.linear import LocalLinear
+from hpcdist.models.layers.norm import LocalNorm
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage
+
+LOCAL: Final = Operations(
+    linear_column=LocalLinear(),
+    linear_row=LocalLinear(),
+    embed=LocalEmbedding(),
+    positions=LocalPositions(),
+    rotary=LocalRotary(),
+    norm=LocalNorm(),
+    attention=LocalAttention(),
+    activation=LocalActivation(),
+    dropout=LocalDropout(),
+    cross_entropy=LocalCrossEntropy(),
+)
 
 
 class SkipConnections:

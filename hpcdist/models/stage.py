@@ -2,7 +2,7 @@
 
 Every operation has an explicit ``forward`` and ``backward``. Operations with tensors take the whole mapping and the
 prefix of their names, so that a replacement may own other shapes. What a backward needs is kept in ``saved`` under
-that prefix. `hpcdist.models.operations.LOCAL` is the table that computes everything on this rank.
+that prefix. `hpcdist.models.model.LOCAL` is the table that computes everything on this rank.
 
 Rules that every stage and operation keeps, so that no buffer is copied:
 - forward returns an array that `Saved` owns; it stays valid until that `Saved` is released;
@@ -15,12 +15,13 @@ The specs at the end (norm, column and row linear) say along which dim tensor pa
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.arrays.backend import Array, Scalar, is_device
 from hpcdist.arrays.layout import TensorSpec
+from hpcdist.errors import DataError
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
 StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
@@ -299,3 +300,33 @@ def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = 
     """Return a weight that tensor parallelism cuts by inputs, and a bias that all ranks have."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
+
+
+IGNORED: Final = -1  # as a target: no loss, no gradient
+
+
+def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
+    """Raise DataError unless all ``tokens`` lie in [0, count), or are IGNORED where that is allowed.
+
+    A GPU is not asked: it would wait.
+    """
+    if not is_device(tokens) and tokens.size:
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < (IGNORED if ignored else 0) or most >= count:
+            raise DataError(
+                f"{what} {most if most >= count else least} is outside [0, {count}); the data does not fit the model: "
+                "set model.vocabulary above its largest token, or give other data"
+                + (f" ({IGNORED} marks a {what} that does not count)" if ignored else "")
+            )
+
+
+def as_indices(tokens: Array, saved: Saved) -> Array:
+    """Return ``tokens`` as int64 (tokens,): kernels are compiled for one type. A scratch array on the CPU.
+
+    So operations keep the tokens as they were given, by reference, and call this again in their backward.
+    """
+    if is_device(tokens):
+        return tokens.reshape(-1).astype(np.int64)
+    indices = saved.scratch("tokens.indices", tokens.shape, np.int64)
+    indices[...] = tokens
+    return indices.reshape(-1)

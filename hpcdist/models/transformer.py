@@ -5,7 +5,7 @@ last norm and the head. Activations are (batch, context, hidden). As options, th
 arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and values that queries share, linears without
 bias.
 Encoder: the same stages and options, but every token sees all others, and the training predicts masked tokens. A sample
-has as many targets as `masked_predictions` says; the other places of its targets hold `hpcdist.models.tokens.IGNORED`.
+has as many targets as `masked_predictions` says; the other places of its targets hold `hpcdist.models.stage.IGNORED`.
 `hpcdist.training.data` decides which tokens are masked.
 """
 

@@ -11,20 +11,155 @@ A rate is tuned for some batch of b samples. For B = k b samples the first guess
     sqrt     sqrt(k) rate   adamw and lamb: their step has the length of the gradient's noise divided out, which is
                             1 / sqrt(k) as large (Malladi et al. 2022, arXiv:2205.10287; You et al., arXiv:1904.00962)
 
-Either ends where the batch reaches the critical one (`hpcdist.optim.batch_size`): beyond, more samples a step help
+Either ends where the batch reaches the critical one (`hpcdist.optim.rates`): beyond, more samples a step help
 little at any rate. A warm-up over N samples is N / B updates: update t has min(1, t B / N) of the peak, so that the
 rate after as many samples is the same share of it for every B. Where the batch grows in the run
-(`hpcdist.optim.batch_size`), the rate of each update is scaled to its own batch, and the warm-up counts the samples
+(`hpcdist.optim.rates`), the rate of each update is scaled to its own batch, and the warm-up counts the samples
 that were really taken.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Final
 
-from hpcdist.optim.batch_size import BatchSchedule
+from hpcdist.errors import ConfigurationError
 from hpcdist.optim.config import OptimizerConfig, Scaling
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Batches of ``final`` samples, after those of ``stages``: (samples at which a stage ends, samples of a step)."""
+
+    final: int
+    stages: tuple[tuple[int, int], ...] = ()
+
+    def size(self, step: int) -> int:
+        """Return the samples of ``step``, counted from 0."""
+        return next((size for first, last, size in self._steps() if first <= step < last), self.final)
+
+    def samples_before(self, step: int) -> int:
+        """Return how many samples the steps before ``step``, counted from 0, take together."""
+        samples = after = 0
+        for first, last, size in self._steps():
+            samples, after = samples + size * (min(step, last) - min(step, first)), last
+        return samples + self.final * max(0, step - after)
+
+    def steps_for(self, samples: int) -> float:
+        """Return how many steps take so many samples, the last perhaps a part of its own."""
+        start = 0
+        for end, size in self.stages:
+            if samples <= end:
+                return self._steps_before(start) + (samples - start) / size
+            start = end
+        return self._steps_before(start) + (samples - start) / self.final
+
+    @property
+    def smallest(self) -> int:
+        """The samples of the smallest step."""
+        return min([self.final, *(size for _, size in self.stages)])
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of a step of each stage, the final one last."""
+        return [*(size for _, size in self.stages), self.final]
+
+    def _steps(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first step, step behind the last, samples of a step) of the stages before the final one."""
+        start = first = 0
+        for end, size in self.stages:
+            last = first + (end - start) // size
+            yield first, last, size
+            start, first = end, last
+
+    def _steps_before(self, end: int) -> int:
+        """Return the number of steps up to the end of a stage."""
+        ends = [end for end, _ in self.stages]
+        return next((last for stop, (_, last, _) in zip(ends, self._steps(), strict=True) if stop == end), 0)
+
+
+def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
+    """Return the batches of a recipe: ``warmup`` has, for each stage, the sample it ends at and the samples of a step.
+
+    Raises ConfigurationError unless both grow and every stage is a whole number of steps.
+    """
+    given = f"run.batch_warmup = {list(warmup)}"
+    if len(warmup) % 2:
+        raise ConfigurationError(f"{given}; it must be pairs: samples at which a stage ends, samples of a step in it")
+    stages = tuple(zip(warmup[::2], warmup[1::2], strict=True))
+    for (start, _), (end, size) in pairwise([(0, 0), *stages]):
+        if size < 1 or end <= start:
+            raise ConfigurationError(
+                f"{given}: a stage of {size} samples a step from {start} to {end} samples; a step takes at least one, "
+                "and stages end one behind the other"
+            )
+        if (end - start) % size:
+            near = start + max(1, round((end - start) / size)) * size
+            raise ConfigurationError(
+                f"{given}: from {start} to {end} samples is no whole number of steps of {size}; let the stage end at "
+                f"{near}"
+            )
+    for smaller, larger in pairwise([*(size for _, size in stages), final]):
+        if smaller >= larger:
+            raise ConfigurationError(
+                f"{given} with run.global_batch = {final}: after steps of {smaller} samples come steps of {larger}; "
+                "each stage must have larger ones, and the last those of global_batch"
+            )
+    return BatchSchedule(final, stages)
+
+
+SMOOTHING: Final = 0.98  # the weight of all measurements before in the mean: some 50 of them count
+
+
+@dataclass(frozen=True)
+class NoiseEstimate:
+    """The squared norm of the true gradient, and the trace of the covariance of one sample's."""
+
+    gradient_squared: float
+    trace: float
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise scale in samples; NaN where the gradient is not above the error of its estimate."""
+        return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
+
+
+def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
+    """Return both from the squared norms of the mean gradients of 1 / ``inverse_small`` and of ``big`` samples."""
+    trace = (small_squared - big_squared) / (inverse_small - 1.0 / big)
+    return NoiseEstimate(big_squared - trace / big, trace)
+
+
+class SmoothedNoise:
+    """Exponential means of numerator and denominator, each by itself; the first estimates weigh as much as they are."""
+
+    def __init__(self) -> None:
+        self._weight = self._gradient_squared = self._trace = 0.0
+
+    def add(self, found: NoiseEstimate) -> None:
+        """Take the estimate of one step."""
+        rest = 1.0 - SMOOTHING
+        self._weight = SMOOTHING * self._weight + rest
+        self._gradient_squared = SMOOTHING * self._gradient_squared + rest * found.gradient_squared
+        self._trace = SMOOTHING * self._trace + rest * found.trace
+
+    @property
+    def mean(self) -> NoiseEstimate:
+        """The means so far; NaN before the first."""
+        if not self._weight:
+            return NoiseEstimate(math.nan, math.nan)
+        return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"weight": self._weight, "gradient_squared": self._gradient_squared, "trace": self._trace}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take back what `state` returned; nothing, of a run that measured nothing so far."""
+        self._weight = float(state.get("weight", 0.0))
+        self._gradient_squared, self._trace = float(state.get("gradient_squared", 0)), float(state.get("trace", 0))
+
 
 # rule -> what the rate is multiplied by, for a batch that is so many times as large
 RULES: Final[dict[Scaling, Callable[[float], float]]] = {

@@ -75,7 +75,7 @@ def utilisation(term: str, peak_share: float) -> float:
 
 
 def power_w(device: Device, busy: float) -> float:
-    """Return the watts of a device that is busy for a share ``busy``: as in `hpcdist.energy.sources.tdp_model`."""
+    """Return the watts of a device that is busy for a share ``busy``: as in `hpcdist.energy.sources.utilisation`."""
     return device.idle_w + (device.peak_w - device.idle_w) * busy
 
 

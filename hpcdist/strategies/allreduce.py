@@ -21,7 +21,7 @@ from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.replicated import counted
+from hpcdist.strategies.tensor.axis import counted
 
 
 def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None) -> list[Range]:

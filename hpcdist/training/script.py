@@ -47,9 +47,8 @@ from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
 from hpcdist.training.recipe.config import written
-from hpcdist.training.run.checkpoint_timer import end_of_job
 from hpcdist.training.run.job import JobResult, TrainingJob
-from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests, end_of_job
 
 COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
 KIND: Final = "given"  # what the recipe of such a run has as model.kind

@@ -21,14 +21,13 @@ from hpcdist.comm.start import Session
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime import split_backward
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.stage import Draw
-from hpcdist.models.tokens import IGNORED
+from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

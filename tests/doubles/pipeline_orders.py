@@ -3,7 +3,7 @@
 import random
 
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 
 PASSES = {True: (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT), False: (Pass.FORWARD, Pass.BACKWARD)}
 

@@ -12,8 +12,8 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 NOISE = "kv.bias"  # of "qkv" too: its part for the keys has a true gradient of zero: under Adam it follows the rounding
 LAYOUT = ("parallel.", "communication.", "zero.", "parameter_server.")  # keys that must not change a run

@@ -18,10 +18,9 @@ from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.generate.operation_list import insert_exchange
+from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Passes, expand
-from hpcdist.strategies.schedule.generate.schedule_file import generated
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 from hpcdist.strategies.schedule.verify.proof import verify
 
 WIDTH, SAMPLES, UNITS = 6, 7, 8

@@ -13,8 +13,7 @@ from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_exchange, insert_gathers
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 from hpcdist.strategies.zero.config import ShardingDegrees
 

@@ -21,7 +21,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.executor import Executor, StepResult
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.operations import looped
 
 VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1

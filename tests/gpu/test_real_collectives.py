@@ -13,7 +13,7 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.gpu import device, ipc, staging
+from hpcdist.arrays.gpu import device, staging
 from hpcdist.collectives.gpu import nccl, peer_memory
 from hpcdist.collectives.gpu import staging as gpu_staging
 from hpcdist.collectives.reduction import native_allreduce
@@ -76,12 +76,12 @@ def test_kernels_read_the_memory_of_the_others(cupy: ModuleType, ranks: int, dty
 
 def test_memory_of_a_pool_is_not_exported(cupy: ModuleType) -> None:
     with pytest.raises(MissingCapabilityError, match="part of a pool"):
-        ipc.export(cupy.zeros(10, np.uint8))
+        peer_memory.export(cupy.zeros(10, np.uint8))
     with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
         array = cupy.zeros(10, np.uint8)
     with pytest.raises(MissingCapabilityError):
-        ipc.export(array)
-    assert len(ipc.export(ipc.allocate(1)).handle) == 64
+        peer_memory.export(array)
+    assert len(peer_memory.export(peer_memory.allocate(1)).handle) == 64
 
 
 def test_nccl_on_one_rank(cupy: ModuleType) -> None:

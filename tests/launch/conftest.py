@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.comm.launch import environment, mpirun
 from hpcdist.errors import MissingCapabilityError
 
@@ -204,7 +204,7 @@ def cleaned(mpi: mpirun.Launcher) -> Iterator[Cluster]:
             (found.folder / name).chmod(0o1777)
         settings = {"FOLDERS": found.folder / "local", "TEXT_FILES": found.folder / "textfile"}
         lines = [f"export HPCDIST_EPILOG_{name}={shlex.quote(str(path))}" for name, path in settings.items()]
-        script = shlex.quote(str(resources.folder(resources.TEMPLATES) / "site" / "epilog.sh"))
+        script = shlex.quote(str(job.folder(job.TEMPLATES) / "site" / "epilog.sh"))
         last = f'touch {shlex.quote(str(found.folder))}/"epilog-$SLURM_JOB_ID-$SLURMD_NODENAME"'
         text = "\n".join(["#!/bin/bash", *lines, script, "code=$?", last, 'exit "$code"', ""])
         (found.folder / "epilog").write_text(text)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.memory import CATEGORIES
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.energy.sources.utilisation import SHARES
 from hpcdist.telemetry.anomalies import KINDS
 from hpcdist.telemetry.metrics import quantities
@@ -21,7 +21,7 @@ from hpcdist.telemetry.sinks.stream import RunInfo
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
 from backfilled_prometheus import Server, backfilled, openmetrics
 
-FOLDER = resources.folder(resources.TEMPLATES) / "monitoring"
+FOLDER = job.folder(job.TEMPLATES) / "monitoring"
 DASHBOARD = json.loads((FOLDER / "hpcdist.json").read_text())
 QUERIES = [
     pytest.param(panel, target, id=f"{panel['id']}{target['refId']} {panel['title']}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 
 NAME = f"hpcdist/{hpcdist.__version__}"
@@ -113,7 +113,7 @@ def shell(request, tmp_path) -> Shell:
 
 def lay(modulefiles: Path) -> Path:
     """Copy the modulefiles, and the file that tells the package, to where an installation has them."""
-    shutil.copytree(resources.folder(resources.MODULEFILES), modulefiles)
+    shutil.copytree(job.folder(job.MODULEFILES), modulefiles)
     home = modulefiles.parents[2] if modulefiles.parent.name == "batch" else modulefiles.parent
     package(home)
     return modulefiles
@@ -347,7 +347,7 @@ def test_an_unload_needs_no_installation(shell, site, tmp_path):
 
 def test_a_shipped_one_that_was_copied_elsewhere_says_so(shell, tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(resources.folder(resources.MODULEFILES), elsewhere)
+    shutil.copytree(job.folder(job.MODULEFILES), elsewhere)
     done = shell.run("module load hpcdist", elsewhere)
     assert done.returncode != 0 and "looks nowhere else" in " ".join(done.stderr.split())
 

@@ -18,7 +18,7 @@ import pytest
 from slurm_cluster import STEPS, Cluster, Jobs
 
 import hpcdist
-from hpcdist.batch import script
+from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import BatchJob
 from hpcdist.batch.sites import search
@@ -198,7 +198,7 @@ def test_slurm_would_take_the_script_of_each_profile(
         warmup=True,
         local=tmp_path,
     )
-    (tmp_path / "job").write_text(script.render(job, site))
+    (tmp_path / "job").write_text(submission.render(job, site))
     done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
     assert done.returncode == 0 and "using 8 processors on nodes" in done.stderr, done.stderr
     assert f"in partition {site.scheduler.partition or 'debug'}" in done.stderr
@@ -208,11 +208,11 @@ def test_slurm_would_take_the_script_of_each_profile(
     if site.launcher.kind == "srun":
         others.append(ServersJob(**{**shared, "nodes": 1}, recipe="", server_nodes=1))
     for other in others:
-        (tmp_path / "job").write_text(script.render(other, site, other.template))
+        (tmp_path / "job").write_text(submission.render(other, site, other.template))
         done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
         assert done.returncode == 0, (other.template, done.stderr)
     for more in ({"gpus_per_node": 5}, {"mem": "2G"}, {"constraint": "nix"}):
-        (tmp_path / "job").write_text(script.render(dataclasses.replace(job, **more), site))
+        (tmp_path / "job").write_text(submission.render(dataclasses.replace(job, **more), site))
         done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
         taken = "gpus_per_node" in more and site.gpu.request == "none"
         assert (done.returncode == 0) == taken, (more, done.stderr)

@@ -18,11 +18,11 @@ from hpcdist.strategies.build import DECENTRALISED_EXCHANGES
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
-from hpcdist.strategies.decentralised.graphs import build as build_graph
+from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 6
 STRATEGIES: dict[str, dict[str, object]] = {

@@ -17,8 +17,8 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 5
 SAMPLES = 24

@@ -11,8 +11,8 @@ from hpcdist.comm.start import Session
 from hpcdist.errors import StorageError
 from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 # name -> (its keys, what goes to files)
 CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {

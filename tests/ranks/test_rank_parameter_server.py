@@ -16,12 +16,11 @@ from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import A
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.observe.energy import EnergyRecorder
-from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.async_loop import AsyncTrainingLoop
-from hpcdist.training.run.loop import RunOutcome
+from hpcdist.training.run.loop import RunOutcome, mean_validation_loss
 from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS, FEW = 30, 12

@@ -17,8 +17,8 @@ from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

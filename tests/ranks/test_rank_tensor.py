@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.run.loop import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, difference, losses, trainer_of

@@ -12,8 +12,8 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.training.build.trainer import Trainer, assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

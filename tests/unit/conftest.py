@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays.gpu import device, ipc
+from hpcdist.arrays.gpu import device
+from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.failure import failfast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
@@ -22,7 +23,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
     monkeypatch.setattr(
-        ipc, "process_identity", lambda: threading.current_thread().name
+        peer_memory, "process_identity", lambda: threading.current_thread().name
     )  # each rank is a process of its own
     cupy_double.LOG.clear()
     return cupy_double

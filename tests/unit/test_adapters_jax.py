@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import jax_models as models
 import jax_runs as runs
 
-from hpcdist.adapters.jax import arrays
 from hpcdist.adapters.jax import model as adapter
+from hpcdist.adapters.jax import parameters
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
@@ -132,7 +132,7 @@ def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
         model = adapter.wrap(functions, params, models.squares, example=(x, targets))
         bound = Bound(model, offset)
         bound.compute(x, targets)
-        before = arrays.JaxTraffic(**vars(model.traffic))
+        before = parameters.JaxTraffic(**vars(model.traffic))
         bound.compute(x, targets)
         stages, tensors, size = len(model.stages), len(model.layout.segments), 4 * model.layout.parameters
         activations = [4 * int(np.prod(stage.output_shape(4))) for stage in model.stages]
@@ -444,7 +444,7 @@ def test_data_that_is_not_like_the_example():
 
 
 def test_integers_that_jax_would_wrap_around():
-    traffic = arrays.JaxTraffic()
+    traffic = parameters.JaxTraffic()
     assert traffic.bring(np.array([[1, 2]], np.int64)).dtype == np.int32
     for wrong in (1 << 40, -(1 << 40)):
         with pytest.raises(DataError, match=str(wrong)):
@@ -476,13 +476,13 @@ def test_without_jax_the_extra_is_named(monkeypatch):
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(arrays.importlib, "import_module", missing)
-    arrays.library.cache_clear()
+    monkeypatch.setattr(parameters.importlib, "import_module", missing)
+    parameters.library.cache_clear()
     try:
         with pytest.raises(MissingCapabilityError, match=r"install hpcdist\[jax\]"):
             adapter.wrap([product], [{"w": MATRIX}], models.squares, example=(ROW, ROW))
     finally:
-        arrays.library.cache_clear()
+        parameters.library.cache_clear()
 
 
 def test_threads_share_a_model(rng):

@@ -13,7 +13,7 @@ from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.pipeline import measured
+from hpcdist.strategies.pipeline import costs as pipeline_costs
 from hpcdist.strategies.pipeline.costs import unit_costs
 
 STEPS, SAMPLES, BOUND = 5, 12, 2e-5
@@ -167,7 +167,7 @@ def test_passes_can_be_measured_before_a_run(rng):
     x, y = rng.standard_normal((2, 2, 4)).astype(np.float32)
     model = wrap(module, functional.mse_loss, example=(x, y[:, :2]))
     assert model.loss.example_targets(3).tolist() == y[[0, 1, 0], :2].tolist()
-    found = measured.measure(model, samples=3)
+    found = pipeline_costs.measure(model, samples=3)
     assert len(found) == 2
     assert all(one.forward > 0 and one.backward > 0 for one in found)
     store = FlatStore(model.layout, model.dtype)

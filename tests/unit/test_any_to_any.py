@@ -21,8 +21,8 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.block_reader import BlockReader
 from hpcdist.checkpoint.format.manifest import Manifest, StoredPiece
+from hpcdist.checkpoint.format.shard import BlockReader
 from hpcdist.checkpoint.listing import stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator

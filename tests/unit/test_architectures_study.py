@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 from hpcdist.planner.cluster import toml_file
 
 NAMES = ("catalogue", "study", "file", "report", "plot")
@@ -116,7 +116,7 @@ def test_tables_file_and_pictures(bench: ModuleType, found: dict[str, Any], tmp_
     for _ in range(2):  # written anew
         bench.of_file.write(path, list(found.values()), {"git_commit": "none"}, "text")
     with files.open_read(path, bench.of_file.SCHEMA, bench.of_file.VERSION) as file:
-        points, stops = tables.read(file, "points"), tables.read(file, "stops")
+        points, stops = datasets.read(file, "points"), datasets.read(file, "stops")
     many = len(found) * len(bench.of_catalogue.ARCHITECTURES)
     assert len(points["devices"]) == many * len(COUNTS) and len(stops["last"]) == many
     fits = points["reason"] == b""

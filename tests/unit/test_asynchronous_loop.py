@@ -23,8 +23,8 @@ from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe import metrics
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.observe.metrics import ROWS_PER_MESSAGE, AsyncRunMetrics
-from hpcdist.training.observe.step_log import ConsoleProgress
 from hpcdist.training.run.async_loop import AsyncTrainingLoop, loop_class
 from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopReason, StopRequests

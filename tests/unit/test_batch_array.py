@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import script, submission
+from hpcdist.batch import submission
 from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.batch.job import SUITES, SWEEP
 from hpcdist.batch.sites import search
@@ -81,7 +81,7 @@ JOBS = {
 
 def text_of(name):
     profile, job = JOBS[name]
-    return script.render(job, search.load(profile), job.template)
+    return submission.render(job, search.load(profile), job.template)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -122,7 +122,7 @@ def stage(tmp_path):
     def start(job, **environment):
         run_dir = tmp_path / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=run_dir)
-        (tmp_path / "job.sh").write_text(submission.script_with_input(job, script.render(job, MPICH, job.template)))
+        (tmp_path / "job.sh").write_text(submission.script_with_input(job, submission.render(job, MPICH, job.template)))
         slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
         slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
@@ -321,7 +321,7 @@ def test_jobs_that_cannot_be(kind, changes, word):
 
 
 def test_servers_may_have_another_quality_of_service():
-    text = script.render(
+    text = submission.render(
         dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",)), MPICH, SERVERS.template
     )
     assert text.index("#SBATCH --qos=regular") < text.index("#SBATCH hetjob") < text.index("#SBATCH --qos=other")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from job_scripts import PLAIN
 
-from hpcdist.batch.sites import fit, search
+from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError
 
 ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
@@ -24,9 +24,9 @@ ALONE = dataclasses.replace(PLAIN, account=None, nodes=1)
 )
 def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account="me") if site == "pbs" else ALONE
-    fit.check(plain, search.load(site))
+    search.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        fit.check(dataclasses.replace(plain, **change), search.load(site))
+        search.check(dataclasses.replace(plain, **change), search.load(site))
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
 )
 def test_what_a_machine_would_not_run_is_refused(site, change, words):
     plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)
-    fit.check(plain, search.load(site))
+    search.check(plain, search.load(site))
     with pytest.raises(ConfigurationError, match=words):
-        fit.check(dataclasses.replace(plain, **change), search.load(site))
+        search.check(dataclasses.replace(plain, **change), search.load(site))
 
 
 def test_a_qos_goes_over_the_limits_of_its_partition():
     job = dataclasses.replace(ALONE, account="me", walltime="4-00:00:00", qos="boost_qos_lprod")
-    fit.check(job, search.load("leonardo"))
+    search.check(job, search.load("leonardo"))
     with pytest.raises(ConfigurationError, match="partition boost_usr_prod of leonardo, 1-00:00:00"):
-        fit.check(dataclasses.replace(job, qos=None), search.load("leonardo"))
+        search.check(dataclasses.replace(job, qos=None), search.load("leonardo"))
 
 
 def test_what_a_job_says_wins_over_the_site():
@@ -83,4 +83,4 @@ def test_what_a_job_says_wins_over_the_site():
 
 def test_slurm_hears_of_all():
     job = dataclasses.replace(PLAIN, sbatch_args=("--qos=debug",), partition="gpu", links=3)
-    fit.check(job, search.load("slurm-openmpi"))
+    search.check(job, search.load("slurm-openmpi"))

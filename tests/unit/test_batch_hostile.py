@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from job_scripts import PLAIN
 
-from hpcdist.batch import script, submission
+from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 
@@ -61,7 +61,7 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
         python_of_ranks=(draw["word"],),
         python_path=draw["path"],
     )
-    text = script.render(job, dataclasses.replace(GENERIC, environment=environment))
+    text = submission.render(job, dataclasses.replace(GENERIC, environment=environment))
     (folder / "job").write_bytes(os.fsencode(submission.script_with_input(job, text)))
     done = subprocess.run(
         ["bash", "job"],
@@ -96,11 +96,11 @@ def test_a_directive_is_one_option_or_refused(value, field):
     else:
         job = dataclasses.replace(job, **{field: (f"--comment={value}",) if field == "sbatch_args" else value})
     try:
-        text = script.render(job, site)
+        text = submission.render(job, site)
     except (UsageError, ConfigurationError):
         assert not value.isprintable()
         return
-    plain = script.render(PLAIN, GENERIC)
+    plain = submission.render(PLAIN, GENERIC)
     assert len(text.splitlines()) - len(plain.splitlines()) == {"name": 0, "account": 0, "site": 0}.get(field, 1)
     before = [line for line in plain.splitlines() if not line.startswith("#")]
     assert [line for line in text.splitlines() if not line.startswith("#")] == before

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
 
 
 def test_the_modulefiles_carry_the_version():
-    names = {path.name for path in (resources.folder(resources.MODULEFILES) / "hpcdist").iterdir()}
+    names = {path.name for path in (job.folder(job.MODULEFILES) / "hpcdist").iterdir()}
     assert names == {hpcdist.__version__, f"{hpcdist.__version__}.lua"}, "rename both with every version"
 
 

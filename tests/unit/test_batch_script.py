@@ -16,7 +16,8 @@ import jinja2
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import resources, script, submission
+from hpcdist.batch import job as batch_job
+from hpcdist.batch import submission
 from hpcdist.batch.array import ScriptArrayJob
 from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
@@ -84,7 +85,7 @@ JOBS = {
 
 def text_of(name: str) -> str:
     profile, job = JOBS[name]
-    return script.render(job, search.load(profile))
+    return submission.render(job, search.load(profile))
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -101,7 +102,7 @@ def test_bash_and_shellcheck_find_no_fault(tmp_path):
 
 def test_every_value_passes_a_filter():
     seen = 0
-    for path in resources.folder(resources.TEMPLATES).glob("*.j2"):
+    for path in batch_job.folder(batch_job.TEMPLATES).glob("*.j2"):
         for line in path.read_text().splitlines():
             for value in re.findall(r"\{\{.*?\}\}", line):
                 if re.fullmatch(r"\{\{ (super\(\)|self\.\w+\(\) \| trim \| indent\(\d\)) \}\}", value):
@@ -118,20 +119,20 @@ def test_every_value_passes_a_filter():
 
 def test_an_unknown_name_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="partitoin"):
-        script.environment().from_string("{{ job.partitoin | sh }}").render(job=PLAIN)
+        submission.environment().from_string("{{ job.partitoin | sh }}").render(job=PLAIN)
 
 
 @pytest.mark.parametrize("value", ["debug", "a b", EVIL, "", "é", "'", '"', "\\", "a=b,c:d@e%f+g"])
 def test_directive_is_one_word_of_sbatch(value):
-    assert sbatch_words(f"--comment={script.directive(value)} # a comment") == [f"--comment={value}"]
+    assert sbatch_words(f"--comment={submission.directive(value)} # a comment") == [f"--comment={value}"]
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "\x1b[31m", "a\u2028b", "a\tb"])
 def test_control_characters_are_refused_in_directives(value):
     with pytest.raises(UsageError, match="no #SBATCH line can hold"):
-        script.render(dataclasses.replace(PLAIN, name=value), GENERIC)
+        submission.render(dataclasses.replace(PLAIN, name=value), GENERIC)
     with pytest.raises(UsageError, match="no #SBATCH line can hold"):
-        script.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)), GENERIC)
+        submission.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)), GENERIC)
 
 
 def sbatch_words(line: str) -> list[str]:
@@ -185,7 +186,7 @@ def stage(tmp_path):
     def start(job=PLAIN, site=GENERIC, **environment):
         own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
-        text = script.render(job, site, job.template or script.TEMPLATE)
+        text = submission.render(job, site, job.template or submission.TEMPLATE)
         (tmp_path / "job.sh").write_text(submission.script_with_input(job, text))
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
@@ -242,7 +243,9 @@ def test_a_program_is_started_with_its_run_directory(stage, tmp_path, tasks):
         values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
         job = ScriptArrayJob(**values, tasks=tasks, at_most=2)
         task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2"}
-    assert ("#SBATCH --array=0-2%2\n" in script.render(job, GENERIC, job.template or script.TEMPLATE)) is bool(tasks)
+    assert ("#SBATCH --array=0-2%2\n" in submission.render(job, GENERIC, job.template or submission.TEMPLATE)) is bool(
+        tasks
+    )
     code, errors = ended(stage(job, CODE="0", HPCDIST_SET__RUN__STEPS="9", **task))
     assert code == 0, errors
     found = words(tmp_path / "arguments")
@@ -300,7 +303,7 @@ def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_p
     assert code == 1 and "run" in errors and not (tmp_path / "arguments").exists()
     (tmp_path / "run").unlink()
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "run")
-    (tmp_path / "job.sh").write_text(script.render(job, GENERIC))
+    (tmp_path / "job.sh").write_text(submission.render(job, GENERIC))
     done = subprocess.run(
         ["bash", "job.sh"],
         cwd=tmp_path,
@@ -399,12 +402,12 @@ def test_ranks_take_gpus_in_the_order_of_the_site():
     """By a program on the node: Slurm sets CUDA_VISIBLE_DEVICES of each rank anew, over what the script exports."""
     cray = search.load("cray")
     said = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
-    assert f"{said}{PLAIN.python}'" in script.render(GPUS, cray)
+    assert f"{said}{PLAIN.python}'" in submission.render(GPUS, cray)
     image = dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "i.sif", "python3"))
-    assert f"{said}apptainer exec i.sif python3'" in script.render(image, cray)
+    assert f"{said}apptainer exec i.sif python3'" in submission.render(image, cray)
     for fewer in (0, 2):  # of which CUDA would find none, or the wrong ones
-        assert "CUDA_VISIBLE" not in script.render(dataclasses.replace(GPUS, gpus_per_node=fewer), cray)
-    assert "CUDA_VISIBLE" not in script.render(GPUS, GENERIC)
+        assert "CUDA_VISIBLE" not in submission.render(dataclasses.replace(GPUS, gpus_per_node=fewer), cray)
+    assert "CUDA_VISIBLE" not in submission.render(GPUS, GENERIC)
 
 
 def test_a_job_wins_over_the_options_of_all_jobs():
@@ -412,9 +415,9 @@ def test_a_job_wins_over_the_options_of_all_jobs():
     options = ("--partition=all", "--time=5", "--no-requeue")
     site = dataclasses.replace(GENERIC, scheduler=dataclasses.replace(GENERIC.scheduler, options=options))
     job = dataclasses.replace(PLAIN, partition="mine", walltime="00:30:00")
-    said = dict(re.findall(r"^#SBATCH --([a-z]+)=(.*)$", script.render(job, site), re.MULTILINE))
+    said = dict(re.findall(r"^#SBATCH --([a-z]+)=(.*)$", submission.render(job, site), re.MULTILINE))
     assert (said["partition"], said["time"]) == ("mine", "00:30:00")
-    assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", script.render(job, site), re.MULTILINE)[-1] == "--requeue"
+    assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", submission.render(job, site), re.MULTILINE)[-1] == "--requeue"
 
 
 def test_a_job_ends_where_the_file_of_its_site_is_missing(stage, tmp_path):
@@ -429,13 +432,13 @@ def test_a_job_ends_where_the_file_of_its_site_is_missing(stage, tmp_path):
 
 def test_kernels_are_compiled_by_the_python_of_the_ranks():
     job = dataclasses.replace(PLAIN, warmup=True, local=Path("/local/a b"))
-    assert '\non_each_node "${hpcdist[@]}" warmup' in script.render(job, GENERIC)
+    assert '\non_each_node "${hpcdist[@]}" warmup' in submission.render(job, GENERIC)
     image = dataclasses.replace(job, python_of_ranks=("apptainer", "exec", "i j.sif", "python3"))
-    assert "on_each_node apptainer exec 'i j.sif' python3 -P -m hpcdist warmup" in script.render(image, GENERIC)
+    assert "on_each_node apptainer exec 'i j.sif' python3 -P -m hpcdist warmup" in submission.render(image, GENERIC)
 
 
 def test_the_threads_of_a_rank_are_its_cores():
-    text = script.render(PLAIN, GENERIC)
+    text = submission.render(PLAIN, GENERIC)
     done = subprocess.run(
         ["bash", "-c", "\n".join(re.findall(r"export .*", text)) + "\necho $OMP_NUM_THREADS $OPENBLAS_NUM_THREADS"],
         capture_output=True,
@@ -449,7 +452,7 @@ def test_the_threads_of_a_rank_are_its_cores():
 
 def test_a_site_replaces_a_block_and_may_keep_what_was_there():
     site = dataclasses.replace(GENERIC, blocks={"variables": "{{ super() }}export OF_NODES={{ job.nodes | sh }}\n"})
-    text, plain = script.render(PLAIN, site), script.render(PLAIN, GENERIC)
+    text, plain = submission.render(PLAIN, site), submission.render(PLAIN, GENERIC)
     (line,) = set(text.splitlines()) - set(plain.splitlines())
     assert line == "export OF_NODES=2" and text.replace(line + "\n", "", 1) == plain
 
@@ -464,7 +467,7 @@ def test_a_site_replaces_a_block_and_may_keep_what_was_there():
 )
 def test_a_block_that_is_none_is_refused(blocks, words):
     with pytest.raises(ConfigurationError, match=words):
-        script.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
+        submission.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
 
 
 @pytest.mark.parametrize(
@@ -484,5 +487,5 @@ def test_a_block_reaches_nothing_but_text(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = dataclasses.replace(PLAIN, run_dir=tmp_path / "reached")
     with pytest.raises(ConfigurationError, match=r"\[blocks\] of the site .*cannot be rendered"):
-        script.render(job, dataclasses.replace(GENERIC, blocks={"variables": text + "\n"}))
+        submission.render(job, dataclasses.replace(GENERIC, blocks={"variables": text + "\n"}))
     assert not list(tmp_path.iterdir())

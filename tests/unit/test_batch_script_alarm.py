@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import script, submission
+from hpcdist.batch import submission
 from hpcdist.batch.sites import search
 from hpcdist.errors import UsageError
 
@@ -57,7 +57,7 @@ JOBS = {
 
 
 def render(site, job):
-    return script.render(job, site, TEMPLATES[site.scheduler.kind])
+    return submission.render(job, site, TEMPLATES[site.scheduler.kind])
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -90,7 +90,7 @@ def test_directives_come_before_the_first_command():
 @pytest.mark.parametrize("value", ["a b", EVIL, "a\nb", "a#b", "a;b", "é", "$HOME", "a\\", ""])
 def test_what_a_directive_cannot_hold_is_refused(value):
     with pytest.raises(UsageError, match="a #PBS line holds letters, digits"):
-        script.pbs(value)
+        submission.pbs(value)
 
 
 @pytest.mark.parametrize("field", ["name", "partition", "account"])

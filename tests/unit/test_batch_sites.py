@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from job_scripts import PLAIN
 
-from hpcdist.batch import resources, script, submission
-from hpcdist.batch.sites import fit, search
+from hpcdist.batch import job as batch_job
+from hpcdist.batch import submission
+from hpcdist.batch.sites import search
 from hpcdist.batch.sites.profile import LAUNCHERS_OF, SiteProfile
 from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, StorageError
@@ -40,7 +41,7 @@ def own(tmp_path):
 
 def test_what_is_shipped_loads_and_says_what_of_it_was_run():
     assert sorted(search.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
-    readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
+    readme = (batch_job.folder(batch_job.TEMPLATES) / "README.md").read_text()
     for name in SHIPPED:
         site = search.load(name)
         assert site.name == name and site.description and site.proven
@@ -70,7 +71,7 @@ def test_no_profile_says_what_slurm_excludes(name):
 
 
 def test_every_field_is_described():
-    readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
+    readme = (batch_job.folder(batch_job.TEMPLATES) / "README.md").read_text()
     for item in dataclasses.fields(SiteProfile):
         if item.name not in search.INTERNAL_FIELDS:
             assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
@@ -212,15 +213,17 @@ def test_an_account_of_the_shell_gets_the_suffix_of_the_site(monkeypatch):
 
 def test_what_nodes_see():
     site = search.load("slurm-openmpi")
-    assert fit.hidden_paths({"it": Path("/scratch/x")}, site) == []
-    assert fit.hidden_paths({"it": Path("/tmp/x")}, site) == ["it /tmp/x is under /tmp, of which each node has its own"]
-    assert fit.hidden_paths({"it": Path("/tmpx")}, site) == []
+    assert search.hidden_paths({"it": Path("/scratch/x")}, site) == []
+    assert search.hidden_paths({"it": Path("/tmp/x")}, site) == [
+        "it /tmp/x is under /tmp, of which each node has its own"
+    ]
+    assert search.hidden_paths({"it": Path("/tmpx")}, site) == []
     cray = search.load("cray")
-    assert fit.hidden_paths({"it": Path("/scratch/x")}, cray) == []
-    (said,) = fit.hidden_paths({"it": Path("/nowhere/x")}, cray)
+    assert search.hidden_paths({"it": Path("/scratch/x")}, cray) == []
+    (said,) = search.hidden_paths({"it": Path("/nowhere/x")}, cray)
     assert "under none of /scratch, /project, /home" in said
     for python in ("/usr/bin/python3", "/opt/cray/pe/python/3.11.7/bin/python3"):
-        assert fit.hidden_paths({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
+        assert search.hidden_paths({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
 
 
 @pytest.mark.parametrize("name", ["cray", "pbs", "parastation"])
@@ -229,7 +232,7 @@ def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
     profile = search.load(name)
     gpus = dataclasses.replace(PLAIN, gpus_per_node=4)
     for job, asks in ((PLAIN, False), (gpus, True)):
-        text = script.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])
+        text = submission.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])
         assert all((f"\nexport {variable}=" in text) == asks for variable in profile.gpu.variables)
     assert profile.gpu.variables and not set(profile.gpu.variables) & set(profile.environment.variables)
 

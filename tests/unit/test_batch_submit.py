@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpcdist.batch import ledger, resources
+from hpcdist.batch import job, ledger
 from hpcdist.batch.schedulers.slurm import submit as slurm_submit
 from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
@@ -518,9 +518,9 @@ def test_submit_loads_nothing_heavy(tmp_path):
 
 def test_a_lost_template_is_a_damaged_installation(tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "site" / "hpcdist" / "__init__.py"))
-    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(job, "files", lambda package: tmp_path)
     with pytest.raises(MissingCapabilityError, match="install the wheel again"):
-        resources.folder(resources.TEMPLATES)
+        job.folder(job.TEMPLATES)
 
 
 def test_a_program_is_submitted_as_it_is(sbatch):

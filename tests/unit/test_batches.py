@@ -12,9 +12,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates
-from hpcdist.optim.batch_size import BatchSchedule, staged_batches
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.rates import learning_rate
+from hpcdist.optim.rates import BatchSchedule, learning_rate, staged_batches
 from hpcdist.training.build import state
 from hpcdist.training.data import Prefetcher, open_source
 from hpcdist.training.recipe import recipe as recipes

@@ -10,9 +10,9 @@ import pytest
 
 from hpcdist.bench.calibrate import device, links
 from hpcdist.bench.calibrate import run as calibrate_run
-from hpcdist.bench.calibrate.points import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
+from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
 from hpcdist.bench.calibrate.run import LoadSample
-from hpcdist.bench.collectives import buffers
+from hpcdist.bench.collectives import contenders
 from hpcdist.cli.plan import calibrate
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "shapes", lambda on: FEW)
     monkeypatch.setattr(device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
     monkeypatch.setattr(device, "STEPS", 2)
-    monkeypatch.setattr(buffers, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(contenders, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(calibrate_run, "APART", 1e9)
 

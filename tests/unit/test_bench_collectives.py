@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from hpcdist import collectives as algorithms
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.collectives import buffers, plan, results, run
+from hpcdist.bench.collectives import contenders, plan, results, run
 from hpcdist.bench.collectives import report as collectives_report
 from hpcdist.bench.collectives.contenders import CollectivesContender
 from hpcdist.bench.collectives.run import CellLimits, CellTiming
 from hpcdist.cli.bench.collectives import _known
-from hpcdist.cli.bench.results import compare
+from hpcdist.cli.bench.group import compare
 from hpcdist.cli.runs.report import report
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.threads.communicator import run_threads
@@ -110,11 +110,11 @@ def test_cells_are_rounded_and_shuffled_alike_everywhere():
 
 
 def test_buffers_exceed_the_cache_within_the_memory():
-    assert buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
-    assert buffers.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
-    assert buffers.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
-    assert buffers.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
-    assert buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
+    assert contenders.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
+    assert contenders.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
+    assert contenders.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
+    assert contenders.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
+    assert contenders.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
 
 
 def test_sizes_that_were_not_asked_for_lie_in_the_memory_that_was_taken():
@@ -136,7 +136,7 @@ def test_memory_holds_what_an_operation_makes_of_a_size():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float64"])
 def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
     kind, size, ranks = dtype_of(dtype), 40_000, 5
-    contents = buffers.BufferContents(ranks, kind)
+    contents = contenders.BufferContents(ranks, kind)
     parts = [np.empty(size, kind) for _ in range(ranks)]
     for rank, part in enumerate(parts):
         contents.fill(part, rank, phase=3)
@@ -155,10 +155,10 @@ def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype):
     kind = dtype_of(dtype)
-    contents = buffers.BufferContents(3, kind)
+    contents = contenders.BufferContents(3, kind)
     stride = -(-size * kind.itemsize // 64) * 64
     memory = [np.full(count * stride + 64, 255, np.uint8) for _ in range(2)]
-    pool = buffers.BufferPool(*memory, size, kind, count)
+    pool = contenders.BufferPool(*memory, size, kind, count)
     pool.fill(contents, rank=2)
     for slot in range(count):
         expected = np.empty(size, kind)
@@ -185,7 +185,7 @@ def test_every_operation_is_measured_verified_and_kept(ranks):
 
 
 def test_cold_buffers_go_round_and_results_are_verified_before_they_are_filled_again(monkeypatch):
-    monkeypatch.setattr(buffers, "last_level_cache_bytes", lambda: 8192)
+    monkeypatch.setattr(contenders, "last_level_cache_bytes", lambda: 8192)
     kept, _ = measured(2, operations=("allreduce",), bytes=(3000,), iterations=9, hot=False)
     assert {(one.slots, one.key.cache, one.wrong) for one in kept} == {(7, "cold", "")}
 
@@ -252,8 +252,8 @@ def test_iterations_alternate_in_an_order_that_all_ranks_share():
             return lambda buffer, result: order[comm.rank].append(name)
 
         memory = [np.zeros(64 * 4, np.uint8) for _ in range(2)]
-        pool = buffers.BufferPool(*memory, 16, np.dtype(np.float32), 4)
-        contents = buffers.BufferContents(2, np.dtype(np.float32))
+        pool = contenders.BufferPool(*memory, 16, np.dtype(np.float32), 4)
+        contents = contenders.BufferContents(2, np.dtype(np.float32))
         both = [CollectivesContender(name, "ordinary", run(name), None) for name in ("a", "b", "c")]
         CellTiming(comm, both, {"ordinary": pool}, contents, check=False).run(CellLimits(1.0, 20, 0, 1), (3, 4))
 
@@ -393,14 +393,14 @@ def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
 
 def test_a_range_beyond_the_slots_is_seen():
     """The test of the test: the last element of the last slot counts."""
-    contents = buffers.BufferContents(2, np.dtype(np.int64))
+    contents = contenders.BufferContents(2, np.dtype(np.int64))
     memory = [np.zeros(64 * 3, np.uint8) for _ in range(2)]
-    pool = buffers.BufferPool(*memory, 8, np.dtype(np.int64), 3)
+    pool = contenders.BufferPool(*memory, 8, np.dtype(np.int64), 3)
     pool.fill(contents, rank=1)
     for _ in range(3):
         buffer, _ = pool.take(0)
     assert pool.is_used_up
-    whole = [buffers.ExpectedResult(Range(0, 8), 1, 0)]
+    whole = [contenders.ExpectedResult(Range(0, 8), 1, 0)]
     assert pool.first_wrong(contents, 0, whole) == ""
     buffer[-1] += 1
     assert pool.first_wrong(contents, 0, whole).startswith("element 7 is ")

@@ -13,7 +13,7 @@ from hpcdist.bench.collectives.results import CollectivesConfiguration, Configur
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
-from hpcdist.cli.bench.results import compare as results_compare
+from hpcdist.cli.bench.group import compare as results_compare
 from hpcdist.errors import FAILURE, StorageError, UsageError
 
 ITERATIONS = 400

@@ -10,23 +10,29 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench.pipeline import plan, results, run
 from hpcdist.bench.pipeline import report as reports
-from hpcdist.bench.pipeline.plan import CONTENDERS, PipelineCase, PipelineRequest, PipelineShape
-from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline import results, run
+from hpcdist.bench.pipeline.results import (
+    CONTENDERS,
+    MeasuredCase,
+    PipelineCase,
+    PipelineRequest,
+    PipelineResults,
+    PipelineShape,
+)
 from hpcdist.bench.pipeline.run import PipelineSample, place_units
-from hpcdist.bench.pipeline.timeline import trace
+from hpcdist.bench.pipeline.schedules import trace
 from hpcdist.cli.bench import pipeline
 from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError, StorageError, UsageError
-from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline.costs import PassSeconds
+from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
+from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 
 TINY = PipelineShape(layers=4, hidden=8, context=8, samples=2)
 WANTED = PipelineRequest(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
@@ -100,13 +106,13 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
 
 
 def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
-    found, left_out = plan.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
+    found, left_out = results.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
     assert len(found) == 2 * len(CONTENDERS) - 2
     assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
     assert "8 chunks" in left_out["interleaved, 4 micro-batches"].replace("2 x 4", "8")
     assert len({one.id for one in found}) == len(found)
     with pytest.raises(UsageError, match="choose from gpipe, 1f1b"):
-        plan.chosen(["sequential"])
+        results.chosen(["sequential"])
 
 
 def test_stages_are_cut_by_what_their_schedule_computes() -> None:

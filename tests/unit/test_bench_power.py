@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import hpcdist
-from hpcdist.bench.power import pareto, plan, plot, report
+from hpcdist.bench.power import pareto, plot, report
 from hpcdist.bench.power.pareto import BEHIND, FRONT, NEAR, EstimateInterval, ParetoCandidate
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import SweepTrial
@@ -179,38 +179,38 @@ def text_of(settings, ranks):
 
 
 def test_every_combination_and_one_without_limits():
-    axes = plan.PowerAxes(
+    axes = pareto.PowerAxes(
         ranks=(1, 2), threads=(1,), limits_w=(200.0, 300.0), clocks_mhz=(900.0,), keys={"run.seed": (1, 2)}
     )
-    trials = plan.expand(axes, text_of)
+    trials = pareto.expand(axes, text_of)
     assert len(trials) == len({trial.id for trial in trials}) == 2 * 2 * 3
     assert [trial.name for trial in trials[:3]] == [
         "seed=1 threads=1 as found",
         "seed=1 threads=1 200 W 900 MHz",
         "seed=1 threads=1 300 W 900 MHz",
     ]
-    assert [plan.limits_of(trial) for trial in trials[:3]] == [(None, None), (200.0, 900.0), (300.0, 900.0)]
-    again = plan.expand(axes, text_of)
+    assert [pareto.limits_of(trial) for trial in trials[:3]] == [(None, None), (200.0, 900.0), (300.0, 900.0)]
+    again = pareto.expand(axes, text_of)
     assert [trial.id for trial in again] == [trial.id for trial in trials]
-    assert [trial.name for trial in plan.expand(plan.PowerAxes(keys={"a.x": (1,), "b.x": (2,)}), text_of)] == [
+    assert [trial.name for trial in pareto.expand(pareto.PowerAxes(keys={"a.x": (1,), "b.x": (2,)}), text_of)] == [
         "a.x=1 b.x=2"
     ]
-    assert plan.expand(plan.PowerAxes(limits_w=(200.0,)), text_of)[0].name == "as found"
+    assert pareto.expand(pareto.PowerAxes(limits_w=(200.0,)), text_of)[0].name == "as found"
 
 
 def test_the_same_twice_is_refused():
     with pytest.raises(ConfigurationError, match=r"'seed=1' and 'seed=1' on 1 ranks are the same"):
-        plan.expand(plan.PowerAxes(keys={"run.seed": (1, 1)}), text_of)
+        pareto.expand(pareto.PowerAxes(keys={"run.seed": (1, 1)}), text_of)
 
 
 def test_the_order_is_random_and_every_second_repeat_backwards(tmp_path, rng):
-    trials = plan.expand(plan.PowerAxes(limits_w=tuple(float(watts) for watts in range(100, 900, 100))), text_of)
+    trials = pareto.expand(pareto.PowerAxes(limits_w=tuple(float(watts) for watts in range(100, 900, 100))), text_of)
     seed = int(rng.integers(1 << 32))
-    items = plan.plan(trials, 6, tmp_path / "none.h5", False, seed)
+    items = pareto.plan(trials, 6, tmp_path / "none.h5", False, seed)
     orders = [[item.position for item in items if item.repeat == repeat] for repeat in range(6)]
     assert all(sorted(order) == list(range(len(trials))) for order in orders)
     assert orders[1] == orders[0][::-1] and orders[3] == orders[2][::-1] and orders[5] == orders[4][::-1]
-    assert [item.position for item in plan.plan(trials, 6, tmp_path / "none.h5", False, seed)] == [
+    assert [item.position for item in pareto.plan(trials, 6, tmp_path / "none.h5", False, seed)] == [
         position for order in orders for position in order
     ]
     assert len({tuple(orders[n]) for n in (0, 2, 4)}) > 1
@@ -243,7 +243,7 @@ def outcome(**changed):
 
 
 def test_the_figures_of_a_trial():
-    found = plan.figures(outcome())
+    found = pareto.figures(outcome())
     assert found["s_per_token"] == 4.0 / 400 and found["j_per_token"] == 200.0 / 400
     assert (found["mean_w"], found["edp_js"], found["total_j"]) == (50.0, 800.0, 250.0)
     assert (found["gpu_j"], found["cpu_j"], found["kinds"], found["energy_reason"]) == (230.0, 20.0, "cpu + gpu", "")
@@ -259,7 +259,7 @@ def test_the_figures_of_a_trial():
     ],
 )
 def test_energy_that_is_not_known_is_none_with_the_reason(changed):
-    found = plan.figures(outcome(**changed))
+    found = pareto.figures(outcome(**changed))
     assert found["j_per_token"] is found["mean_w"] is found["edp_js"] is None and found["energy_reason"] == "no driver"
     assert found["s_per_token"] == 0.01
 
@@ -417,7 +417,7 @@ def test_results_go_through_the_file(tmp_path, rng):
     results.prepare(path, told)
     for position, (name, joules) in enumerate([("a", 200.0), ("b", 100.0)]):
         made = outcome(energy_j_by_phase={"training": joules})
-        said = {**plan.figures(made), "in_force_w": None, "limit_w": None, "clock_mhz": None, "threads": 2}
+        said = {**pareto.figures(made), "in_force_w": None, "limit_w": None, "clock_mhz": None, "threads": 2}
         made = TrialOutcome(OK, made.started_utc, 1.0, 0, summary={**made.summary, "power": said}, samples=made.samples)
         results.append(path, SweepTrial(name, name, 2, {}, ""), position, 0, made, "abc")
     found = report.report(results.read(path), "energy")
@@ -615,7 +615,7 @@ def test_a_limit_that_somebody_changes_meanwhile_spoils_the_trial(recipe, packag
 CHOOSING = """
 import json
 from types import SimpleNamespace
-from hpcdist.bench.power.plan import PowerAxes
+from hpcdist.bench.power.pareto import PowerAxes
 from hpcdist.cli.bench.power.axes import LimitedDevices
 from hpcdist.errors import HpcdistError
 

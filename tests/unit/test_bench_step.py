@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench.step import plan, report, run
+from hpcdist.bench.step import report, run
 from hpcdist.bench.step import results as step_results
-from hpcdist.bench.step.plan import (
+from hpcdist.bench.step.results import (
     CONTENDERS,
     EAGER,
     OURS,
@@ -22,10 +22,11 @@ from hpcdist.bench.step.plan import (
     RECOMPUTING,
     WRAPPED_JAX,
     WRAPPED_TORCH,
+    StepCase,
     StepRequest,
+    StepResults,
     StepShape,
 )
-from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.cli.bench import step
 from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator
@@ -91,16 +92,16 @@ def test_what_no_operation_explains_is_told() -> None:
 
 def test_batches_are_the_same_on_every_rank_and_can_be_learnt() -> None:
     wanted = replace(WANTED, ranks=2)
-    first, again = (list(plan.batches(wanted, 3)) for _ in range(2))
+    first, again = (list(step_results.batches(wanted, 3)) for _ in range(2))
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
     assert first[0].shape == (6, 13) and first[0].dtype == np.uint8 and first[0].max() < 30
     assert not np.array_equal(first[0], first[1])
     followers = Counter(
         (int(a), int(b)) for batch in first for row in batch for a, b in zip(row, row[1:], strict=False)
     )
-    assert max(Counter(a for a, _ in followers).values()) <= plan.CHOICES
+    assert max(Counter(a for a, _ in followers).values()) <= step_results.CHOICES
     wide = replace(WANTED, shape=replace(TINY, vocabulary=70_000))
-    assert next(plan.batches(wide, 1)).dtype == np.uint32
+    assert next(step_results.batches(wide, 1)).dtype == np.uint32
 
 
 @pytest.fixture(scope="module")

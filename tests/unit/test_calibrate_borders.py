@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist.bench.calibrate import links as borders
-from hpcdist.bench.calibrate.points import sizes
+from hpcdist.bench.calibrate.device import sizes
 
 OCTAVES = sizes(1 << 10, 1 << 20)
 

@@ -7,8 +7,8 @@ import pytest
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint.format import block_reader, manifest
-from hpcdist.checkpoint.format.block_reader import DamagedError
+from hpcdist.checkpoint.format import manifest, shard
+from hpcdist.checkpoint.format.shard import DamagedError
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
@@ -92,10 +92,8 @@ def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
 
 def test_every_byte_is_read_once(run, monkeypatch):
     read = []
-    pass_through = block_reader.BlockReader.read
-    monkeypatch.setattr(
-        block_reader.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1]
-    )
+    pass_through = shard.BlockReader.read
+    monkeypatch.setattr(shard.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1])
     assert resumed(run, 2) == [(3, {3.0})] * 2
     assert sum(read) == ELEMENTS * 8
 

@@ -31,7 +31,7 @@ from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.cli import main
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import HpcdistError, StorageError
-from hpcdist.optim.batch_size import SmoothedNoise
+from hpcdist.optim.rates import SmoothedNoise
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
 from hpcdist.training.build.state_source import CheckpointSource

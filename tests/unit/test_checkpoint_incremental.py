@@ -12,8 +12,7 @@ from hpcdist.arrays.ranges import split
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import newest, restore
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.incremental import IncrementalWriter
-from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
+from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError

@@ -14,7 +14,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.training.observe.energy import EnergyRecorder
-from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopReason, StopRequests

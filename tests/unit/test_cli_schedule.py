@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.bench.pipeline import schedules
-from hpcdist.bench.pipeline import timeline as pictures
+from hpcdist.bench.pipeline import schedules as pictures
 from hpcdist.bench.pipeline.schedules import ScheduleRequest
 from hpcdist.cli.plan.schedule import command
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
-from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.verify import proof
 
 

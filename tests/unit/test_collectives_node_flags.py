@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from hpcdist.collectives.node.flags import NodeFlags
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DeadlineError
+from hpcdist.strategies.parameter_server.shared_memory import NodeFlags
 
 
 @pytest.mark.parametrize("size", range(1, 9))

@@ -17,10 +17,10 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.dispatch import AlgorithmTable
-from hpcdist.collectives.nonblocking import engines, steps
+from hpcdist.collectives.nonblocking import engines
+from hpcdist.collectives.nonblocking import progress as nonblocking_progress
 from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
-from hpcdist.collectives.nonblocking.progress import Handle, ProgressEngine
-from hpcdist.collectives.nonblocking.steps import Lane
+from hpcdist.collectives.nonblocking.progress import Handle, Lane, ProgressEngine
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
@@ -30,9 +30,9 @@ from hpcdist.telemetry import hang
 
 KINDS = sorted(engines.KINDS)
 SIZES = (1, 2, 3, 4)
-PAIRS = [("poll", name) for name in sorted(steps.RESUMABLE[steps.ALLREDUCE])]
+PAIRS = [("poll", name) for name in sorted(nonblocking_progress.RESUMABLE[nonblocking_progress.ALLREDUCE])]
 PAIRS += [("thread", name) for name in sorted(collectives.ALLREDUCE)]
-HALVES = [("poll", name) for name in sorted(steps.RESUMABLE[steps.ALL_GATHER])]
+HALVES = [("poll", name) for name in sorted(nonblocking_progress.RESUMABLE[nonblocking_progress.ALL_GATHER])]
 HALVES += [("thread", name) for name in sorted(collectives.SHARDED)]
 
 
@@ -73,7 +73,7 @@ def test_bits_are_those_of_the_blocking_algorithm(
 def test_halves_have_the_bits_of_the_blocking_ones(
     kind: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "SEGMENT_BYTES", 64)  # several lanes
+    monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", 64)  # several lanes
     counts, sharding = (0, 1, 33, 1000), collectives.SHARDED[algorithm]
     draw = np.random.default_rng(size)
     buffers = [draw.standard_normal((size, count)).astype(np.float32) for count in counts]
@@ -171,9 +171,9 @@ def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.G
 def test_segments_of_the_ring_change_no_bit_and_no_volume(
     size: int, segment_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(nonblocking_progress, "SEGMENT_BYTES", segment_bytes)
     data = inputs(rng, 96 * size)
-    lanes = min(steps.MOST_LANES, max(1, 96 * 4 // segment_bytes))
+    lanes = min(nonblocking_progress.MOST_LANES, max(1, 96 * 4 // segment_bytes))
 
     def body(comm: Communicator) -> None:
         expected, found = data[comm.rank].copy(), data[comm.rank].copy()

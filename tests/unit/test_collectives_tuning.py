@@ -11,9 +11,8 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.collectives.tuning import autotune
-from hpcdist.collectives.tuning.autotune import CostModel, TuningRequest, choose, select, sizes
+from hpcdist.collectives.tuning.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
 from hpcdist.collectives.tuning.cost_model import NODE, LinkParameters, MachineCosts, Topology
-from hpcdist.collectives.tuning.tournament import Tournament
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError

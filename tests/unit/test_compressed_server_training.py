@@ -8,7 +8,7 @@ from gpu_runs import PIPELINE, SERVER, Trained, assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.compression.feedback import RESIDUAL
+from hpcdist.compression.compressor import RESIDUAL
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer

@@ -12,18 +12,18 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.compression import powersgd
-from hpcdist.compression.compressor import RandomKey, align
-from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.compression.compressor import ErrorFeedback, RandomKey, align
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed import reduction
-from hpcdist.strategies.compressed.coder import CodedUnit, GradientCoder
 from hpcdist.strategies.compressed.config import COMPRESSORS, LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
+    CodedUnit,
     CompressedReduction,
     GatheredReduction,
+    GradientCoder,
     InterNodeReduction,
     PayloadAllreduce,
     QuantisedReduction,

@@ -12,8 +12,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 12
 ZERO3 = {"parallel.strategy": "zero3"}

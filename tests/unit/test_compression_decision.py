@@ -17,7 +17,7 @@ from hpcdist.strategies.compressed import autoselect, reduction
 from hpcdist.strategies.compressed.autoselect import CandidateTiming, CompressionDecision, decide
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 

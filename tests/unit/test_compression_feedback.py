@@ -9,8 +9,7 @@ from compressed import decoded
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.compression.casts import Float16
-from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.compression.compressor import ErrorFeedback, RandomKey
 from hpcdist.compression.quantise.adaptive import Adaptive
 from hpcdist.compression.quantise.sign import SignSgd
 from hpcdist.compression.quantise.uniform import Blockwise, Qsgd

@@ -5,13 +5,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.schedule.simulate import passes
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.costs import LinkCost as Wire
-from hpcdist.strategies.schedule.simulate.costs import Rate, StepCosts
-from hpcdist.strategies.schedule.simulate.program import RECV, SEND
+from hpcdist.strategies.schedule.simulate.program import RECV, SEND, Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.program import LinkCost as Wire
 from hpcdist.telemetry.trace import critical_path as trace_critical_path
 from hpcdist.telemetry.trace.critical_path import PathSegment, critical_path
 from hpcdist.telemetry.trace.timeline import TimelinePiece

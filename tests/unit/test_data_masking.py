@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.models.tokens import IGNORED
+from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.training.data.sampler import Sampler, in_order
 from hpcdist.training.data.samples import MaskedSamples, TokenWindows

@@ -25,7 +25,7 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
-from hpcdist.strategies.decentralised.graphs import build as build_graph
+from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation

@@ -7,7 +7,7 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
-from hpcdist.strategies.decentralised.graphs import Graph, build
+from hpcdist.strategies.decentralised.gossip import Graph, build
 
 NAMES = ("ring", "torus", "exponential", "one_peer", "complete")
 SIZES = range(1, 17)

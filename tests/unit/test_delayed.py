@@ -25,12 +25,11 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.operations import Kind, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 SAMPLES, STEPS = 7, 6
 KINDS = ("thread", "poll")

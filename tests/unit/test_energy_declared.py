@@ -8,10 +8,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
 from hpcdist.energy.report import DECLARED
-from hpcdist.energy.sources import counters, tdp_model
+from hpcdist.energy.sources import counters, utilisation
 from hpcdist.energy.sources.counters import CounterReader
 from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources
-from hpcdist.energy.sources.tdp_model import TdpProcessors, busy_seconds, power_w
+from hpcdist.energy.sources.utilisation import TdpProcessors, busy_seconds, power_w
 from hpcdist.errors import ConfigurationError
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -98,7 +98,7 @@ def test_the_label_stays_on_all_the_way(tmp_path, monkeypatch):
     machine = Machine(tmp_path / "stat", 4)
     monkeypatch.setattr(counters, "PROBE_NS", 0)
     real = TdpProcessors
-    monkeypatch.setattr(tdp_model, "TdpProcessors", lambda tdp, idle: real(tdp, idle, machine.path, machine.clock))
+    monkeypatch.setattr(utilisation, "TdpProcessors", lambda tdp, idle: real(tdp, idle, machine.path, machine.clock))
     config = EnergyConfig(sources="declared", cpu_tdp_w=100.0, idle_fraction=0.5, interval_s=5.0, utilisation_s=0.0)
 
     def body(comm):

@@ -10,7 +10,7 @@ import pytest
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.cli.energy import report as energy_report
-from hpcdist.energy.accounts import history
+from hpcdist.energy.accounts import energy_metrics
 from hpcdist.energy.monitor import tables
 from hpcdist.energy.monitor.sampler import DrainedSamples
 from hpcdist.energy.monitor.tables import NodeRows
@@ -82,10 +82,10 @@ def figures(*arguments):
 
 def test_starts_and_sources_of_several_nodes(tmp_path):
     path = run(tmp_path / "run", ((1, 20), (11, 30)), nodes=2)  # the second goes on after step 10
-    starts = history.read(path / "metrics.h5")
+    starts = energy_metrics.read(path / "metrics.h5")
     assert [start.seconds for start in starts] == [10, 10]
     assert [start.joules for start in starts] == [pytest.approx(2 * 400 * 10)] * 2
-    joules = history.joules_at(starts, np.array([0, 0, 1, 1, 5]), np.array([1.0, 99.0, 0.0, 2.5, 1.0]))
+    joules = energy_metrics.joules_at(starts, np.array([0, 0, 1, 1, 5]), np.array([1.0, 99.0, 0.0, 2.5, 1.0]))
     assert joules[:4] == pytest.approx([800, 8000, 8000, 10000]) and math.isnan(joules[4])
     found = figures(path)
     assert [row["steps"] for row in found["starts"]] == [10, 20], "steps that were made again are of the second"
@@ -157,7 +157,7 @@ def test_a_counter_of_the_whole_node_has_its_parts_in_it(tmp_path):
         sources=sources,
         abouts=[SourceInfo(note="shared by 2 ranks"), SourceInfo(), SourceInfo(declared=True)],
     )
-    assert history.read(path / "metrics.h5")[0].joules == pytest.approx(500 * 10)
+    assert energy_metrics.read(path / "metrics.h5")[0].joules == pytest.approx(500 * 10)
     shown = report(path)
     assert "shared by 2 ranks; part of the node's, not added" in shown and "declared model, not measured" in shown
 
@@ -176,7 +176,7 @@ def test_a_run_without_energy_says_why(tmp_path):
     path.mkdir()
     with MetricsWriter(path / "metrics.h5", 1, attributes={"energy_j": math.nan, "energy_reason": "no driver"}):
         pass
-    assert history.read(path / "metrics.h5") == []
+    assert energy_metrics.read(path / "metrics.h5") == []
     assert "not measured: no driver" in report(path)
     usage(path, reason="no driver", by_kind={})
     kept = json.loads((path / "usage.json").read_text())

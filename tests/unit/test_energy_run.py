@@ -20,8 +20,7 @@ from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
 from hpcdist.training.observe import energy
-from hpcdist.training.observe.energy import EnergyRecorder
-from hpcdist.training.observe.energy_summary import describe_energy, energy_attributes, energy_figures
+from hpcdist.training.observe.energy import EnergyRecorder, describe_energy, energy_attributes, energy_figures
 from hpcdist.training.recipe.recipe import load
 
 

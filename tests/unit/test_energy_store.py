@@ -11,7 +11,7 @@ from hpcdist.energy.monitor.tables import NodeRows
 from hpcdist.energy.monitor.windows import PhaseWindow
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 
 LARGE = 2**53 + 1  # a float would round it
 
@@ -81,11 +81,11 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1) as file:
         for name in ("sources", "samples", "windows"):
-            tables.create(file, f"energy/{name}", monitor_tables.TABLES[name])
+            datasets.create(file, f"energy/{name}", monitor_tables.TABLES[name])
         before = {"t_mono_ns": 1, "session": 0, "node": 0, "source": 0, "energy_mj": 5}
-        tables.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
+        datasets.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
         source = {"session": 0, "node": 0, "source": 0, "kind": b"gpu", "name": b"GPU-0"}
-        tables.extend(file, "energy/sources", {name: np.array([value]) for name, value in source.items()})
+        datasets.extend(file, "energy/sources", {name: np.array([value]) for name, value in source.items()})
     with files.edit(path, "hpcdist.metrics", 1) as file:
         monitor_tables.append(file, 1, [rows(0, [(7, 0, 8)])])
     with h5py.File(path) as file:

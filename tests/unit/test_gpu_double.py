@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.gpu import device, ipc, staging
+from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.jit import jit
+from hpcdist.collectives.gpu import peer_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
@@ -187,9 +188,9 @@ def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu: ModuleType) 
 
 def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) -> None:
     def body(comm: Communicator, ordered: bool) -> list[float]:
-        own = ipc.allocate(64)
-        tickets = comm.allgather_object(ipc.export(own))
-        mapping = ipc.open_handle(tickets[1 - comm.rank])
+        own = peer_memory.allocate(64)
+        tickets = comm.allgather_object(peer_memory.export(own))
+        mapping = peer_memory.open_handle(tickets[1 - comm.rank])
         own[...] = comm.rank + 5
         if ordered:
             device.produced()
@@ -210,7 +211,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(gpu: ModuleType) -> No
     stream_ordered = cupy.ndarray(64, np.uint8, cupy.cuda.MemoryPointer(cupy.cuda.MemoryAsync(64), 0))
     for array, reason in ((pooled, "part of a pool"), (stream_ordered, "cudaMallocAsync cannot be shared")):
         with pytest.raises(MissingCapabilityError, match=reason):
-            ipc.export(array)
+            peer_memory.export(array)
 
 
 def test_every_name_is_one_of_cupy(gpu: ModuleType) -> None:

@@ -23,7 +23,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, NonFiniteError
 from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
-from hpcdist.strategies.pipeline import measured
+from hpcdist.strategies.pipeline import costs
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
         looks.append(gpu.LOG.kernels_pending())
         return time.perf_counter()
 
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=look))
     _, keys = PRODUCTS["zb-h2, measured"]
     plans = run_threads(2, lambda comm: assembled(comm, {**text, **keys, "run.device": "gpu"}).plan)
     assert plans[0] is not None and looks and not any(looks)

@@ -13,7 +13,6 @@ from gpu_runs import LAYOUTS, Trained, assembled, check_same, write_text
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.gpu import ipc
 from hpcdist.collectives.gpu import nccl, peer_memory, staging
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.collectives.tuning import autotune
@@ -83,7 +82,7 @@ def test_the_host_waits_for_one_segment_at_a_time(gpu: ModuleType, monkeypatch: 
 def test_kernels_read_the_memory_of_the_others(
     gpu: ModuleType, size: int, op: str, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc, "UNIT_BYTES", 512)
+    monkeypatch.setattr(peer_memory, "UNIT_BYTES", 512)
     monkeypatch.setattr(peer_memory, "PIECE_BYTES", 512)  # several pieces, and both halves
     inputs = integers(rng, size, dtype)
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 from hpcdist.hdf5.overlay import PAGE_BYTES, Overlay, encode_journal, journal_of, read_journal
-from hpcdist.hdf5.tables import Column
 
 
 def test_overlay_behaves_like_a_file(tmp_path, rng):
@@ -258,16 +258,16 @@ def test_tables_grow_widen_and_shrink(tmp_path, rng):
     for width in (2, 1, 5, 3):
         with files.edit(path, "test", 1) as file:
             if "t" not in file:
-                tables.create(file, "t", columns, second="rank", width=2)
+                datasets.create(file, "t", columns, second="rank", width=2)
             rows = rng.random((700, width))
-            tables.extend(file, "t", {"step": np.arange(700), "time": rows})
+            datasets.extend(file, "t", {"step": np.arange(700), "time": rows})
         most = max(expected.shape[1], width)
         same = [np.pad(a, ((0, 0), (0, most - a.shape[1])), constant_values=np.nan) for a in (expected, rows)]
         expected = np.vstack(same)
     with files.edit(path, "test", 1) as file:
-        tables.shorten(file, "t", 1000)
+        datasets.shorten(file, "t", 1000)
     with files.open_read(path, "test", 1) as file:
-        found = tables.read(file, "t")
+        found = datasets.read(file, "t")
         assert file["t/rank"][...].tolist() == [0, 1, 2, 3, 4]
     assert np.array_equal(found["time"], expected[:1000], equal_nan=True)
 

@@ -14,9 +14,9 @@ from hpcdist.errors import CommunicationError, DataError, StorageError, UsageErr
 from hpcdist.training import inference
 from hpcdist.training.build.trainer import assemble
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.inference import InspectionSession, generate, load, sample
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 3
 # name -> (ranks, keys)

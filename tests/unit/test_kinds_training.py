@@ -10,8 +10,8 @@ import pytest
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.transformer import masked_predictions
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from kinds import KINDS, STEPS, keys_of, write_data

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.comm.launch import interpreter, launchers, mpirun
+from hpcdist.comm.launch import environment as launch_environment
+from hpcdist.comm.launch import launchers, mpirun
 from hpcdist.comm.launch.launchers import KINDS, LaunchRequest, SiteStarter
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, USAGE, ConfigurationError, MissingCapabilityError
 
@@ -182,7 +183,7 @@ def test_a_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):
 
 def test_another_python_finds_its_own_hpcdist(capsys, monkeypatch):
     """A clone's folder would stand before the hpcdist of a container, or be missing in it."""
-    monkeypatch.setattr(interpreter, "source_folder", lambda: "/home/me/clone")
+    monkeypatch.setattr(launch_environment, "source_folder", lambda: "/home/me/clone")
     monkeypatch.setenv("PYTHONPATH", "/mine")
     assert f"PYTHONPATH=/home/me/clone{os.pathsep}/mine" in printed(capsys)
     shown = printed(capsys, "--python", "apptainer exec --nv 'my img.sif' python3")

@@ -19,8 +19,8 @@ from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
 from hpcdist.training.elastic import job as elastic_job
+from hpcdist.training.elastic.job import refit
 from hpcdist.training.elastic.membership import Membership, MembershipChange, mode_of
-from hpcdist.training.elastic.refit import refit
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import rules
 from hpcdist.training.run import job

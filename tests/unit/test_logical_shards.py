@@ -14,8 +14,8 @@ from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 STEPS = 3
 SAMPLES = 12

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import NonFiniteError
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 from hpcdist.strategies.core.mixed_precision import (
     INITIAL_SCALE,
     MAXIMUM_OVERFLOWS,
@@ -166,7 +166,7 @@ def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_pat
         row = (step, scale, skipped)
         writer.include(lambda file, session, row=row: side_tables.append_loss_scale(file, session, *row))
     with files.open_read(path, SCHEMA, VERSION) as file:
-        found = tables.read(file, side_tables.LOSS_SCALE_TABLE)
+        found = datasets.read(file, side_tables.LOSS_SCALE_TABLE)
     assert {name: values.tolist() for name, values in found.items()} == {
         "step": [1, 5],
         "session": [0, 0],

@@ -16,9 +16,9 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.telemetry import anomalies
 from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.observe.metrics import RunMetrics
-from hpcdist.training.observe.step_log import ConsoleProgress
-from hpcdist.training.run import checkpoint_timer, loop
+from hpcdist.training.run import loop, stop_requests
 from hpcdist.training.run.async_loop import loop_class
 from hpcdist.training.run.stop_requests import StopRequests
 
@@ -41,7 +41,7 @@ def test_memory_does_not_grow_with_the_steps(
 ) -> None:
     bounds = {
         (loop, "SAMPLED"): 32,
-        (checkpoint_timer, "REMEMBERED"): 32,
+        (stop_requests, "REMEMBERED"): 32,
         (anomalies, "BLOCK_S"): 0.0,
         (anomalies, "BLOCKS"): 6,
     }

@@ -21,8 +21,8 @@ from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 MODES = ("bfloat16", "float16")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")

@@ -14,7 +14,7 @@ from hpcdist.models.counts import attention_pairs, counts
 from hpcdist.models.layers import linear
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.recompute import with_recomputation
+from hpcdist.models.runtime.split_backward import with_recomputation
 
 BOUND = 0.1  # relative, of memory
 GPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

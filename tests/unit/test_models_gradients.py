@@ -8,7 +8,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.tokens import IGNORED
+from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 
 GPT = {"layers": 2, "hidden": 6, "heads": 2, "vocabulary": 7}

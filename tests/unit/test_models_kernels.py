@@ -20,7 +20,7 @@ from hpcdist.models.layers import (
     norm,
     vector_math,
 )
-from hpcdist.models.operations import LOCAL
+from hpcdist.models.model import LOCAL
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Operations
 

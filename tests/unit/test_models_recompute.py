@@ -11,8 +11,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.recompute import RecomputedStage, with_recomputation
-from hpcdist.models.runtime.split_backward import split_operations
+from hpcdist.models.runtime.split_backward import RecomputedStage, split_operations, with_recomputation
 from hpcdist.models.stage import Draw
 
 

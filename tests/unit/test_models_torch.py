@@ -7,7 +7,7 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.tokens import IGNORED
+from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 
 torch = pytest.importorskip("torch")

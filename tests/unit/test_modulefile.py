@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.batch.packaging import modulefile
 from hpcdist.batch.packaging.modulefile import Modulefile
 from hpcdist.cli.site import modulefile as site_modulefile
@@ -95,7 +95,7 @@ def test_tcl_reads_every_text_as_it_is(texts, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", modulefile.KINDS)
 def test_every_value_in_a_template_is_quoted(kind):
-    template = (resources.folder(resources.MODULEFILES) / f"hpcdist.{kind}.j2").read_text()
+    template = (job.folder(job.MODULEFILES) / f"hpcdist.{kind}.j2").read_text()
     values = re.findall(r"{{(.*?)}}", template)
     assert len(values) >= 10
     assert [value for value in values if not value.endswith(f"| {kind} ")] in ([], [' "#%Module1.0" '])
@@ -104,7 +104,7 @@ def test_every_value_in_a_template_is_quoted(kind):
 @pytest.mark.parametrize("kind", modulefile.KINDS)
 def test_the_shipped_ones_are_what_is_rendered(kind):
     name = hpcdist.__version__ + modulefile.KINDS[kind]
-    shipped = resources.folder(resources.MODULEFILES) / "hpcdist" / name
+    shipped = job.folder(job.MODULEFILES) / "hpcdist" / name
     cure = "hpcdist site modulefile --in-place --output modulefiles --force"
     assert shipped.read_text() == modulefile.render(kind, Modulefile()), f"render them again: {cure}"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
 from hpcdist.telemetry.sinks.prometheus import INFO
 
-FOLDER = resources.folder(resources.TEMPLATES) / "monitoring"
+FOLDER = job.folder(job.TEMPLATES) / "monitoring"
 ALWAYS = {"jobid", "run"}  # labels of every metric
 ADDED = {"instance", "job"}  # by Prometheus
 METRICS = {quantity.prometheus: quantity for quantity in QUANTITIES.values()}

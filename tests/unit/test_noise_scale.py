@@ -13,14 +13,14 @@ from gpu_runs import assembled, write_text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.optim.batch_size import SMOOTHING, SmoothedNoise, estimate_noise
+from hpcdist.optim.rates import SMOOTHING, SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training.build import state
 from hpcdist.training.chaos import injection
-from hpcdist.training.elastic.refit import refit
+from hpcdist.training.elastic.job import refit
 from hpcdist.training.observe import noise_scale
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import build_saver

@@ -30,7 +30,7 @@ from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.run.loop import mean_validation_loss
 
 BLOCK = 512  # bytes: every tensor of the tests is cut
 LAYOUT = Layout.of(

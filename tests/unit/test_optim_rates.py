@@ -8,9 +8,8 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import rates as optim_rates
-from hpcdist.optim.batch_size import BatchSchedule
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.rates import learning_rate
+from hpcdist.optim.rates import BatchSchedule, learning_rate
 
 
 def rates(total, **options):

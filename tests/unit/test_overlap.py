@@ -10,7 +10,7 @@ import pytest
 from hpcdist import collectives, models
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.nonblocking import steps
+from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm import config
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
@@ -24,8 +24,7 @@ from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import StepStatistics
@@ -107,7 +106,7 @@ def test_a_thread_trains_to_the_same_bits(algorithm: str, size: int, rng: np.ran
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "SEGMENT_BYTES", 512)  # several lanes
+    monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     data = text(rng)
     for algorithm in config.POLLED:
         assert trained("poll", algorithm, data, size) == trained("none", algorithm, data, size)
@@ -125,7 +124,7 @@ def test_microbatches_and_pipelines_train_to_the_same_bits(
 
 
 def test_what_is_polled_in_training_comes_in_steps() -> None:
-    assert all(set(config.POLLED) <= set(known) for known in steps.RESUMABLE.values())
+    assert all(set(config.POLLED) <= set(known) for known in progress.RESUMABLE.values())
 
 
 @pytest.mark.parametrize("overlap", KINDS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpcdist.bench.calibrate import run as calibrate_run
-from hpcdist.bench.calibrate.points import (
+from hpcdist.bench.calibrate.device import (
     OPERATIONS,
     BusySeconds,
     CalibratedMachine,

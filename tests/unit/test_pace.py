@@ -9,7 +9,8 @@ from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.daly_interval import daly
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.checkpoint_timer import (
+from hpcdist.training.run.start_record import StartRecord
+from hpcdist.training.run.stop_requests import (
     ASSUMED_BYTES_PER_S,
     ASSUMED_SAVE_S,
     JOB_END,
@@ -18,7 +19,6 @@ from hpcdist.training.run.checkpoint_timer import (
     end_of_job,
     quantile,
 )
-from hpcdist.training.run.start_record import StartRecord
 
 
 class Clock:

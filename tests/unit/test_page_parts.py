@@ -7,9 +7,9 @@ import pytest
 
 from hpcdist.comm.record.spans import Spans
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsWriter
-from hpcdist.telemetry.page import energy_data, step_spans
+from hpcdist.telemetry.page import energy_data
 
 S, MS = 10**9, 10**6
 
@@ -113,8 +113,8 @@ def test_damaged_tables_are_told(tmp_path):
         pass
     assert energy_data.read_utilisation(path) is None and energy_data.read_energy(tmp_path, path, {}).courses == {}
     with files.edit(path, SCHEMA, VERSION) as file:
-        tables.create(file, "energy/utilisation", [tables.Column("t_mono_ns", "i8", "ns", "x")])
-        tables.create(file, "energy/samples", [tables.Column("energy_mj", "i8", "mJ", "x")])
+        datasets.create(file, "energy/utilisation", [datasets.Column("t_mono_ns", "i8", "ns", "x")])
+        datasets.create(file, "energy/samples", [datasets.Column("energy_mj", "i8", "mJ", "x")])
         for name in ("utilisation/t_mono_ns", "samples/energy_mj"):
             file[f"energy/{name}"].resize((3,))
         file["energy/utilisation/session"] = 5
@@ -140,7 +140,7 @@ def lanes(folder, world, lengths, capacity=64, at=0):
 
 def test_the_step_of_median_length(tmp_path):
     lanes(tmp_path, 3, [900, 50, 40, 60, 45])
-    found = step_spans.read(tmp_path)
+    found = energy_data.read(tmp_path)
     assert found.step == 2 and [lane.rank for lane in found.lanes] == [0, 1, 2] and found.clocks == ""
     assert found.lanes[2].begin_s == pytest.approx(0.002) and found.seconds == pytest.approx(0.050)
     assert found.totals() == pytest.approx({"compute": 0.047})
@@ -148,46 +148,46 @@ def test_the_step_of_median_length(tmp_path):
 
 def test_a_step_whose_begin_was_overwritten_is_not_chosen(tmp_path):
     lanes(tmp_path, 2, [50, 40, 60, 45, 70], capacity=5)
-    found = step_spans.read(tmp_path)
+    found = energy_data.read(tmp_path)
     assert found.step in (4, 5) and all(lane.spans for lane in found.lanes)
 
 
 def test_no_files_no_steps_and_others_files(tmp_path):
-    assert step_spans.read(tmp_path).reason == step_spans.NO_FILES
+    assert energy_data.read(tmp_path).reason == energy_data.NO_FILES
     lanes(tmp_path, 2, [])
-    assert step_spans.read(tmp_path).reason == step_spans.NO_STEP
+    assert energy_data.read(tmp_path).reason == energy_data.NO_STEP
     (tmp_path / "recorder/rank-00000.spans").write_bytes(b"x" * 30)
     (tmp_path / "recorder/rank-00001.spans").write_bytes(b"")
-    assert "not a file of spans" in step_spans.read(tmp_path).reason
+    assert "not a file of spans" in energy_data.read(tmp_path).reason
     lanes(tmp_path, 2, [50])
     (tmp_path / "recorder/rank-x.spans").write_bytes(b"")
-    assert step_spans.read(tmp_path).step == 1
+    assert energy_data.read(tmp_path).step == 1
 
 
 def test_ranks_that_left_are_not_shown(tmp_path):
     lanes(tmp_path, 4, [50])
     lanes(tmp_path, 2, [60])
-    found = step_spans.read(tmp_path)
+    found = energy_data.read(tmp_path)
     assert [lane.rank for lane in found.lanes] == [0, 1] and found.world == 2
 
 
 @pytest.mark.parametrize("slowest", (None, 0, 501, 999))
 def test_of_many_ranks_some_are_chosen_evenly(slowest):
-    found = step_spans.select_evenly(range(1000), slowest)
-    assert len(found) == step_spans.MAX_RANKS and found == sorted(set(found))
+    found = energy_data.select_evenly(range(1000), slowest)
+    assert len(found) == energy_data.MAX_RANKS and found == sorted(set(found))
     assert found[0] == 0 and found[-1] == 999 and (slowest is None or slowest in found)
     assert max(np.diff(found)) < 70
-    assert step_spans.select_evenly(range(5), 3) == [0, 1, 2, 3, 4]
+    assert energy_data.select_evenly(range(5), 3) == [0, 1, 2, 3, 4]
 
 
 def test_nodes_without_compared_clocks_are_put_together_by_their_wall_clocks(tmp_path):
     lanes(tmp_path, 1, [50])
     first = (tmp_path / "recorder/rank-00000.spans").read_bytes()
-    found = step_spans.spans.parse(first, tmp_path)
-    one = step_spans.replace(found, boot_id="a", world=2, wall_ns=1000 * S, monotonic_ns=10 * S)
+    found = energy_data.spans.parse(first, tmp_path)
+    one = energy_data.replace(found, boot_id="a", world=2, wall_ns=1000 * S, monotonic_ns=10 * S)
     late = one.spans[-1]
     elsewhere = {"boot_id": "b", "wall_ns": 1000 * S + 3 * MS, "monotonic_ns": 510 * S}
-    two = step_spans.replace(one, rank=1, **elsewhere)
-    offsets, worth = step_spans._offsets([one, two], late.step, None)
+    two = energy_data.replace(one, rank=1, **elsewhere)
+    offsets, worth = energy_data._offsets([one, two], late.step, None)
     assert "wall clocks" in worth
     assert offsets[1] - offsets[0] == -500 * S + 3 * MS

@@ -16,13 +16,13 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.pipeline import measured
-from hpcdist.strategies.pipeline.measured import PassSeconds, agree, measure
+from hpcdist.strategies.pipeline import costs
+from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.memory import StateBytes, moments
 from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
+from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
-from hpcdist.strategies.schedule.generate.schedule_file import generated
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training.build import pipeline
@@ -156,13 +156,13 @@ def test_states_follow_the_exchange() -> None:
 
 def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
-    probe = measured._Probe
+    probe = costs._Probe
 
     def counted(model: Model, unit: int, *rest: object) -> object:
         probed.append(unit)
         return probe(model, unit, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(measured, "_Probe", counted)
+    monkeypatch.setattr(costs, "_Probe", counted)
     for model in (gpt(3, tied=True, dropout=0.1), models.build(ModelConfig(kind="mlp"), features=5, classes=3)):
         probed.clear()
         found = measure(model, 2)
@@ -189,7 +189,7 @@ def test_tensor_ranks_measure_together() -> None:
 
 def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
     found = measure(gpt(1), 2, "gpu")
-    turns = measured.WARM + measured.TURNS
+    turns = costs.WARM + costs.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
     waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "measured._clock"]
     assert waits == 3 * turns * spans * 2 and len(found) == 3

@@ -12,8 +12,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import of_units, recomputed_one_by_one, scratch_of
 from hpcdist.planner.memory.device import in_flight
 from hpcdist.planner.model.description import TransformerShape
-from hpcdist.planner.model.published import named
-from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
 from hpcdist.strategies.pipeline.memory import moments
 from hpcdist.strategies.schedule.generate.passes import expand

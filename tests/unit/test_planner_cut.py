@@ -10,15 +10,14 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
 from hpcdist.planner.model.description import TransformerShape
-from hpcdist.planner.model.published import named
 from hpcdist.planner.model.stage_split import chunks, stages
-from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.costs import unit_costs
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.pipeline.plan import plan
-from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.generate.operation_list import generated
 
 
 def blocks(layers: int, layout: ParallelLayout) -> list[int]:

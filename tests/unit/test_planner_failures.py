@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpcdist.errors import UsageError
-from hpcdist.planner import energy, failures
+from hpcdist.planner import energy, plan
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import ClusterSite, FailureRates
 from hpcdist.planner.estimate import StepEnergy
@@ -20,39 +20,39 @@ DAY = 86400.0
 
 
 def test_failures_come_as_often_as_there_are_nodes():
-    assert failures.mtbf_s(ParallelLayout(data=8), H100) == 264 * DAY
-    assert failures.mtbf_s(ParallelLayout(data=9), H100) == 132 * DAY
+    assert plan.mtbf_s(ParallelLayout(data=8), H100) == 264 * DAY
+    assert plan.mtbf_s(ParallelLayout(data=9), H100) == 132 * DAY
     # What was published: 419 interruptions of 16,384 devices in 54 days.
-    found = failures.mtbf_s(ParallelLayout(data=128, pipeline=16, tensor=8), H100)
+    found = plan.mtbf_s(ParallelLayout(data=128, pipeline=16, tensor=8), H100)
     assert 54 * DAY / found == pytest.approx(419, rel=0.01)
 
 
 @pytest.mark.parametrize(("devices", "hours"), [(16_384, 1.8), (131_072, 0.23)])
 def test_time_between_failures_is_that_projected_for_a100(devices, hours):
     """Kokolis et al., arXiv:2410.21680, from 6.5 failures for 1000 node-days."""
-    found = failures.mtbf_s(ParallelLayout(data=devices), toml_file.read("a100-selene"))
+    found = plan.mtbf_s(ParallelLayout(data=devices), toml_file.read("a100-selene"))
     assert found / 3600 == pytest.approx(hours, rel=0.03)
 
 
 def test_servers_fail_as_well():
-    assert failures.mtbf_s(ParallelLayout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
+    assert plan.mtbf_s(ParallelLayout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
 
 
 def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
     one, many = ParallelLayout(data=8), ParallelLayout(data=4096)
-    assert failures.save_s(1e12, one, H100) == pytest.approx(100)  # 10 GB/s
-    assert failures.save_s(1e12, many, H100) == pytest.approx(0.5)  # 2 TB/s, and not 512 x 10 GB/s
-    assert failures.restart_s(1e12, one, H100) == pytest.approx(600 + 50)
-    assert failures.restart_s(1e12, many, H100) == pytest.approx(600 + 0.5)
+    assert plan.save_s(1e12, one, H100) == pytest.approx(100)  # 10 GB/s
+    assert plan.save_s(1e12, many, H100) == pytest.approx(0.5)  # 2 TB/s, and not 512 x 10 GB/s
+    assert plan.restart_s(1e12, one, H100) == pytest.approx(600 + 50)
+    assert plan.restart_s(1e12, many, H100) == pytest.approx(600 + 0.5)
 
 
 def test_the_interval_is_dalys_on_whole_steps():
     layout, step_s = ParallelLayout(data=128, pipeline=16, tensor=8), 7.0
-    run = failures.run(100_000, step_s, STEP, 5e12, layout, H100)
+    run = plan.run(100_000, step_s, STEP, 5e12, layout, H100)
     best = daly_interval.daly(run.save_s, run.mtbf_s)
     assert run.interval_s == pytest.approx(best, abs=step_s / 2)
     assert run.interval_s / step_s == pytest.approx(round(run.interval_s / step_s))
-    restart = failures.restart_s(5e12, layout, H100)
+    restart = plan.restart_s(5e12, layout, H100)
     assert run.slowdown == daly_interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
     assert run.work_s == 700_000 and run.wall_s == run.work_s * run.slowdown
     assert run.failures == run.wall_s / run.mtbf_s
@@ -62,13 +62,13 @@ def test_the_interval_is_dalys_on_whole_steps():
 
 
 def test_a_short_run_saves_once_at_its_end():
-    run = failures.run(3, 7.0, STEP, 5e12, ParallelLayout(data=8), H100)
+    run = plan.run(3, 7.0, STEP, 5e12, ParallelLayout(data=8), H100)
     assert run.interval_s == run.work_s == 21
     assert run.wall_s == pytest.approx(21 + run.save_s, rel=1e-3)
 
 
 def test_a_save_that_costs_nothing_is_made_after_every_step():
-    run = failures.run(1000, 7.0, STEP, 1e-3, ParallelLayout(data=8), H100)
+    run = plan.run(1000, 7.0, STEP, 1e-3, ParallelLayout(data=8), H100)
     assert run.interval_s == 7.0 and run.slowdown == pytest.approx(1, abs=1e-4)
 
 
@@ -76,8 +76,8 @@ def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
     """A hundred thousand intervals, each repeated until it and its save got through; restarts fail, too."""
     bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=4000.0, restart_s=300.0))
     layout = ParallelLayout(data=8)
-    run = failures.run(1000, 10.0, STEP, 1e12, layout, bad)  # a save of 100 s
-    restart = failures.restart_s(1e12, layout, bad)
+    run = plan.run(1000, 10.0, STEP, 1e12, layout, bad)  # a save of 100 s
+    restart = plan.restart_s(1e12, layout, bad)
     drawn, elapsed, failed, segments = random.Random(11), 0.0, 0, 100_000
     for _ in range(segments):
         needed = run.interval_s + run.save_s
@@ -95,8 +95,8 @@ def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
 
 def test_joules_are_those_of_work_and_of_waiting():
     layout = ParallelLayout(data=64)
-    run = failures.run(10_000, 10.0, STEP, 8e12, layout, H100)
-    waiting = run.work_s / run.interval_s * run.save_s + run.failures * failures.restart_s(8e12, layout, H100)
+    run = plan.run(10_000, 10.0, STEP, 8e12, layout, H100)
+    waiting = run.work_s / run.interval_s * run.save_s + run.failures * plan.restart_s(8e12, layout, H100)
     expected = (run.wall_s - waiting) * 6e5 + waiting * energy.waiting_w(layout, H100)
     assert run.joules == pytest.approx(expected)
     assert run.carbon_g == pytest.approx(expected / 3.6e6 * 481)
@@ -106,38 +106,37 @@ def test_joules_are_those_of_work_and_of_waiting():
 def test_prices_add_up_and_count_whole_nodes():
     site = ClusterSite(kwh_price=0.2, currency="EUR")
     layout = ParallelLayout(data=9)
-    electricity = failures.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=site))
+    electricity = plan.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=site))
     assert electricity.price == pytest.approx(electricity.joules / 3.6e6 * 0.2)
     assert electricity.carbon_g is None, "no carbon intensity, so nothing is said"
     both = dataclasses.replace(site, device_hour_price=2.0)
-    run = failures.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=both))
+    run = plan.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=both))
     assert run.price == pytest.approx(electricity.price + 16 * run.wall_s / 3600 * 2.0)
 
 
 def test_without_prices_or_power_nothing_is_made_up():
-    free = failures.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dataclasses.replace(H100, site=ClusterSite()))
+    free = plan.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dataclasses.replace(H100, site=ClusterSite()))
     assert free.price is None and free.carbon_g is None and free.currency == ""
     dark = dataclasses.replace(
         H100,
         device=dataclasses.replace(H100.device, idle_w=0.0, peak_w=0.0),
         site=dataclasses.replace(H100.site, kwh_price=0.2),
     )
-    run = failures.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dark)
+    run = plan.run(10, 1.0, STEP, 1e9, ParallelLayout(data=8), dark)
     assert run.price is None and run.carbon_g is None, "electricity of devices whose power is not known"
 
 
 def test_more_devices_lose_more_to_failures():
     large = dataclasses.replace(H100, devices=1_000_000)
     lost = [
-        failures.run(100_000, 5.0, STEP, 6e12, ParallelLayout(data=n), large).slowdown
-        for n in (8, 1024, 16384, 100_000)
+        plan.run(100_000, 5.0, STEP, 6e12, ParallelLayout(data=n), large).slowdown for n in (8, 1024, 16384, 100_000)
     ]
     assert lost == sorted(lost) and lost[0] < 1.01 < lost[-1]
 
 
 def test_a_run_that_never_gets_through_is_infinite():
     hopeless = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=3600.0, restart_s=86400.0))
-    run = failures.run(100, 10.0, STEP, 1e12, ParallelLayout(data=80_000), hopeless)
+    run = plan.run(100, 10.0, STEP, 1e12, ParallelLayout(data=80_000), hopeless)
     assert math.isinf(run.wall_s) and math.isinf(run.joules) and math.isinf(run.slowdown)
     assert run.price is not None and math.isinf(run.price)
 
@@ -147,16 +146,16 @@ def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
     layout, found = ParallelLayout(data=8), {}
     for mtbf in (1.0, 15.0, 30.0, 60.0):
         bad = dataclasses.replace(H100, failures=FailureRates(node_mtbf_s=mtbf, restart_s=120.0))
-        run = failures.run(100, 1.0, STEP, 1e9, layout, bad)
+        run = plan.run(100, 1.0, STEP, 1e9, layout, bad)
         found[mtbf] = run.slowdown
-        restart = failures.restart_s(1e9, layout, bad)
+        restart = plan.restart_s(1e9, layout, bad)
         formula = daly_interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
         assert math.isfinite(formula), "the formula alone does not tell"
-        assert run.slowdown == (formula if formula <= failures.ENDLESS else math.inf)
-        assert math.isinf(run.wall_s) == math.isinf(run.joules) == (formula > failures.ENDLESS)
-    assert math.isinf(found[1.0]) and math.isinf(found[15.0]) and found[30.0] < failures.ENDLESS
+        assert run.slowdown == (formula if formula <= plan.ENDLESS else math.inf)
+        assert math.isinf(run.wall_s) == math.isinf(run.joules) == (formula > plan.ENDLESS)
+    assert math.isinf(found[1.0]) and math.isinf(found[15.0]) and found[30.0] < plan.ENDLESS
 
 
 def test_a_run_has_a_step():
     with pytest.raises(UsageError, match="a run of 0 steps is none; expected 1 or more"):
-        failures.run(0, 10.0, STEP, 1e12, ParallelLayout(data=8), H100)
+        plan.run(0, 10.0, STEP, 1e12, ParallelLayout(data=8), H100)

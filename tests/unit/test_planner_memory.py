@@ -16,14 +16,13 @@ from hpcdist.planner.cluster.hardware import Cluster, ClusterNode, ClusterStorag
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import by_rank, memory
 from hpcdist.planner.memory.model_states import exchanged, states
-from hpcdist.planner.model.published import named
 from hpcdist.planner.model.stage_split import chunks
-from hpcdist.planner.model.transformer import describe, of_config
+from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.planner.time.gradient_payloads import gradient_item_bytes
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import plan
-from hpcdist.strategies.schedule.generate.schedule_file import generated
+from hpcdist.strategies.schedule.generate.operation_list import generated
 
 CLUSTER = Cluster(
     name="test",

@@ -3,17 +3,17 @@
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.model import published
+from hpcdist.planner.model import transformer
 from hpcdist.planner.model.transformer import describe
 
 # Names that say less than they print, or count other tensors too (see "but" in the table).
 ROUGH = {"bert-base": 0.011, "bert-large": 0.018, "megatron-18.4b": 0.003, "llama-3-405b": 0.0025}
 
 
-@pytest.mark.parametrize("name", published.names())
+@pytest.mark.parametrize("name", transformer.names())
 def test_parameters_are_those_of_the_source(name: str) -> None:
-    said, digits = published.printed(name)
-    counted = describe(published.named(name), name).parameters
+    said, digits = transformer.printed(name)
+    counted = describe(transformer.named(name), name).parameters
     if name in ROUGH:
         assert counted == pytest.approx(said, rel=ROUGH[name])
         return
@@ -22,10 +22,10 @@ def test_parameters_are_those_of_the_source(name: str) -> None:
 
 def test_megatrons_table_is_that_of_its_equation() -> None:
     # arXiv:2104.04473, equation 2, whose last norm is left out.
-    rows = [name for name in published.names() if name.startswith("megatron-")]
+    rows = [name for name in transformer.names() if name.startswith("megatron-")]
     assert len(rows) == 14
     for name in rows:
-        shape = published.named(name)
+        shape = transformer.named(name)
         layers, hidden = shape.layers, shape.hidden
         rest = (shape.vocabulary + shape.context) / (12 * layers * hidden)
         told = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + rest)
@@ -33,20 +33,20 @@ def test_megatrons_table_is_that_of_its_equation() -> None:
 
 
 def test_a_mixture_counts_all_of_its_experts() -> None:
-    dense, mixed = (describe(published.named(name), name) for name in ("mistral-7b", "mixtral-8x7b"))
+    dense, mixed = (describe(transformer.named(name), name) for name in ("mistral-7b", "mixtral-8x7b"))
     feed_forward = 3 * 4096 * 14336
     assert mixed.parameters - dense.parameters == 32 * (7 * feed_forward + 8 * 4096)
 
 
 def test_every_name_says_where_it_is_from() -> None:
-    for name in published.names():
-        assert "parameters" in published.about(name), name
-        assert published.about(name).split(":")[0], name
-    assert published.named("GPT3-175B") == published.named("gpt3-175b")
+    for name in transformer.names():
+        assert "parameters" in transformer.about(name), name
+        assert transformer.about(name).split(":")[0], name
+    assert transformer.named("GPT3-175B") == transformer.named("gpt3-175b")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="no model called 'llama-4-70b'; the nearest names are llama-3-70b"):
-        published.named("llama-4-70b")
+        transformer.named("llama-4-70b")
     with pytest.raises(ConfigurationError, match="choose one of gpt2, "):
-        published.named("zzzzzz")
+        transformer.named("zzzzzz")

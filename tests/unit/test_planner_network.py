@@ -25,8 +25,7 @@ from hpcdist.planner.cluster.hardware import (
     MeasuredFit,
 )
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.time.network import collective, message
-from hpcdist.planner.time.topology import group, span
+from hpcdist.planner.time.network import collective, group, message, span
 
 DEVICE = Device(name="d", peak_flops={}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12)
 NEAR = LinkLevel(name="near", devices=8, latency_s=2e-6, bytes_per_s=300e9)

@@ -6,19 +6,19 @@ import pytest
 
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner import failures
+from hpcdist.planner import plan as planner_plan
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.energy import energy
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
-from hpcdist.planner.model import published
+from hpcdist.planner.model import transformer
 from hpcdist.planner.model.stage_split import step_flops
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import checkpoint_bytes, peak_of, plan
 from hpcdist.planner.time.step import timing
 
 SELENE = toml_file.read("a100-selene")
-GPT3 = describe(published.named("gpt3-175b"), "gpt3-175b")
+GPT3 = describe(transformer.named("gpt3-175b"), "gpt3-175b")
 LAYOUT = ParallelLayout(
     data=24, pipeline=8, tensor=8, schedule="interleaved", chunks=2, recompute="full", implementation="megatron"
 )
@@ -36,7 +36,7 @@ def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
     computing_s = sum(took.terms[name] for name in ("forward", "backward", "recompute"))
     joules = energy(took, layout, SELENE, did.executed_flops / (computing_s * 256 * 312e12))
     assert found.energy == joules
-    assert found.run == failures.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
+    assert found.run == planner_plan.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
     assert found.mfu == pytest.approx(did.model_flops / took.step_s / (256 * 312e12))
     assert found.hfu == pytest.approx(did.hardware_flops / took.step_s / (256 * 312e12))
     assert found.exact_mfu == pytest.approx(did.exact_flops / took.step_s / (256 * 312e12))
@@ -44,7 +44,7 @@ def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
 
 def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
     """With a long context the pairs that are looked at are half of the square: power follows what is executed."""
-    shape = replace(published.named("llama-3-8b"), context=2**20)
+    shape = replace(transformer.named("llama-3-8b"), context=2**20)
     layout = ParallelLayout(data=1, context=64, recompute="full", precision="bfloat16")
     found = plan(describe(shape, "long"), layout, SELENE, 1, 10)
     computing_s = sum(found.timing.terms[name] for name in ("forward", "backward", "recompute"))
@@ -57,7 +57,7 @@ def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
 
 def test_servers_do_not_compute() -> None:
     layout = ParallelLayout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
-    found = plan(describe(published.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
+    found = plan(describe(transformer.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
     assert found.peak_flops == pytest.approx(8 * 312e12)
 
 
@@ -115,7 +115,7 @@ def test_what_an_answer_hangs_on_is_said() -> None:
 def test_the_buckets_of_its_time_are_in_its_memory() -> None:
     """Long ones hide latencies of a large ring; float32 sums of 16-bit gradients take twice their bytes, and more."""
     layout = ParallelLayout(data=4096, microbatch=8, algorithm="ring")
-    bert = describe(published.named("bert-large"), "bert-large")
+    bert = describe(transformer.named("bert-large"), "bert-large")
     bare = memory(bert, layout, SELENE, 32768)
     found = plan(bert, layout, SELENE, 32768, 10)
     longer = found.timing.bucket_bytes - BUCKET_BYTES

@@ -8,7 +8,7 @@ from made_plans import CLUSTER, ESTIMATE, MEMORY
 
 from hpcdist import errors
 from hpcdist.planner.report import plot
-from hpcdist.planner.report.timeline import KINDS, PlannedTimeline, TimelineBar
+from hpcdist.planner.report.plot import KINDS, PlannedTimeline, TimelineBar
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

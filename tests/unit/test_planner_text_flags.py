@@ -7,18 +7,18 @@ from made_plans import CLUSTER, ESTIMATE, GB, LAYOUT
 
 from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.model import published
+from hpcdist.planner.model import transformer
 from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
-from hpcdist.planner.report import caveats
+from hpcdist.planner.report import table
 
 SELENE = toml_file.read("a100-selene")
-LLAMA = describe(published.named("llama-2-7b"), "llama-2-7b")
+LLAMA = describe(transformer.named("llama-2-7b"), "llama-2-7b")
 PLAIN = replace(LAYOUT, data=1, pipeline=1, tensor=1, sequence_parallel=False, recompute="none")
 
 
 def of(layout, batch=512, **more):
-    return caveats.layout_caveats(replace(ESTIMATE, layout=layout, global_batch=batch, **more))
+    return table.layout_caveats(replace(ESTIMATE, layout=layout, global_batch=batch, **more))
 
 
 def test_what_decides_comes_first():
@@ -26,8 +26,8 @@ def test_what_decides_comes_first():
     layout = ParallelLayout(data=2000, context=2, microbatch=8)
     found = plan(LLAMA, layout, SELENE, 20_001, 10)
     small = replace(found, memory=replace(found.memory, limit_bytes=1e9))
-    notes = ("neither --steps nor --tokens is given: ...", *caveats.assumption_line(SELENE), *found.flags)
-    flags = caveats.ordered((*notes, *caveats.layout_caveats(small), *notes), [layout])
+    notes = ("neither --steps nor --tokens is given: ...", *table.assumption_line(SELENE), *found.flags)
+    flags = table.ordered((*notes, *table.layout_caveats(small), *notes), [layout])
     assert len(set(flags)) == len(flags)
     wanted = (
         *("it does not fit into the memory", "products larger than"),
@@ -40,13 +40,13 @@ def test_what_decides_comes_first():
 
 
 def test_assumptions_of_a_file_are_one_line():
-    (line,) = caveats.assumption_line(SELENE)
+    (line,) = table.assumption_line(SELENE)
     sections = {text.partition(":")[0] for text in toml_file.assumptions(SELENE)}
     assert len(sections) > 3 and all(section in line for section in sections)
     assert "`hpcdist plan clusters a100-selene` says what" in line
-    (own,) = caveats.assumption_line(replace(SELENE, name="mine"))
+    (own,) = table.assumption_line(replace(SELENE, name="mine"))
     assert "[sources] in it says what" in own
-    assert caveats.assumption_line(CLUSTER) == ()
+    assert table.assumption_line(CLUSTER) == ()
 
 
 def test_what_does_not_fit_is_a_flag():
@@ -86,7 +86,7 @@ def test_what_has_no_effect_is_told(asked, said):
 
 def test_flags_of_rows_are_told_once():
     rows = [("all", "a of 5 s", "one"), ("all", "a of 6 s", "two"), ("all", "one")]
-    assert caveats.by_row(rows, ("closed", "a of 6 s", "all")) == [
+    assert table.by_row(rows, ("closed", "a of 6 s", "all")) == [
         "closed",
         "all",
         "row 1, and with other numbers 2: a of 5 s",

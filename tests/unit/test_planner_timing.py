@@ -20,14 +20,13 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model import stage_split
 from hpcdist.planner.model.description import ModelDescription, ModelUnit, ProductShape, TransformerShape
 from hpcdist.planner.model.transformer import describe, of_config
-from hpcdist.planner.report.timeline import KINDS, timeline
+from hpcdist.planner.report.plot import KINDS, timeline
 from hpcdist.planner.time import compute
 from hpcdist.planner.time.compute import cached, unit_seconds
-from hpcdist.planner.time.network import collective, message
+from hpcdist.planner.time.network import collective, message, span
 from hpcdist.planner.time.pipeline import border, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
 from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
-from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.cluster import units
+from hpcdist.planner.cluster import hardware
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ from hpcdist.planner.cluster import units
     ],
 )
 def test_a_quantity_is_read(text, dimension, value):
-    assert units.parse(text, dimension) == value
+    assert hardware.parse(text, dimension) == value
 
 
 @pytest.mark.parametrize(
@@ -70,39 +70,39 @@ def test_a_quantity_is_read(text, dimension, value):
 )
 def test_a_mistaken_quantity_is_refused_by_what_is_wrong(text, dimension, said):
     with pytest.raises(ConfigurationError) as caught:
-        units.parse(text, dimension)
+        hardware.parse(text, dimension)
     assert said in str(caught.value)
-    assert units.EXAMPLES[dimension] in str(caught.value), "say what would be right"
+    assert hardware.EXAMPLES[dimension] in str(caught.value), "say what would be right"
 
 
-@pytest.mark.parametrize("dimension", units.UNITS)
+@pytest.mark.parametrize("dimension", hardware.UNITS)
 def test_every_unit_has_an_example_that_is_read(dimension):
-    for example in units.EXAMPLES[dimension].replace(" or ", ", ").split(", "):
-        assert units.parse(example.strip('"'), dimension) > 0
+    for example in hardware.EXAMPLES[dimension].replace(" or ", ", ").split(", "):
+        assert hardware.parse(example.strip('"'), dimension) > 0
 
 
-@pytest.mark.parametrize("dimension", units.UNITS)
+@pytest.mark.parametrize("dimension", hardware.UNITS)
 def test_text_is_read_back_as_the_very_same_number(dimension):
     drawn = random.Random(7)
     values = [0.0, 1.0, 0.1, 1 / 3, 80e9, 80 * 2.0**30, 1234567.0, 5e-6, 3 * 365.25 * 86400, 1e-300, 1e300]
     values += [drawn.uniform(1, 10) * 10.0 ** drawn.randint(-15, 18) for _ in range(500)]
     for value in values:
-        text = units.text(value, dimension)
-        assert units.parse(text, dimension) == value, text
+        text = hardware.text(value, dimension)
+        assert hardware.parse(text, dimension) == value, text
         assert "bit" not in text
 
 
 def test_text_is_as_people_write_it():
-    assert units.text(80 * 2.0**30, "bytes") == "80 GiB"
-    assert units.text(80e9, "bytes") == "80 GB"
-    assert units.text(5e-6, "time") == "5 us"
-    assert units.text(3 * 365.25 * 86400, "time") == "3 years"
-    assert units.text(50e9, "bandwidth") == "50 GB/s"
-    assert units.text(66.9e12, "flops") == "66.9 TFLOP/s"
+    assert hardware.text(80 * 2.0**30, "bytes") == "80 GiB"
+    assert hardware.text(80e9, "bytes") == "80 GB"
+    assert hardware.text(5e-6, "time") == "5 us"
+    assert hardware.text(3 * 365.25 * 86400, "time") == "3 years"
+    assert hardware.text(50e9, "bandwidth") == "50 GB/s"
+    assert hardware.text(66.9e12, "flops") == "66.9 TFLOP/s"
 
 
 def test_rough_text_has_three_digits():
-    assert units.rough(85899345920.0, "bytes") == "85.9 GB"
-    assert units.rough(3.4e-6, "time") == "3.4 us"
-    assert units.rough(400.0, "power") == "400 W"
-    assert math.isclose(float(units.rough(1e-30, "time").split()[0]), 1e-21), "in the smallest unit there is"
+    assert hardware.rough(85899345920.0, "bytes") == "85.9 GB"
+    assert hardware.rough(3.4e-6, "time") == "3.4 us"
+    assert hardware.rough(400.0, "power") == "400 W"
+    assert math.isclose(float(hardware.rough(1e-30, "time").split()[0]), 1e-21), "in the smallest unit there is"

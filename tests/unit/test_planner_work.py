@@ -7,9 +7,8 @@ import pytest
 
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import TransformerShape
-from hpcdist.planner.model.published import named, names
 from hpcdist.planner.model.stage_split import forward_flops, stages, step_flops
-from hpcdist.planner.model.transformer import describe
+from hpcdist.planner.model.transformer import describe, named, names
 
 MEGATRON = [name for name in names() if name.startswith("megatron-")]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.core.replica_check import check_tensor_axis
-from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.run.loop import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, difference, losses, trainer_of

@@ -3,8 +3,8 @@
 import pytest
 
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
-from hpcdist.training.observe import step_log as subject
-from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.observe import instrumentation as subject
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 
 
 def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:

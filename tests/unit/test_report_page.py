@@ -329,7 +329,7 @@ def test_a_straggler_stands_out(tmp_path):
 
 
 def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
-    monkeypatch.setattr("hpcdist.hdf5.tables.CHUNK_BYTES", 4 * 8 * 2)
+    monkeypatch.setattr("hpcdist.hdf5.datasets.CHUNK_BYTES", 4 * 8 * 2)
     large = run_dir.parent / "large"
     large.mkdir()
     write(large, steps=3000)

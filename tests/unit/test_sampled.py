@@ -27,7 +27,7 @@ def test_a_small_run_is_read_in_full(tmp_path, rng):
 
 
 def test_of_a_large_run_rows_all_over(tmp_path, rng, monkeypatch):
-    monkeypatch.setattr("hpcdist.hdf5.tables.CHUNK_BYTES", 4 * 8 * 5)  # 4 rows of 5 ranks in a chunk
+    monkeypatch.setattr("hpcdist.hdf5.datasets.CHUNK_BYTES", 4 * 8 * 5)  # 4 rows of 5 ranks in a chunk
     write(tmp_path / "metrics.h5", 1001, 5, rng)
     found = sampling.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
     with h5py.File(tmp_path / "metrics.h5") as file:

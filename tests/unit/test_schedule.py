@@ -7,8 +7,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     insert_exchange,
     insert_gathers,
 )
-from hpcdist.strategies.schedule.operations import USES, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.operations import USES, Kind, Operation, StagePlacement, looped
 
 
 def whole(units: int) -> StagePlacement:

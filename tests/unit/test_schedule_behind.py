@@ -17,8 +17,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     overlap_reductions,
     prefetch_gathers,
 )
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 
 UNIT = 40

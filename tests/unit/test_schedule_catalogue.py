@@ -18,9 +18,8 @@ from hpcdist.strategies.schedule.generate.passes import (
     zb_v,
 )
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
-from hpcdist.strategies.schedule.verify import pass_order
+from hpcdist.strategies.schedule.operations import Kind, StagePlacement, folded, looped
+from hpcdist.strategies.schedule.verify import liveness
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
@@ -47,7 +46,7 @@ def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name: str) -
     for p, m, v in legal(name):
         assert check_schedule(name, p, m, v) == v
         passes = [row.passes(rank, p, m, v) for rank in range(p)]
-        peaks = pass_order.prove(passes, row.place(units(p * v), p), m)
+        peaks = liveness.prove(passes, row.place(units(p * v), p), m)
         for rank, (peak, bound) in enumerate(zip(peaks, [row.peak(rank, p, m, v) for rank in range(p)], strict=True)):
             exact = name != "zb-v" or m >= 2 * p - 1
             assert (peak.live, peak.both) == (bound.live, bound.both), f"rank {rank} of {p}, {m} x {v}"

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.schedule.generate.operation_list import compute_operations
+from hpcdist.strategies.schedule.generate.operation_list import compute_operations, dump, generated, read
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.generate.schedule_file import dump, generated, read
 from hpcdist.training.build import pipeline
 
 TWO = """

@@ -2,8 +2,7 @@
 
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.operations import Kind, StagePlacement, looped
 
 
 def short(passes: Passes) -> str:

@@ -15,8 +15,7 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 
 UNIT = 40  # elements of a unit

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist import models
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.pipeline.timeline import bars
+from hpcdist.bench.pipeline.schedules import bars
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError, UsageError
@@ -19,13 +19,12 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
 from hpcdist.strategies.schedule.generate.passes import Pass, expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText, generated
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement, looped
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.simulate.costs import LinkCost, Rate, StepCosts
+from hpcdist.strategies.schedule.simulate.program import LinkCost, Rate, StepCosts
 from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 

@@ -12,11 +12,11 @@ import pytest
 from job_scripts import check_by_bash
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.cli.doctor import command
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
-SITE = resources.folder(resources.TEMPLATES) / "site"
+SITE = job.folder(job.TEMPLATES) / "site"
 SPACK = SITE / "spack_repo" / "hpcdist" / "packages"
 EASYCONFIGS = sorted(SITE.glob("*.eb"))
 DEFINITION = SITE / "hpcdist.def"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import PHASES, Span, Spans, now_ns
 from hpcdist.errors import StorageError

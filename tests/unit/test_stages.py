@@ -23,11 +23,9 @@ from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import messages
-from hpcdist.strategies.schedule.generate.operation_list import insert_exchange
+from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, expand
-from hpcdist.strategies.schedule.generate.schedule_file import generated
-from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
+from hpcdist.strategies.schedule.operations import Operation, StagePlacement, folded, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 
 SAMPLES = 7

@@ -15,8 +15,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.operations import Operation, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 
 MICROBATCHES = 3

@@ -22,7 +22,7 @@ from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import observations, quantities, side_tables, step_metrics
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.training.observe.energy import EnergyRecorder
-from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import TrainingLoop
 from hpcdist.training.run.stop_requests import StopRequests

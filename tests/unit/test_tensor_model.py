@@ -17,8 +17,8 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.strategies.config import check_tensor_parallel
+from hpcdist.strategies.tensor.axis import counted, sum_gradients
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.tensor.replicated import counted, sum_gradients
 
 CONTEXT, BATCH = 7, 3  # 21 tokens: uneven rows on 2 and 4 ranks
 WHOLE = Range(0, 1 << 40)

@@ -13,8 +13,8 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, difference, losses, trainer_of

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.telemetry.metrics import step_metrics
 
 PACKAGE = Path(hpcdist.__file__).resolve().parent
 CLONE = PACKAGE.parent
 VERSION = hpcdist.__version__
-MODULES = resources.folder(resources.MODULEFILES)
-SITE = resources.folder(resources.TEMPLATES) / "site"
+MODULES = job.folder(job.MODULEFILES)
+SITE = job.folder(job.TEMPLATES) / "site"
 GOLDEN = Path(__file__).parent / "golden"
 # Trainings of four steps, and their data: by 0.1.0, and by 0.2.0 (zero1 on 2 ranks, and a sweep) before modules moved.
 OLD = ("0.1.0", "0.2.0")

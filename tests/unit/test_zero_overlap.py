@@ -10,7 +10,7 @@ import pytest
 from hpcdist import collectives, models
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.nonblocking import steps
+from hpcdist.collectives.nonblocking import progress
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -24,8 +24,7 @@ from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.pipeline.partition import split_by_parameters
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
@@ -140,7 +139,7 @@ def test_a_thread_trains_to_the_same_bits(algorithm: str, stage: int, prefetch: 
 def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(
     overlap: str, stage: int, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "SEGMENT_BYTES", 512)  # several lanes
+    monkeypatch.setattr(progress, "SEGMENT_BYTES", 512)  # several lanes
     for size in (2, 8) if overlap == "thread" else (2, 5):
         assert trained(size, DATA, stage, overlap, "ring", prefetch) == plain(size, stage)
 

@@ -20,7 +20,8 @@
 
 A stage is what a pipeline cuts off and what ZeRO-3 gathers and frees. Its passes are compiled apart, and parameters are
 read from the run's memory in each of both: `hpcdist.adapters.jax.stage` tells what is kept between them. Gradients,
-outputs and the gradients of inputs are copied out once; see `hpcdist.adapters.jax.arrays` and `WrappedModel.traffic`.
+outputs and the gradients of inputs are copied out once; see `hpcdist.adapters.jax.parameters` and
+`WrappedModel.traffic`.
 
 Passes are compiled in the first step that has so many samples, and stay: shares by measured speed, or batches that grow
 in many steps, cost a compilation each.
@@ -34,8 +35,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.adapters.jax.arrays import JaxTraffic, jax_dtype, library, repeat_samples
-from hpcdist.adapters.jax.parameters import ParameterLeaves, check_ties, common_dtype, group_by_stage, platform_of
+from hpcdist.adapters.jax.parameters import (
+    JaxTraffic,
+    ParameterLeaves,
+    check_ties,
+    common_dtype,
+    group_by_stage,
+    jax_dtype,
+    library,
+    platform_of,
+    repeat_samples,
+)
 from hpcdist.adapters.jax.stage import KEEPS, Adapted, FunctionChain, JaxStage, Sample, SharedContext, StageFunction
 from hpcdist.arrays.backend import Array, to_host
 from hpcdist.errors import ConfigurationError, UsageError

@@ -19,8 +19,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.adapters.jax.arrays import JaxTraffic, jax_dtype, library, repeat_samples, submodule
-from hpcdist.adapters.jax.parameters import ParameterLeaves
+from hpcdist.adapters.jax.parameters import JaxTraffic, ParameterLeaves, jax_dtype, library, repeat_samples, submodule
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import DataError, UsageError

@@ -17,7 +17,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 
@@ -182,7 +182,7 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
 
 def source() -> dict[str, Any]:
     """Return the description that both kinds are rendered from."""
-    return tomllib.loads((resources.folder(resources.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((job.folder(job.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
 
 
 def lua(value: object) -> str:
@@ -229,7 +229,7 @@ def _fits_braces(text: str) -> bool:
 def _environment() -> jinja2.Environment:
     """Return the templates, in which an unknown name is an error and not an empty text."""
     found = ImmutableSandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(resources.folder(resources.MODULEFILES)),
+        loader=jinja2.FileSystemLoader(job.folder(job.MODULEFILES)),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote
         trim_blocks=True,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import hpcdist
-from hpcdist.batch import resources
+from hpcdist.batch import job
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 BUILT_FROM: Final = ("LICENSE", "README.md", "hpcdist", "modulefiles", "pyproject.toml", "setup.cfg", "slurm")
@@ -198,7 +198,7 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
         source = ("--no-deps", "--no-binary", _MPI4PY, f"{_MPI4PY} == {version}")
         _pip("download", "--dest", str(folder), *source)
         _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *MPI4PY_BUILD)
-    shutil.copyfile(resources.folder(resources.TEMPLATES) / "site" / SCRIPT, folder / SCRIPT)
+    shutil.copyfile(job.folder(job.TEMPLATES) / "site" / SCRIPT, folder / SCRIPT)
     (folder / SCRIPT).chmod(0o755)
     (folder / REQUIREMENTS).write_text(_requirements(listed, order))
     sums = sorted(path for path in folder.iterdir() if path.is_file())

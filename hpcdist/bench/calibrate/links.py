@@ -28,7 +28,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.bench.calibrate.points import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
+from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives import run
 from hpcdist.bench.collectives.plan import ORDINARY, SHARED
 from hpcdist.bench.collectives.plan import CollectivesRequest as Cells

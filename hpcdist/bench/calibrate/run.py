@@ -22,7 +22,7 @@ import numpy as np
 from hpcdist.arrays.matmul_peak import blas
 from hpcdist.bench.calibrate import device
 from hpcdist.bench.calibrate import links as calibrate_links
-from hpcdist.bench.calibrate.points import (
+from hpcdist.bench.calibrate.device import (
     BusySeconds,
     CalibratedMachine,
     CalibrationPoints,

@@ -16,10 +16,9 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.bench.collectives import buffers
+from hpcdist.bench.collectives import contenders as collectives_contenders
 from hpcdist.bench.collectives import contenders as sides
-from hpcdist.bench.collectives.buffers import BufferContents, BufferPool
-from hpcdist.bench.collectives.contenders import CollectivesContender
+from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
 from hpcdist.bench.collectives.plan import COLD, HOT, ORDINARY, SHARED, CollectivesCell, CollectivesRequest, cells
 from hpcdist.bench.collectives.results import OURS, CollectivesConfiguration, ConfigurationKey
 from hpcdist.collectives.dispatch import AlgorithmTable
@@ -191,7 +190,7 @@ class PoolMemory:
     def slots(self, nbytes: int) -> int:
         """Return how many buffers of ``nbytes`` take turns in a piece."""
         most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
-        return min(most, buffers.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
+        return min(most, collectives_contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
 def run(
@@ -210,7 +209,7 @@ def run(
     """
     order, notes = cells(wanted, comm.size)
     memory = memory or take_memory(comm, wanted, notes)
-    contents = {name: buffers.BufferContents(comm.size, dtype_of(name)) for name in wanted.dtypes}
+    contents = {name: collectives_contenders.BufferContents(comm.size, dtype_of(name)) for name in wanted.dtypes}
     said: set[str] = set()
 
     def say_once(text: str) -> None:
@@ -281,9 +280,13 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
     ``notes`` gets what is to be said of it. Raises UsageError where there is too little.
     """
     kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
-    limit = int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
-    cache = buffers.last_level_cache_bytes()
-    said = comm.allgather_object((limit, cache or buffers.UNKNOWN_CACHE_BYTES))
+    limit = (
+        int(collectives_contenders.MEMORY_SHARE * collectives_contenders.available_bytes())
+        // comm.nodes().intra.size
+        // (len(kinds) + 1)
+    )
+    cache = collectives_contenders.last_level_cache_bytes()
+    said = comm.allgather_object((limit, cache or collectives_contenders.UNKNOWN_CACHE_BYTES))
     limit, cache_bytes = min(one for one, _ in said), max(one for _, one in said)
     sizes = {cell.bytes for cell in cells(wanted, comm.size)[0]}  # of some operations, more than was asked for
     largest = max(sizes)
@@ -292,7 +295,7 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
             f"a buffer of {format_bytes(largest)} does not fit: {format_bytes(limit)} are left for each kind of buffer "
             "of a rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
         )
-    counts = {nbytes: buffers.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
+    counts = {nbytes: collectives_contenders.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
@@ -304,10 +307,11 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
     return PoolMemory(pieces, result, cache_bytes, wanted.hot)
 
 
-def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, buffers.BufferPool]:
+def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, collectives_contenders.BufferPool]:
     dtype, count = dtype_of(cell.dtype), memory.slots(cell.bytes)
     return {
-        kind: buffers.BufferPool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()
+        kind: collectives_contenders.BufferPool(piece, memory.result, cell.size, dtype, count)
+        for kind, piece in memory.pieces.items()
     }
 
 
@@ -325,7 +329,10 @@ class _Field:
         self._comm, self._wanted, self._chosen, self._library, self._say = comm, wanted, chosen, mpi_library, say
 
     def of(
-        self, cell: CollectivesCell, pools: dict[str, buffers.BufferPool], contents: buffers.BufferContents
+        self,
+        cell: CollectivesCell,
+        pools: dict[str, collectives_contenders.BufferPool],
+        contents: collectives_contenders.BufferContents,
     ) -> list[CollectivesContender]:
         """Return the contenders, native first and references last; none where no algorithm runs. Collective."""
         known = sides.algorithms(cell.op)

@@ -5,6 +5,7 @@ workers, of each over its own steps without the first, which compiles: W workers
 of 1/W of a batch each.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +14,101 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.collectives.report import check_plot
-from hpcdist.bench.data.plan import CALM, parts_of
 from hpcdist.bench.sweep import report
+from hpcdist.bench.sweep.definition import RecipeResolver, SweepTrial
 from hpcdist.bench.sweep.report import MISSING
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.bench.sweep.trial import OK
-from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, StorageError, UsageError
+from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, HpcdistError, StorageError, UsageError
 from hpcdist.reporting.units import counted
+
+_SERVED: Final = {"parallel.strategy": "parameter_server"}
+_COLOCATED: Final = {**_SERVED, "parameter_server.placement": "colocated"}
+_BEHIND: Final = {"communication.overlap": "thread"}
+
+
+def _of(strategy: str, **zero: Any) -> dict[str, Any]:
+    return {"parallel.strategy": strategy, **{f"zero.{key}": value for key, value in zero.items()}}
+
+
+CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "allreduce": _of("allreduce"),
+    "allreduce, overlapped": {**_of("allreduce"), **_BEHIND},
+    "allreduce, delayed": {**_of("allreduce"), **_BEHIND, "communication.delayed": True},
+    "allreduce, shared memory": {**_of("allreduce"), "communication.algorithm": "node_shared"},
+    "zero1": _of("zero1"),
+    "zero1, overlapped": {**_of("zero1"), **_BEHIND},
+    "zero2": _of("zero2"),
+    "zero3": _of("zero3"),
+    "zero3, prefetching": {**_of("zero3", prefetch=1), **_BEHIND},
+    "shared parameters": {**_of("zero1", shared_parameters=True), "communication.algorithm": "node_shared"},
+    "servers, bsp": _SERVED,
+    "servers, bsp, 1 backup worker": {**_SERVED, "parameter_server.backup_workers": 1},
+    "servers, ssp of 3": {**_SERVED, "parameter_server.consistency": "ssp", "parameter_server.staleness": 3},
+    "servers, asp": {**_SERVED, "parameter_server.consistency": "asp"},
+    "colocated servers, bsp": _COLOCATED,
+    "colocated servers, bsp, shared memory": {**_COLOCATED, "parameter_server.transport": "shared"},
+    "colocated servers, bsp, one-sided": {**_COLOCATED, "parameter_server.transport": "rma"},
+    "colocated servers, ssp of 3": {
+        **_COLOCATED,
+        "parameter_server.consistency": "ssp",
+        "parameter_server.staleness": 3,
+    },
+    "colocated servers, asp": {**_COLOCATED, "parameter_server.consistency": "asp"},
+    "gossip on a ring": {**_of("gossip"), "decentralised.graph": "ring"},
+    "gossip, exponential": {**_of("gossip"), "decentralised.graph": "exponential"},
+    "local SGD of 8": {**_of("local_sgd"), "decentralised.period": 8},
+}
+
+
+CALM: Final = "calm"
+STRAGGLERS: Final = "stragglers"
+_BETWEEN: Final = " | "
+
+
+@dataclass(frozen=True)
+class ExchangeRequest:
+    """``contenders`` by name, on so many ``ranks``, with what is ``common`` to all; ``scenarios`` set the rest."""
+
+    ranks: int
+    common: Mapping[str, Any]
+    contenders: Mapping[str, Mapping[str, Any]]
+    scenarios: Mapping[str, Mapping[str, Any]]
+
+
+def expand(wanted: ExchangeRequest, recipes: RecipeResolver) -> tuple[list[SweepTrial], dict[str, str]]:
+    """Return the trials, contender by contender, and why others are left out, by name (local)."""
+    trials: list[SweepTrial] = []
+    left_out: dict[str, str] = {}
+    for contender, own in wanted.contenders.items():
+        found = []
+        try:
+            for scenario, chaos in wanted.scenarios.items():
+                settings = {**wanted.common, **own, **chaos}
+                found.append(_trial(contender + _BETWEEN + scenario, wanted.ranks, settings, recipes))
+        except HpcdistError as error:
+            left_out[contender] = str(error)
+        else:
+            trials += found
+    return trials, left_out
+
+
+def _trial(name: str, ranks: int, settings: Mapping[str, Any], recipes: RecipeResolver) -> SweepTrial:
+    text = recipes.resolve(settings, ranks).text
+    digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
+    return SweepTrial(digest, name, ranks, settings, text)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Return contender and scenario of a trial of this name (local)."""
+    contender, _, scenario = name.partition(_BETWEEN)
+    return contender, scenario
+
+
+def stragglers(ranks: Sequence[int], factor: float, probability: float) -> dict[str, Any]:
+    """Return the settings of the scenario with ``ranks`` that are slow (local)."""
+    chaos = {"slow_ranks": list(ranks), "slow_factor": factor, "slow_probability": probability}
+    return {f"chaos.{key}": value for key, value in chaos.items()}
 
 
 def workers(compute_s: np.ndarray) -> np.ndarray:

@@ -8,10 +8,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.collectives.report import check_plot
-from hpcdist.bench.pipeline.plan import CONTENDERS
-from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline.results import CONTENDERS, MeasuredCase, PipelineResults
 from hpcdist.bench.pipeline.run import RECEIVES
-from hpcdist.bench.pipeline.timeline import PassBar, TimelinePanel
+from hpcdist.bench.pipeline.schedules import PassBar, TimelinePanel
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.strategies.schedule.operations import COMPUTE
 from hpcdist.strategies.schedule.simulate.lists import PASSES

@@ -15,6 +15,7 @@ Cases are appended when they have been measured, all or nothing (`hpcdist.hdf5.f
 loses those under way.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +24,90 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.pipeline.plan import PipelineCase, PipelineShape
-from hpcdist.errors import StorageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
+
+CONTENDERS: Final = tuple(name for name, schedule in SCHEDULES.items() if schedule.pipelines)
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """A gpt, and the samples of a micro-batch; a step has as many of them as it has micro-batches."""
+
+    layers: int
+    hidden: int
+    context: int
+    samples: int
+    vocabulary: int = 256
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads: of 64 elements each, where the width allows it."""
+        return max(1, self.hidden // 64) if self.hidden % 64 == 0 else 1
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    """One schedule with so many micro-batches, ``chunks`` on each of ``ranks``."""
+
+    schedule: str
+    microbatches: int
+    ranks: int
+    chunks: int
+    shape: PipelineShape
+
+    @property
+    def id(self) -> str:
+        """Name of its group in a file: the same for the same case."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=4).hexdigest()
+        return f"{self.schedule}-{self.microbatches}-{self.ranks}-{digest}"
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What the caller asks for; ``steps`` are those of each case that are kept, ``warmup`` those before."""
+
+    schedules: tuple[str, ...]
+    microbatches: tuple[int, ...]
+    ranks: int
+    chunks: int
+    shape: PipelineShape
+    steps: int
+    warmup: int
+    seed: int = 0
+
+
+def cases(wanted: PipelineRequest) -> tuple[list[PipelineCase], dict[str, str]]:
+    """Return the cases by number of micro-batches, and why others are left out (local)."""
+    found, left_out = [], {}
+    units = wanted.shape.layers + 2
+    for microbatches in wanted.microbatches:
+        for name in wanted.schedules:
+            try:
+                chunks = check_schedule(
+                    name, wanted.ranks, microbatches, wanted.chunks if SCHEDULES[name].most is None else 1
+                )
+                if units < wanted.ranks * chunks:
+                    raise ConfigurationError(
+                        f"the model has {units} units (its layers, what is before and what is behind them) for "
+                        f"{wanted.ranks} x {chunks} chunks; give it more --layers"
+                    )
+            except ConfigurationError as error:
+                left_out[f"{name}, {microbatches} micro-batches"] = str(error)
+            else:
+                found.append(PipelineCase(name, microbatches, wanted.ranks, chunks, wanted.shape))
+    return found, left_out
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the schedules of these names, all for none. Raises UsageError."""
+    for name in names:
+        if name not in CONTENDERS:
+            raise UsageError(f"--schedule {name!r} is unknown; choose from {', '.join(CONTENDERS)}")
+    return tuple(name for name in CONTENDERS if not names or name in names)
+
 
 SCHEMA: Final = "hpcdist.pipeline"
 VERSION: Final = 1

@@ -25,8 +25,7 @@ import numpy as np
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.pipeline.plan import PipelineCase, PipelineRequest, PipelineShape, cases
-from hpcdist.bench.pipeline.results import MeasuredCase
+from hpcdist.bench.pipeline.results import MeasuredCase, PipelineCase, PipelineRequest, PipelineShape, cases
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import NonFiniteError
@@ -37,18 +36,16 @@ from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline.measured import PassSeconds, agree, measure
+from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import lists
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.costs import LinkCost, StepCosts
-from hpcdist.strategies.schedule.simulate.program import Program
+from hpcdist.strategies.schedule.simulate.program import LinkCost, Program, StepCosts
 
 RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 _TAG = 7002

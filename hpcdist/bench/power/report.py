@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.power import pareto
-from hpcdist.bench.power.pareto import EstimateInterval, ParetoCandidate, PowerRecommendation
-from hpcdist.bench.power.plan import GROUP
+from hpcdist.bench.power.pareto import GROUP, EstimateInterval, ParetoCandidate, PowerRecommendation
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.bench.sweep.trial import OK
 from hpcdist.errors import UsageError

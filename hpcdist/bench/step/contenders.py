@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.step.plan import COMPILED, StepSample, StepShape, token_type
+from hpcdist.bench.step.results import COMPILED, StepSample, StepShape, token_type
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.model import Model

@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.collectives.report import check_plot
-from hpcdist.bench.step.plan import COMPARED, EAGER, PHASES, SAME
-from hpcdist.bench.step.results import StepCase, StepResults
+from hpcdist.bench.step.results import COMPARED, EAGER, PHASES, SAME, StepCase, StepResults
 from hpcdist.errors import StorageError
 from hpcdist.reporting.units import counted
 

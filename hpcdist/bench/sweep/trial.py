@@ -18,7 +18,7 @@ import numpy as np
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.errors import OK as DONE
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 
 OK: Final = "ok"
 FAILED: Final = "failed"
@@ -168,7 +168,7 @@ def _successful(folder: Path, outcome: TrialOutcome) -> TrialOutcome:
 def _measured(path: Path) -> tuple[dict[str, TrialSample], str]:
     """Return the raw samples of a metrics file, and the MPI library that made them."""
     with files.open_read(path, METRICS) as file:
-        rows = tables.read(file, "steps")
+        rows = datasets.read(file, "steps")
         told = {name: file["steps"][name].attrs for name in rows}
         samples = {
             copied: TrialSample(rows[name], str(told[name]["units"]), str(told[name]["long_name"]))

@@ -22,9 +22,9 @@ from hpcdist.arrays.piece import Piece, first_gap, grouped_alike, intersect_runs
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.format import block_reader, manifest
-from hpcdist.checkpoint.format.block_reader import BlockConsumer, BlockReader, DamagedError
+from hpcdist.checkpoint.format import manifest, shard
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
+from hpcdist.checkpoint.format.shard import BlockConsumer, BlockReader, DamagedError
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, StorageError
@@ -213,7 +213,7 @@ def _unusable_reason(path: Path, comm: Communicator, verified: bool) -> str:
     if reason or not verified:
         return reason
     reasons: list[str] = comm.allgather_object(
-        block_reader.first_damage(path, comm.broadcast_object(found and found.manifest), comm.rank, comm.size)
+        shard.first_damage(path, comm.broadcast_object(found and found.manifest), comm.rank, comm.size)
     )
     return next((reason for reason in reasons if reason), "")
 

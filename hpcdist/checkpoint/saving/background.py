@@ -36,8 +36,7 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
 from hpcdist.checkpoint.format.shard_layout import BlockSource, blocks_of
 from hpcdist.checkpoint.saving import two_phase
-from hpcdist.checkpoint.saving.incremental import IncrementalWriter
-from hpcdist.checkpoint.saving.two_phase import GroupGather, SavePlan, ShardOutcome, agree, group_of
+from hpcdist.checkpoint.saving.two_phase import GroupGather, IncrementalWriter, SavePlan, ShardOutcome, agree, group_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.hdf5.overlay import pwrite_all

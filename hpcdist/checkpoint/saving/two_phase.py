@@ -8,11 +8,13 @@ blocks of 16 MiB; its writer holds two of them. What several ranks of a group ha
 An error on any rank is raised on all, and the previous checkpoint stays as it was.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -21,6 +23,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.format import manifest, shard
+from hpcdist.checkpoint.format.manifest import StoredPiece
 from hpcdist.checkpoint.format.shard import WrittenShards
 from hpcdist.checkpoint.format.shard_layout import (
     BlockSource,
@@ -31,10 +34,93 @@ from hpcdist.checkpoint.format.shard_layout import (
     send_blocks,
 )
 from hpcdist.checkpoint.lock import lost
-from hpcdist.checkpoint.saving.incremental import IncrementalWriter
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
+
+MAX_UNUSED_RATIO: Final = (
+    8  # a shard of which less than one in so many bytes is in use is not kept for those (empirical)
+)
+
+
+@dataclass
+class IncrementalWriter:
+    """What one writer has in the checkpoint before: ``entries`` in ``directory``, None where there is none."""
+
+    directory: Path | None = None
+    entries: dict[Slot, StoredPiece] = field(default_factory=dict)
+    shards: WrittenShards = field(default_factory=WrittenShards)
+    _written: tuple[Path, dict[Slot, StoredPiece], WrittenShards] | None = None  # by the save that is under way
+
+    def write(
+        self,
+        directories: tuple[Path, Path],
+        name: str,
+        slots: Sequence[Slot],
+        sources: Sequence[BlockSource],
+        about: Mapping[str, Any],
+        opens: Callable[[Path], Overlay] = Overlay.created,
+    ) -> WrittenShards:
+        """Write the shard ``name`` of what has changed, and link the rest.
+
+        ``directories`` are where the checkpoint is made, and where it will lie. The sources are asked for their blocks
+        twice. Raises StorageError.
+        """
+        temporary, final = directories
+        shards, linked = self._link(temporary, self._unchanged(slots, sources))
+        new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
+        new_shard = WrittenShards()
+        if new or not linked:
+            changed = [slot for slot, _ in new], [source for _, source in new]
+            new_shard = shard.write(temporary, name, *changed, about, opens)
+        found = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
+        shards = WrittenShards(
+            shards.files | new_shard.files,
+            [found[slot] for slot in slots],
+            shards.outside | new_shard.outside,
+            shards.unused,
+        )
+        self._written = final, found, shards
+        return shards
+
+    def _unchanged(self, slots: Sequence[Slot], sources: Sequence[BlockSource]) -> dict[Slot, StoredPiece]:
+        same = {}
+        for slot, source in zip(slots, sources, strict=True):
+            entry = self.entries.get(slot)
+            if entry is not None and slot.nbytes and shard.block_digests(source()) == entry.digests:
+                same[slot] = entry
+        return same
+
+    def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
+        """Give the shards of ``same`` names in ``temporary``; those that cannot be linked are written again."""
+        files: dict[str, int] = {}
+        outside: dict[str, str] = {}
+        unused: list[StoredPiece] = []
+        linked: dict[Slot, StoredPiece] = {}
+        for name in sorted({entry.file for entry in same.values()}):
+            assert self.directory is not None
+            step = self.directory.name.removeprefix("step-")
+            again = name if shard.is_linked(name) else shard.linked_name(name, step)
+            used = sum(entry.nbytes for entry in same.values() if entry.file == name)
+            try:
+                size = (self.directory / name).stat().st_size
+                if used * MAX_UNUSED_RATIO < size:
+                    continue
+                os.link(self.directory / name, temporary / again)
+            except OSError as error:
+                print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
+                continue
+            files[again], outside[again] = size, self.shards.outside[name]
+            linked |= {slot: replace(entry, file=again) for slot, entry in same.items() if entry.file == name}
+            before = [entry for slot, entry in self.entries.items() if slot not in same] + list(self.shards.unused)
+            unused += [replace(entry, file=again) for entry in before if entry.file == name and entry.nbytes]
+        return WrittenShards(files, (), outside, unused), linked
+
+    def settle(self) -> None:
+        """Take note that what was written last is part of a complete checkpoint."""
+        if self._written is not None:
+            self.directory, self.entries, self.shards = self._written
+        self._written = None
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _headline(session: "Session", wanted: "CollectivesRequest") -> str:
 
 def _provenance(session: "Session", wanted: "CollectivesRequest", anonymous: bool) -> Mapping[str, Any]:
     """Return what the file says of the run. Collective over the world."""
-    from hpcdist.bench.collectives.buffers import last_level_cache_bytes
+    from hpcdist.bench.collectives.contenders import last_level_cache_bytes
     from hpcdist.telemetry.provenance import provenance
 
     comm, place = session.comm, session.place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.bench.data.plan import CONTENDERS
+from hpcdist.bench.data.report import CONTENDERS
 from hpcdist.errors import FAILURE, OK, REQUEUE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -84,7 +84,7 @@ def command(
     Exit code 0 when every training was well, 1 when any failed, 75 when SIGTERM, SIGHUP or SIGUSR1 stopped it: with
     --output the same command goes on.
     """
-    from hpcdist.bench.data import plan
+    from hpcdist.bench.data import report
     from hpcdist.cli.bench.trials import check_alone, trial_command
 
     contenders = _chosen(chosen)
@@ -94,14 +94,14 @@ def command(
         return OK
     check_alone()
     line = trial_command(None, run_args)
-    scenarios: dict[str, dict[str, Any]] = {} if scenario == plan.STRAGGLERS else {plan.CALM: {}}
-    if scenario != plan.CALM:
+    scenarios: dict[str, dict[str, Any]] = {} if scenario == report.STRAGGLERS else {report.CALM: {}}
+    if scenario != report.CALM:
         _check_stragglers(ranks, slow, slow_factor, slow_probability)
-        scenarios[plan.STRAGGLERS] = plan.stragglers(slow, slow_factor, slow_probability)
+        scenarios[report.STRAGGLERS] = report.stragglers(slow, slow_factor, slow_probability)
     recipes = _recipes(recipe, ranks, repeats)
     base = dict(_SHARED_SETTINGS) if recipe is not None else {**_SHARED_SETTINGS, **_WITHOUT_RECIPE}
-    wanted = plan.ExchangeRequest(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
-    trials, left_out = plan.expand(wanted, recipes)
+    wanted = report.ExchangeRequest(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
+    trials, left_out = report.expand(wanted, recipes)
     if not trials:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     if plot is not None:

@@ -14,8 +14,7 @@ import click
 from hpcdist.errors import OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.pipeline.plan import PipelineCase, PipelineRequest
-    from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
+    from hpcdist.bench.pipeline.results import MeasuredCase, PipelineCase, PipelineRequest, PipelineResults
     from hpcdist.comm.start import Session
 
 _RANKS: Final = 2
@@ -86,7 +85,7 @@ def command(
     Exit code 0 when all was measured, 2 for usage, 74 when a file cannot be written, which is tried first; another one
     when a rank failed: with --output, the same command goes on behind what was measured.
     """
-    from hpcdist.bench.pipeline.plan import PipelineRequest, PipelineShape, chosen
+    from hpcdist.bench.pipeline.results import PipelineRequest, PipelineShape, chosen
     from hpcdist.comm.launch import environment
 
     said = environment.launch_environment()
@@ -119,7 +118,7 @@ class PipelineOutputs:
 
 
 def _list(wanted: "PipelineRequest") -> None:
-    from hpcdist.bench.pipeline.plan import cases
+    from hpcdist.bench.pipeline.results import cases
 
     found, left_out = cases(wanted)
     for case in found:
@@ -132,7 +131,7 @@ def _list(wanted: "PipelineRequest") -> None:
 
 def _cases(wanted: "PipelineRequest") -> "tuple[list[PipelineCase], dict[str, str]]":
     """Return the cases, and why others are left out. Raises UsageError for none."""
-    from hpcdist.bench.pipeline.plan import cases
+    from hpcdist.bench.pipeline.results import cases
 
     found, left_out = cases(wanted)
     if not found:
@@ -212,7 +211,7 @@ def _check_places(outputs: PipelineOutputs) -> None:
 def _show(found: "PipelineResults", left_out: dict[str, str], outputs: PipelineOutputs) -> None:
     """Print the table, and draw it (on rank 0)."""
     from hpcdist.bench.pipeline import report as reports
-    from hpcdist.bench.pipeline import timeline as pictures
+    from hpcdist.bench.pipeline import schedules as pictures
 
     if outputs.as_json:
         click.echo(json.dumps(reports.jsonable(found, left_out)))

@@ -17,8 +17,7 @@ from hpcdist.cli.bench.pipeline import rank_arguments
 from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.step.plan import StepRequest
-    from hpcdist.bench.step.results import StepResults
+    from hpcdist.bench.step.results import StepRequest, StepResults
 
 
 @click.command("step")
@@ -73,23 +72,23 @@ def command(
     Exit code 0 when all was measured, 1 when losses differ by more than 1e-4 of themselves within the first 100 steps,
     2 for usage, 74 when a file cannot be written, which is tried first; another one when a rank failed.
     """
-    from hpcdist.bench.step import plan
+    from hpcdist.bench.step import results
     from hpcdist.comm.doctor.facts import THREADS
     from hpcdist.comm.launch import environment
 
     if list_only:
-        for name, meaning in plan.CONTENDERS.items():
+        for name, meaning in results.CONTENDERS.items():
             click.echo(f"{name}: {meaning}")
         return OK
     said = environment.launch_environment()
     there = said.size if said is not None and said.size > 1 else None
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
-    size = plan.StepShape(**shape)
+    size = results.StepShape(**shape)
     if size.hidden % size.heads:
         raise UsageError(f"--hidden {size.hidden} is not a multiple of --heads {size.heads}")
     count = there or ranks or 1
-    wanted = plan.StepRequest(size, plan.chosen(names), count, steps, warmup, profiled, seed, threads)
+    wanted = results.StepRequest(size, results.chosen(names), count, steps, warmup, profiled, seed, threads)
     outputs = StepOutputs(output, as_json, plot, anonymous)
     told = os.environ.get(THREADS)
     if told not in (None, str(threads)) and count > 1:
@@ -130,7 +129,7 @@ def _measure(wanted: "StepRequest", outputs: StepOutputs) -> int:
     """Measure, show and write. Collective over the world; leaves with the exit code."""
     from hpcdist.bench import output_file
     from hpcdist.bench.step import results, run
-    from hpcdist.bench.step.plan import COMPARED, SAME
+    from hpcdist.bench.step.results import COMPARED, SAME
     from hpcdist.comm import start
     from hpcdist.telemetry.provenance import provenance
 

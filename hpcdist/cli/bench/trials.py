@@ -180,9 +180,9 @@ def _stop(number: int, frame: object) -> None:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a trial: its recipe is complete, and no variable may change it, nor end it early."""
-    from hpcdist.comm.launch.interpreter import python_path_variables
+    from hpcdist.comm.launch.environment import python_path_variables
     from hpcdist.training.recipe.settings import PREFIX
-    from hpcdist.training.run.checkpoint_timer import JOB_END
+    from hpcdist.training.run.stop_requests import JOB_END
 
     found = {
         name: value for name, value in {**os.environ, **python_path_variables()}.items() if not name.startswith(PREFIX)

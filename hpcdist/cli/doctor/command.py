@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from hpcdist import __version__
-from hpcdist.cli.doctor import report
+from hpcdist.cli.doctor import job as doctor_job
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
@@ -61,8 +61,8 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     checks = _examine_machine()
     if launch:
         checks += _launched()
-    report.show(checks, as_json)
-    return report.exit_code(checks)
+    doctor_job.show(checks, as_json)
+    return doctor_job.exit_code(checks)
 
 
 def _examine_machine() -> list[Check]:
@@ -91,7 +91,7 @@ def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
     try:
         session = start.start()
     except HpcdistError as error:
-        report.show([Check("world", FAIL, str(error))], as_json)
+        doctor_job.show([Check("world", FAIL, str(error))], as_json)
         failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
     checks = mpi_library.check_world(session.comm, said, session.library)
     rows = session.comm.allgather_object(
@@ -99,8 +99,8 @@ def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
     )
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows)]
-        report.show(checks, as_json)
-    code: int = session.comm.broadcast_object(report.exit_code(checks))
+        doctor_job.show(checks, as_json)
+    code: int = session.comm.broadcast_object(doctor_job.exit_code(checks))
     session.leave(code)
     return code
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
-from hpcdist.cli.doctor import report
 from hpcdist.comm import start
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
@@ -24,6 +23,37 @@ from hpcdist.errors import FAILURE, ConfigurationError, HpcdistError
 if TYPE_CHECKING:
     from hpcdist.comm.doctor.facts import SchedulerRequest, Volume
     from hpcdist.comm.start import Session
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """Return the exit code: 1 when anything failed."""
+    return FAILURE if any(check.status == FAIL for check in checks) else 0
+
+
+def show(checks: Sequence[Check], as_json: bool, plain: bool = False, **more: Any) -> None:
+    """Print ``checks``, ``plain`` without colours: mpirun shows its ranks a terminal where there is a log.
+
+    The JSON object also holds ``more``.
+    """
+    if as_json:
+        click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
+        return
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        status = f"{check.status:4}" if plain else click.style(f"{check.status:4}", fg=COLOURS[check.status])
+        click.echo(f"{status}  {check.name:{width}}  {check.found}")
+        if check.cure:
+            click.echo(f"{'':6}{'':{width}}  -> {check.cure}")
+
 
 REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
 UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
@@ -39,7 +69,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         session = start.start(examined=True)
     except HpcdistError as error:
         if said is None or not said.rank:
-            report.show([_clock_offsets(said, error)], as_json, plain=True)
+            show([_clock_offsets(said, error)], as_json, plain=True)
         failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
@@ -59,8 +89,8 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         if recipe is not None:
             checks.append(_packages(recipe))
         nodes = gathered.table.labels
-        report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
-        code = report.exit_code(checks)
+        show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
+        code = exit_code(checks)
     code = comm.broadcast_object(code)
     deadline.stop()
     session.leave(code)
@@ -147,7 +177,7 @@ def _clock_offsets(
 
 def _walltime(scheduler: str, environment: Mapping[str, str] = os.environ, now: float | None = None) -> Check:
     """Say when the scheduler ends the job."""
-    from hpcdist.training.run.checkpoint_timer import JOB_END, end_of_job
+    from hpcdist.training.run.stop_requests import JOB_END, end_of_job
 
     name, now = "walltime", time.time() if now is None else now
     try:

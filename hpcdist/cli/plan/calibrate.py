@@ -15,7 +15,7 @@ from hpcdist.errors import OK, ConfigurationError, StorageError, UsageError
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
     from collections.abc import Mapping
 
-    from hpcdist.bench.calibrate.points import CalibrationPoints, CalibrationRequest, ModelPoint
+    from hpcdist.bench.calibrate.device import CalibrationPoints, CalibrationRequest, ModelPoint
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
 
 _FROM: Final = "workstation"
@@ -161,7 +161,7 @@ def _processor() -> str:
 def _wanted(
     device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int, algorithms: tuple[str, ...]
 ) -> "CalibrationRequest":
-    from hpcdist.bench.calibrate.points import CalibrationRequest, default_models
+    from hpcdist.bench.calibrate.device import CalibrationRequest, default_models
 
     return CalibrationRequest(
         dtypes=tuple(dict.fromkeys(dtypes)),

@@ -88,7 +88,7 @@ def _plan(one: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
 
 
 def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
-    from hpcdist.planner.report.estimate_json import estimate_json
+    from hpcdist.planner.report.quantities import estimate_json
 
     if isinstance(plan.answer, str):
         return {"cluster": plan.cluster.name, "said": plan.said, "impossible": plan.answer}
@@ -97,9 +97,8 @@ def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
 
 def _report_text(plans: list[_ComparedPlan]) -> str:
     """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
-    from hpcdist.planner.report.caveats import by_row
     from hpcdist.planner.report.quantities import wrapped
-    from hpcdist.planner.report.table import capped_rows, comparison_table
+    from hpcdist.planner.report.table import by_row, capped_rows, comparison_table
 
     possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
     first = possible[0][1]

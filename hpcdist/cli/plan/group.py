@@ -34,7 +34,7 @@ def clusters(named: str | None, as_json: bool) -> None:
     A file is checked as it is read, so this tells as well whether one is right.
     """
     from hpcdist.planner.cluster import toml_file
-    from hpcdist.planner.report.estimate_json import finite_json
+    from hpcdist.planner.report.quantities import finite_json
 
     if named is not None:
         found = toml_file.read(named)
@@ -54,7 +54,7 @@ def clusters(named: str | None, as_json: bool) -> None:
 @options.json_option
 def models(named: str | None, as_json: bool) -> None:
     """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
-    from hpcdist.planner.model import published as known
+    from hpcdist.planner.model import transformer as known
     from hpcdist.planner.model.transformer import describe
 
     shapes = {name: known.named(name) for name in ([named] if named is not None else known.names())}
@@ -170,7 +170,7 @@ def command(
     if plot is not None:
         draw_plot(answer, found, on, plot)
     if as_json:
-        from hpcdist.planner.report.estimate_json import estimate_json
+        from hpcdist.planner.report.quantities import estimate_json
 
         click.echo(json.dumps(estimate_json(answer, found.description, on)))
     else:
@@ -187,7 +187,7 @@ def plan_of_subject(found: "PlanSubject", cluster: "Cluster", *, simulate: bool 
     """
     from hpcdist.planner.limits import checks
     from hpcdist.planner.plan import plan
-    from hpcdist.planner.report import caveats
+    from hpcdist.planner.report import table
 
     description, layout, batch = found.description, found.layout, found.global_batch
     wrong = [one.text for one in checks.shape_problems(description, layout, cluster, batch)]
@@ -197,8 +197,8 @@ def plan_of_subject(found: "PlanSubject", cluster: "Cluster", *, simulate: bool 
         lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
         wanted=simulate and layout.pipeline > 1,
     )
-    flags = (*answer.flags, *caveats.layout_caveats(answer), *notes, *found.notes, *caveats.assumption_line(cluster))
-    return dataclasses.replace(answer, flags=caveats.ordered(flags, [layout]))
+    flags = (*answer.flags, *table.layout_caveats(answer), *notes, *found.notes, *table.assumption_line(cluster))
+    return dataclasses.replace(answer, flags=table.ordered(flags, [layout]))
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple[PlanResult, tuple[str, ...]]:
@@ -222,7 +222,7 @@ def check_plot(file: Path | None) -> None:
 def draw_plot(answer: "PlanEstimate", found: "PlanSubject", cluster: "Cluster", file: Path) -> None:
     """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
     from hpcdist.planner.report import plot
-    from hpcdist.planner.report.timeline import timeline
+    from hpcdist.planner.report.plot import timeline
 
     try:
         steps = timeline(found.description, found.layout, cluster, found.global_batch)

@@ -14,7 +14,7 @@ from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.bench.pipeline.schedules import ScheduleRequest, SimulatedSchedule
-    from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
+    from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 
 
 class _Costs(click.ParamType):
@@ -140,7 +140,7 @@ def _from_file(
     names: tuple[str, ...], wanted: "ScheduleRequest", chunks: int, source: Path | None
 ) -> "list[tuple[str, ScheduleText]]":
     """Return the schedules by name."""
-    from hpcdist.strategies.schedule.generate import schedule_file
+    from hpcdist.strategies.schedule.generate import operation_list
     from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
     known = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
@@ -151,30 +151,30 @@ def _from_file(
         if name not in known:
             raise UsageError(f"{name!r} is no pipeline schedule; choose from {', '.join(known)}, or give --file FILE")
         many = chunks if SCHEDULES[name].most is None else 1
-        found.append((name, schedule_file.generated(name, wanted.stages, wanted.microbatches, many)))
+        found.append((name, operation_list.generated(name, wanted.stages, wanted.microbatches, many)))
     if source is not None:
         try:
             text = regular.text(source)
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"{source}: cannot be read: {error}") from error
-        found.append((source.name, schedule_file.read(text, wanted.stages, wanted.microbatches, str(source))))
+        found.append((source.name, operation_list.read(text, wanted.stages, wanted.microbatches, str(source))))
     return found
 
 
 def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
-    from hpcdist.strategies.schedule.generate import schedule_file
+    from hpcdist.strategies.schedule.generate import operation_list
 
     if len(known) != 1:
         raise UsageError(f"--dump writes one schedule, and {len(known)} are named")
     name, written = known[0]
     try:
-        file.write_text(schedule_file.dump(written, name), encoding="utf-8")
+        file.write_text(operation_list.dump(written, name), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def _draw(found: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
-    from hpcdist.bench.pipeline import timeline as pictures
+    from hpcdist.bench.pipeline import schedules as pictures
 
     panels = [pictures.panel(f"{one.name}, bubble {one.timeline.bubble:.1%}", one.timeline) for one in found]
     if plot is not None:

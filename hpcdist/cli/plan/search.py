@@ -85,7 +85,7 @@ def command(
     from hpcdist.cli.plan.group import check_plot, draw_plot, with_simulator
     from hpcdist.cli.plan.subject import read_cluster as read
     from hpcdist.cli.plan.subject import with_published_kernels
-    from hpcdist.planner.report import caveats, text
+    from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
 
@@ -103,7 +103,7 @@ def command(
         wanted=sought.simulate,
     )
     paid = {line for one in result.found for line in text.idle_devices_line(one.estimate.layout, on)}
-    notes = (*closed, *sorted(paid), *found.notes, *caveats.assumption_line(on))
+    notes = (*closed, *sorted(paid), *found.notes, *table.assumption_line(on))
     kernels = found.layout.implementation if options["runnable"] and on.device.is_accelerator else found.kernels
     again = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, found)
     if as_json:
@@ -149,7 +149,7 @@ def _search_request(found: "PlanSubject", cluster: "Cluster", options: Mapping[s
 
 def _memory_bytes(said: str, cluster: "Cluster") -> float:
     """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
-    from hpcdist.planner.cluster.units import parse
+    from hpcdist.planner.cluster.hardware import parse
 
     try:
         limit = parse(said, "bytes")
@@ -181,7 +181,7 @@ def _replan(
 def _jsonable(
     result: "SearchResult", found: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
 ) -> dict[str, Any]:
-    from hpcdist.planner.report.estimate_json import estimate_json, finite_json
+    from hpcdist.planner.report.quantities import estimate_json, finite_json
 
     plans = [
         {"value": one.value, "unit": one.unit, "why": one.why, "limits": one.limits}

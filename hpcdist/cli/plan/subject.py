@@ -282,7 +282,7 @@ def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int
 
 
 def _by_name(options: Mapping[str, Any]) -> ModelDescription:
-    from hpcdist.planner.model import published
+    from hpcdist.planner.model import transformer
     from hpcdist.planner.model.transformer import describe
 
     others = options_given(options, (*SHAPE_OPTIONS, *SHAPE_FLAGS))
@@ -291,7 +291,7 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
             f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
             "a name)"
         )
-    found = published.named(options["model"])
+    found = transformer.named(options["model"])
     if options.get("context") is not None:
         found = dataclasses.replace(found, context=options["context"])
     return describe(found, options["model"])

@@ -76,7 +76,7 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
     """Return what makes kWh, emissions and costs of joules, as the recipe says."""
     from hpcdist.energy.accounts import energy_metrics
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.training.observe.energy_summary import carbon_intensity
+    from hpcdist.training.observe.energy import carbon_intensity
     from hpcdist.training.recipe import recipe as recipes
 
     try:

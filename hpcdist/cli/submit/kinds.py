@@ -186,7 +186,7 @@ def _trial_resources(trials: "list[SweepTrial]", options: Mapping[str, Any]) -> 
 
 def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     from hpcdist.batch.array import SweepJob
-    from hpcdist.batch.sites import fit
+    from hpcdist.batch.sites import search
     from hpcdist.training.use_cases import batch_job as plan
 
     found, trials, text = _sweep(options["array"], site, options)
@@ -201,7 +201,7 @@ def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
         at_most=options["at_most"] or 0,
         retry_failed=options["retry_failed"],
     )
-    fit.check(job, site)
+    search.check(job, site)
     shape = f"{counted(len(trials), 'trial')} x {counted(found.repeats, 'repeat')}, each on {_nodes_text(job.nodes)}"
     return plan.PlannedJob(
         job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden_paths(job, site, sorted(data)))
@@ -214,7 +214,7 @@ def _nodes_text(count: int) -> str:
 
 def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     from hpcdist.batch.array import BenchmarkJob
-    from hpcdist.batch.sites import fit
+    from hpcdist.batch.sites import search
     from hpcdist.training.use_cases import batch_job as plan
 
     suite = _suite(options["bench"])
@@ -234,7 +234,7 @@ def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
         sweep=text,
         trial_ranks=tuple(trial.ranks for trial in trials),
     )
-    fit.check(job, site)
+    search.check(job, site)
     shape = f"bench {suite} on {_nodes_text(job.nodes)} x {counted(job.ranks_per_node, 'rank')}"
     return plan.PlannedJob(
         job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden_paths(job, site, sorted(data)))
@@ -318,7 +318,7 @@ def _check_servers(job: "ServersJob") -> None:
 
 def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
     """Raise ConfigurationError where ``site`` does not have the nodes of the servers."""
-    from hpcdist.batch.sites import fit
+    from hpcdist.batch.sites import search
 
     workers = {item.name: getattr(job, item.name) for item in fields(BatchJob)}
     servers = BatchJob(
@@ -330,4 +330,4 @@ def _check_nodes_of_servers(job: "ServersJob", site: "SiteProfile") -> None:
             "partition": job.server_partition or job.partition,
         }
     )
-    fit.check(servers, site)
+    search.check(servers, site)

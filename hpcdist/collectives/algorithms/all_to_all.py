@@ -28,8 +28,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import check_buffer, ufunc
-from hpcdist.collectives.segments import check_ranges
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import check_ranges, scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError

@@ -32,11 +32,11 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import all_gather
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import check_buffer, check_op, ufunc
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
@@ -213,7 +213,7 @@ class FixedTree:
 
     def _take(self, like: Array, dtype: "np.dtype[Any]") -> Array:
         on = "gpu" if backend.is_device(like) else "cpu"
-        return self._free.pop() if self._free else workspace.count_in_ledger(backend.empty(like.size, dtype, on))
+        return self._free.pop() if self._free else segments.count_in_ledger(backend.empty(like.size, dtype, on))
 
     def _give_back(self, partial: _Partial) -> None:
         if partial.kept:

@@ -31,7 +31,7 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.node.flow import NodeFlow, flow_of, keep_for
 from hpcdist.collectives.reduction import combiner
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator, Nodes, Request
 
 SEGMENT_BYTES: Final = 256 << 10  # of a message: large beside its latency, small beside a buffer (empirical)

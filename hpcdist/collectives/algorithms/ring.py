@@ -34,8 +34,15 @@ from typing import Final
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.reduction import Combine, check_buffer, combiner
-from hpcdist.collectives.segments import PostedReceives, check_ranges, check_segment, cut_evenly, slots, wait_all
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import (
+    PostedReceives,
+    check_ranges,
+    check_segment,
+    cut_evenly,
+    scratch,
+    slots,
+    wait_all,
+)
 from hpcdist.comm.communicator import Communicator, Request
 
 CLOCKWISE, COUNTER_CLOCKWISE = 1, -1

@@ -17,18 +17,103 @@ Each element is summed in rank order by one rank, and its bits are copied: all r
 round once.
 """
 
+import os
 import weakref
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
-from hpcdist.arrays.gpu import device, ipc
+from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import Range, cut, split
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.reduction import Combine, check_buffer, ufunc
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError
+
+UNIT_BYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True)
+class IpcHandle:
+    """What another process needs to read the memory: small, and picklable."""
+
+    process: str
+    bus_id: str
+    pointer: int
+    handle: bytes
+    nbytes: int
+
+
+class IpcMapping:
+    """Memory of another rank: ``array`` has its bytes until `close`."""
+
+    def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
+        cuda = device.cupy().cuda
+        self._pointer, self._opened = pointer, opened
+        memory = cuda.UnownedMemory(pointer, nbytes, self, device.index())
+        self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
+
+    def close(self) -> None:
+        """Unmap; must precede the owner's freeing, and follow the last kernel that reads (local)."""
+        self.array = None
+        if self._opened:
+            self._opened = False
+            device.cupy().cuda.runtime.ipcCloseMemHandle(self._pointer)
+
+
+def process_identity() -> str:
+    """Return what tells this process from the others of its node: memory of one process needs no handle in it."""
+    return str(os.getpid())
+
+
+def allocate(nbytes: int) -> Array:
+    """Return at least ``nbytes`` bytes of the current GPU that `export` takes (local)."""
+    cuda = device.cupy().cuda
+    size = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
+    try:
+        memory = cuda.Memory(size)
+    except cuda.runtime.CUDARuntimeError as error:
+        raise MissingCapabilityError(f"the GPU has no {size} bytes left to share ({error})") from error
+    array: Array = device.cupy().ndarray(size, np.uint8, cuda.MemoryPointer(memory, 0))
+    return array
+
+
+def export(array: Array) -> IpcHandle:
+    """Return the ticket of what `allocate` returned. Raises MissingCapabilityError, with the reason (local)."""
+    cuda = device.cupy().cuda
+    memory: Any = getattr(array.data, "mem", None)
+    if isinstance(memory, cuda.MemoryAsync):
+        raise MissingCapabilityError("memory of cudaMallocAsync cannot be shared between processes; take cupy's pool")
+    if not isinstance(memory, cuda.Memory) or array.data.ptr != memory.ptr:  # type: ignore[attr-defined]
+        raise MissingCapabilityError("only a whole allocation of cudaMalloc can be shared, not a part of a pool")
+    try:
+        handle = cuda.runtime.ipcGetMemHandle(memory.ptr)
+    except cuda.runtime.CUDARuntimeError as error:
+        raise MissingCapabilityError(f"the driver makes no handle of device memory ({error})") from error
+    return IpcHandle(process_identity(), device.bus_id(), memory.ptr, handle, array.nbytes)
+
+
+def open_handle(ticket: IpcHandle) -> IpcMapping:
+    """Map the memory of ``ticket``, which another process of the node exported (local).
+
+    Raises MissingCapabilityError where the driver refuses: the other GPU is hidden (bound to another task, or left out
+    of CUDA_VISIBLE_DEVICES) or has no peer access.
+    """
+    if ticket.process == process_identity():
+        return IpcMapping(ticket.pointer, ticket.nbytes, opened=False)
+    runtime = device.cupy().cuda.runtime
+    try:
+        pointer = int(runtime.ipcOpenMemHandle(ticket.handle))
+    except runtime.CUDARuntimeError as error:
+        raise MissingCapabilityError(
+            f"GPU {device.bus_id()} cannot open memory of GPU {ticket.bus_id} ({error}); let all ranks of a node see "
+            "all of its GPUs (--gpus-per-node instead of --gpus-per-task, --gpu-bind=none)"
+        ) from error
+    return IpcMapping(pointer, ticket.nbytes, opened=True)
+
 
 PIECE_BYTES: Final = 32 << 20  # per rank and half: large beside two barriers (to be measured on a GPU)
 
@@ -38,7 +123,7 @@ class _Exchange:
     """The exchange memory of all ranks, as bytes, in two halves; a refusal where there is none."""
 
     own: Array | None
-    mappings: list[ipc.IpcMapping | None]
+    mappings: list[IpcMapping | None]
     half_bytes: int
     refusal: str = ""
     turn: int = 0
@@ -85,7 +170,7 @@ def refusal(comm: Communicator) -> str:
     """Return why the ranks of ``comm`` cannot share device memory, "" where they can. Collective at the first call."""
     if comm.nodes().count > 1:
         return f"the {comm.size} ranks of {comm.name} are on {comm.nodes().count} nodes"
-    return _exchange_of(comm, ipc.UNIT_BYTES).refusal
+    return _exchange_of(comm, UNIT_BYTES).refusal
 
 
 def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: Combine) -> None:
@@ -101,7 +186,7 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
     target = views[comm.rank][own]
     total = target
     if is_16bit_float(data.dtype):
-        total = workspace.scratch("device_shared", target.size, accumulation_dtype(data.dtype), data)
+        total = segments.scratch("device_shared", target.size, accumulation_dtype(data.dtype), data)
         total[...] = operands[0]
         operands[0] = total
     combine(operands[0], operands[1], total)
@@ -126,21 +211,21 @@ def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
 
 def _open(comm: Communicator, nbytes: int) -> _Exchange:
     """Take memory on every rank and map that of the others; all ranks succeed, or none. Collective."""
-    half_bytes = -(-nbytes // ipc.UNIT_BYTES) * ipc.UNIT_BYTES
+    half_bytes = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     own: Array | None = None
-    said: ipc.IpcHandle | str
+    said: IpcHandle | str
     try:
-        own = workspace.count_in_ledger(ipc.allocate(2 * half_bytes))
-        said = ipc.export(own)
+        own = segments.count_in_ledger(allocate(2 * half_bytes))
+        said = export(own)
     except MissingCapabilityError as error:
         said = str(error)
     tickets = comm.allgather_object(said)
-    mappings: list[ipc.IpcMapping | None] = []
+    mappings: list[IpcMapping | None] = []
     problem = next((f"rank {rank}: {text}" for rank, text in enumerate(tickets) if isinstance(text, str)), "")
     if not problem:
         try:
             for rank, ticket in enumerate(tickets):
-                mappings.append(None if rank == comm.rank else ipc.open_handle(ticket))
+                mappings.append(None if rank == comm.rank else open_handle(ticket))
         except MissingCapabilityError as error:
             problem = f"rank {comm.rank}: {error}"
     exchange = _Exchange(own, mappings, half_bytes)

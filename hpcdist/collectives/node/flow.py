@@ -31,7 +31,7 @@ from hpcdist.arrays.intrinsics import load_acquire, pause, store_release
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.reduction import combiner
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator, Request, SharedBlock
 from hpcdist.errors import CommunicationError
 

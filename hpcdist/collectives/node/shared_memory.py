@@ -28,7 +28,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.half_precision import multiply
 from hpcdist.collectives.node import kernels, protocol
 from hpcdist.collectives.reduction import check_buffer, check_op
@@ -73,7 +73,7 @@ class NodeMemory:
         self._blocks: list[SharedBlock] = [self._block]
         if not self.is_shared:
             return
-        workspace.count_in_ledger(self._block.views[comm.rank])
+        segments.count_in_ledger(self._block.views[comm.rank])
         base = np.array([view.ctypes.data for view in self._block.views], np.int64)
         steps = [0, protocol.LINE_BYTES, self._slot, self._slot, self._half]
         self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)

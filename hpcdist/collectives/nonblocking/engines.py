@@ -30,12 +30,21 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
 from hpcdist.arrays.memory import Ledger
-from hpcdist.collectives import workspace
-from hpcdist.collectives.nonblocking.progress import Handle, ProgressEngine, call_of
-from hpcdist.collectives.nonblocking.steps import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, RESUMABLE, Lane, Task
+from hpcdist.collectives import segments
+from hpcdist.collectives.nonblocking.progress import (
+    ALL_GATHER,
+    ALLREDUCE,
+    REDUCE_SCATTER,
+    RESUMABLE,
+    Handle,
+    Lane,
+    ProgressEngine,
+    Task,
+    call_of,
+)
 from hpcdist.collectives.reduction import REFUSALS
+from hpcdist.collectives.segments import Buffers, scratch_in
 from hpcdist.collectives.sharded import SHARDED
-from hpcdist.collectives.workspace import Buffers, scratch_in
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError, UsageError
@@ -245,7 +254,7 @@ class _Clock:
 
 def _serve(jobs: "queue.SimpleQueue[_Job | None]", clock: _Clock, ledger: Ledger | None) -> None:
     """Run jobs in their order until None comes; after a failure none is run, for the ranks may be out of step."""
-    workspace.account(ledger)
+    segments.account(ledger)
     failed: BaseException | None = None
     while (job := jobs.get()) is not None:
         begun = time.perf_counter()
@@ -284,7 +293,7 @@ class ThreadEngine(ProgressEngine):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve,
-            args=(self._jobs, self._clock, workspace.ledger()),
+            args=(self._jobs, self._clock, segments.ledger()),
             name=f"collectives of {self.own.name}",
             daemon=True,
         )

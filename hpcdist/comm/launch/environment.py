@@ -5,10 +5,118 @@ apart into singletons.
 """
 
 import os
+import shlex
+import signal
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
+
+import hpcdist
+from hpcdist.errors import UsageError
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return what all processes under this kernel, in containers too, and no others have in common (local).
+
+    It is another one after a reboot; where the kernel does not say, it is the name of the machine.
+    """
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living processes below ``pid``: its children, and what those started."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                # "pid (name) state ppid ...": the name may hold blanks and parentheses
+                state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it has just ended
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, front = [], [pid]
+    while front:
+        front = [child for parent in front for child in children.get(parent, ())]
+        found += front
+    return found
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Signal ``pid``, unless it ended by itself."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped ``pid`` (SIGSTOP, SIGTSTP), other than a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the variables that ``pid`` was started with; none where it has ended or is somebody else's."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in variables)}
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that ``pid`` is a child of, 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def launcher_options(text: str) -> list[str]:
+    """Return the options in ``text``, which is quoted as for a shell. Raises UsageError."""
+    return _split_words("--mpi-args", text, "-x NAME")
+
+
+def _split_words(option: str, text: str, example: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: {error}; quote it as for a shell, e.g. {option} '{example}'") from error
+
+
+def interpreter_words(python: str | None) -> list[str]:
+    """Return what runs Python on the ranks: this one, or the words of ``python``. Raises UsageError."""
+    chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
+    if not chosen:
+        raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
+    return chosen
+
+
+def source_folder() -> str | None:
+    """Return the folder that holds hpcdist, be it a clone; None where this Python finds it by itself."""
+    home = str(Path(hpcdist.__file__).resolve().parents[1])
+    installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
+    return None if home in installed else home
+
+
+def python_path_variables() -> dict[str, str]:
+    """Return what the ranks need to import the same hpcdist as this process."""
+    home, rest = source_folder(), os.environ.get("PYTHONPATH")
+    if home is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([home, rest] if rest else [home])}
+
 
 RUN_DIR: Final = "HPCDIST_RUN_DIR"  # of the script that `hpcdist run --out` started
 RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that goes on from its newest checkpoint

@@ -22,9 +22,16 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.launch import exit_file
-from hpcdist.comm.launch.environment import RUN_DIR, launch_environment
+from hpcdist.comm.launch.environment import (
+    RUN_DIR,
+    descendants,
+    environment_of,
+    is_stopped,
+    launch_environment,
+    parent_of,
+    send_signal,
+)
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR, NOTHING_TO_SAVE, SEGMENTS, STOP_CODES, is_segment
-from hpcdist.comm.launch.host import descendants, environment_of, is_stopped, parent_of, send_signal
 from hpcdist.comm.launch.launchers import MPIRUN, LauncherKind
 from hpcdist.comm.launch.standard_streams import Relay
 from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE

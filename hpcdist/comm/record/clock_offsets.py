@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.launch.environment import boot_id
 
 ROUNDS: Final = 20
 # More hosts than these are measured by way of some of them: each asks only about the root of their number.

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import flight_file
 from hpcdist.comm.record.flight_file import MOST_RANKS
 from hpcdist.errors import StorageError

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.energy.accounts import nnls
+from hpcdist.energy.accounts import part_time_sensor
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.energy.accounts.phase_shares import PHASE_NAMES, PhaseGrid, PhaseShares, RankPhases
 from hpcdist.energy.report import UPDATES
@@ -293,7 +293,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
     if not len(used):
         return {}
     seconds, gram = sums.seconds[used], sums.gram[np.ix_(used, used)]
-    solution = nnls.solve(gram, sums.right[used], sums.square, sums.rows)
+    solution = part_time_sensor.solve(gram, sums.right[used], sums.square, sums.rows)
     fitted = solution.values * seconds
     scale = sums.joules / fitted.sum() if fitted.sum() > 0 else 0.0
     errors = np.sqrt(np.maximum(np.diag(solution.covariance), 0)) * seconds * scale

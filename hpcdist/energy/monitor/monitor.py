@@ -16,7 +16,7 @@ import numpy as np
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.failure.rank_failures import barrier_with_deadline
-from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import live

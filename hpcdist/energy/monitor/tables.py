@@ -10,7 +10,7 @@
     sampler      what reading cost, so far
 
 Where there is no source, there are only the last two. Files of earlier versions have sources, samples and windows
-only; an append to them adds the others. `hpcdist.energy.accounts.history` reads them.
+only; an append to them adds the others. `hpcdist.energy.accounts.energy_metrics` reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ from hpcdist.energy.monitor.sampler import DrainedSamples
 from hpcdist.energy.monitor.windows import PhaseWindow
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
-from hpcdist.hdf5 import tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets
+from hpcdist.hdf5.datasets import Column
 
 GROUP: Final = "energy"
 _WHERE: Final = (
@@ -132,8 +132,8 @@ def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     wanted = [*(_OF_SOURCES if any(node.sources for node in nodes) else ()), *_OF_NODES]
     for name in wanted:
         if f"{GROUP}/{name}" not in file:
-            tables.create(file, f"{GROUP}/{name}", TABLES[name])
-    known = "sources" not in wanted or session in tables.read(file, f"{GROUP}/sources")["session"]
+            datasets.create(file, f"{GROUP}/{name}", TABLES[name])
+    known = "sources" not in wanted or session in datasets.read(file, f"{GROUP}/sources")["session"]
     for node in nodes:
         if not known:
             _extend(file, "sources", session, node.node, _sources(node))
@@ -154,7 +154,7 @@ def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
 def _extend(file: Any, table: str, session: int, node: int, rows: Mapping[str, np.ndarray]) -> None:
     count = len(next(iter(rows.values())))
     if count:
-        tables.extend(
+        datasets.extend(
             file, f"{GROUP}/{table}", {**rows, "session": np.full(count, session), "node": np.full(count, node)}
         )
 

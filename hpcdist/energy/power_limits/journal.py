@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.comm.launch.host import boot_id
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
 

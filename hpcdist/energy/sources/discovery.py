@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hpcdist.energy.accounts.part_time_sensor import UNKNOWN_SENSOR, sensor_of
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources import nvml, pm_counters, rapl, tdp_model
+from hpcdist.energy.sources import nvml, pm_counters, rapl, utilisation
 from hpcdist.energy.sources.counters import EnergyCounter
 from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
@@ -142,7 +142,7 @@ def _add_cray(found: NodeSources, config: EnergyConfig) -> None:
 def _add_declared(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
     found.missing["dram"] = "the declared model has no memory"
     if config.cpu_tdp_w > 0:
-        found.counters.append(tdp_model.TdpProcessors(config.cpu_tdp_w, config.idle_fraction))
+        found.counters.append(utilisation.TdpProcessors(config.cpu_tdp_w, config.idle_fraction))
     else:
         found.missing["cpu"] = "energy.cpu_tdp_w = 0"
     if no_gpu or not config.gpu_tdp_w:
@@ -153,7 +153,7 @@ def _add_declared(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, 
         for uuid in sorted(ranks):
             about, sensor = driver.about(uuid, ranks[uuid]), driver.sensor(uuid)
             found.counters.append(
-                tdp_model.tdp_gpu(sensor, about, config.gpu_tdp_w, config.idle_fraction, config.interval_s)
+                utilisation.tdp_gpu(sensor, about, config.gpu_tdp_w, config.idle_fraction, config.interval_s)
             )
     except MissingCapabilityError as error:
         found.missing["gpu"] = str(error)

@@ -13,8 +13,7 @@ from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
-from hpcdist.models.stage import Saved
-from hpcdist.models.tokens import as_indices, check_tokens
+from hpcdist.models.stage import Saved, as_indices, check_tokens
 
 
 class LocalCrossEntropy:

@@ -18,8 +18,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.linear import add_to_rows, column_sums
 from hpcdist.models.layers.vector_math import SAMPLE_DTYPES
-from hpcdist.models.stage import Gradients, Parameters, Saved
-from hpcdist.models.tokens import as_indices, check_tokens
+from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check_tokens
 
 
 class LocalEmbedding:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError, StorageError
-from hpcdist.planner.cluster import hardware, units
+from hpcdist.planner.cluster import hardware
 from hpcdist.planner.cluster.hardware import (
     ITEM_BYTES,
     Cluster,
@@ -33,7 +33,8 @@ from hpcdist.reporting import regular
 class QuantityField(NamedTuple):
     """``key`` in the file is ``attribute`` of the section's class.
 
-    ``kind``: a dimension of `hpcdist.planner.cluster.units`, or "count", "number", "text". Bounds include their ends,
+    ``kind``: a dimension of `hpcdist.planner.cluster.hardware`, or "count", "number", "text". Bounds include their
+    ends,
     in base units; with ``zero`` 0 is allowed below them, too.
     """
 
@@ -172,7 +173,7 @@ def dump(cluster: Cluster) -> str:
     """Return the TOML of ``cluster``; `read` of it is equal to it."""
     lines = [*_dumped(TOP, cluster), "", "[device]", *_dumped(DEVICE, cluster.device)]
     lines += ["", "[device.flops]"]
-    lines += [f"{kind} = {_quoted(units.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
+    lines += [f"{kind} = {_quoted(hardware.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
     for kind, curve in cluster.device.matmul.items():
         lines += ["", f"[device.matmul.{kind}]"]
         lines += [f"{key} = {[float(one) for one in getattr(curve, key)]}" for key in ("sizes", "shares")]
@@ -287,14 +288,14 @@ def _value(field: QuantityField, said: Any, place: str) -> Any:
     else:
         if not isinstance(said, str):
             raise ConfigurationError(
-                f"{where} is {said!r}, without a unit; expected a text such as {units.EXAMPLES[field.kind]}"
+                f"{where} is {said!r}, without a unit; expected a text such as {hardware.EXAMPLES[field.kind]}"
             )
         try:
-            value = units.parse(said, field.kind)
+            value = hardware.parse(said, field.kind)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
     if not (field.low <= value <= field.high or (field.zero and value == 0)):
-        low, high = (f"{end:g}" if plain else units.rough(end, field.kind) for end in (field.low, field.high))
+        low, high = (f"{end:g}" if plain else hardware.rough(end, field.kind) for end in (field.low, field.high))
         or_zero = ", or 0" if field.zero and field.low > 0 else ""
         raise ConfigurationError(
             f"{where} of {said} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
@@ -329,7 +330,7 @@ def _tables(tree: Mapping[str, Any], key: str, required: bool = False) -> list[M
 
 def _present(tree: Mapping[str, Any], key: str, place: str, field: QuantityField | None = None) -> Any:
     if key not in tree:
-        example = units.EXAMPLES.get(field.kind, "") if field else ""
+        example = hardware.EXAMPLES.get(field.kind, "") if field else ""
         raise ConfigurationError(f"{place}{key} is missing" + (f"; expected for example {example}" if example else ""))
     return tree[key]
 
@@ -355,13 +356,13 @@ def _dumped(known: Sequence[QuantityField], part: Any) -> list[str]:
         elif field.kind in ("count", "number"):  # a number of numpy would not be TOML
             said = repr(int(value) if field.kind == "count" else float(value))
         else:
-            said = _quoted(units.text(value, field.kind))
+            said = _quoted(hardware.text(value, field.kind))
         lines.append(f"{field.key} = {said}")
     return lines
 
 
 def _dumped_list(key: str, values: Sequence[float], kind: str) -> str:
-    return f"{key} = [{', '.join(_quoted(units.text(value, kind)) for value in values)}]"
+    return f"{key} = [{', '.join(_quoted(hardware.text(value, kind)) for value in values)}]"
 
 
 def _quoted(text: str) -> str:

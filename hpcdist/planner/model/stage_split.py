@@ -28,7 +28,7 @@ arXiv:2407.21783, section 3.3.2). This toolkit minimises the time of the slowest
 is quadratic in the units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by bisection.
 
 **Recomputation.** Without a pipeline "full" repeats every unit but the first, which keeps what it has to, and the
-last, whose backward follows at once: ours (`hpcdist.models.runtime.recompute`), and the blocks of Megatron-LM
+last, whose backward follows at once: ours (`hpcdist.models.runtime.split_backward`), and the blocks of Megatron-LM
 (arXiv:2205.05198, section 5), in its pipelines too. Ours repeat whole chunks in a pipeline, the ends of the model as
 well, and nothing where the backward of a chunk always follows its forward at once: in the last chunk of 1f1b and of
 interleaved (`hpcdist.strategies.schedule.generate.passes.expand`). "selective" repeats attention, where its scores

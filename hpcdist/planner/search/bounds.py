@@ -36,10 +36,10 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead, step_flops
 from hpcdist.planner.plan import peak_of, peak_share
 from hpcdist.planner.time.compute import cached
+from hpcdist.planner.time.network import span
 from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
 from hpcdist.planner.time.step import AXES, MicrobatchFlow
-from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import chunks_of
 
 RECOMPUTED_SHARE: Final = 0.5  # of what a micro-batch takes is at most computed again

@@ -51,8 +51,7 @@ from hpcdist.planner.time.gradient_payloads import (
     compressed_sum,
     gradient_item_bytes,
 )
-from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, substituted
-from hpcdist.planner.time.topology import span
+from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
 
 WORTHWHILE: Final = 0.9  # the share of what is exposed that longer buckets may leave, to be worth asking for
 

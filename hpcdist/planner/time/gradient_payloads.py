@@ -36,8 +36,7 @@ from typing import Final, NamedTuple
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
-from hpcdist.planner.time.network import MessageCost, collective, repeated_cost
-from hpcdist.planner.time.topology import GroupSpan, group, span
+from hpcdist.planner.time.network import GroupSpan, MessageCost, collective, group, repeated_cost, span
 
 STORED_ITEM_BYTES: Final = ITEM_BYTES  # as kept
 

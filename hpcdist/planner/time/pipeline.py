@@ -47,9 +47,8 @@ from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead
-from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message
+from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message, span
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, chunk_loads, collective_wait, loads
-from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def simulated_timeline(
     gradients, in as long as their forward takes.
     """
     from hpcdist.strategies.schedule.simulate import timeline
-    from hpcdist.strategies.schedule.simulate.costs import LinkCost, Rate, StepCosts
+    from hpcdist.strategies.schedule.simulate.program import LinkCost, Rate, StepCosts
 
     known = SCHEDULES[schedule]
     each = len(chunks) // ranks

@@ -26,8 +26,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
 from hpcdist.planner.time.compute import cached, local_experts, local_parameters, unit_seconds
-from hpcdist.planner.time.network import MessageCost, collective
-from hpcdist.planner.time.topology import span
+from hpcdist.planner.time.network import MessageCost, collective, span
 
 FORWARD: Final = 0
 BACKWARD: Final = 1

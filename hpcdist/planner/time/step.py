@@ -33,7 +33,7 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.time.compute import local_parameters
 from hpcdist.planner.time.exchange import ExchangeCost, exchange
 from hpcdist.planner.time.gradient_payloads import STORED_ITEM_BYTES, summed_item_bytes
-from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message
+from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message, span
 from hpcdist.planner.time.pipeline import (
     StageTime,
     border,
@@ -43,7 +43,6 @@ from hpcdist.planner.time.pipeline import (
     simulated_pipe,
 )
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad
-from hpcdist.planner.time.topology import span
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
 
 WIDE_BYTES = 4  # a master, a moment

@@ -24,12 +24,11 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.compression.compressor import ErrorFeedback
 from hpcdist.reporting.units import format_bytes
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
-from hpcdist.strategies.compressed.reduction import QuantisedReduction
+from hpcdist.strategies.compressed.reduction import GradientCoder, QuantisedReduction
 from hpcdist.strategies.compressed.registry import bucket_reduction
 from hpcdist.strategies.core.rank_context import RankContext
 

@@ -32,11 +32,10 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
 from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.allreduce import buckets_of_layers
-from hpcdist.strategies.compressed.coder import CodedUnit, GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import Residuals
 from hpcdist.strategies.compressed.exchange import LocalGradients
-from hpcdist.strategies.compressed.reduction import GatheredReduction
+from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 

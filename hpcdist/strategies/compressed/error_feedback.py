@@ -20,13 +20,13 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.workspace import scratch
-from hpcdist.compression.feedback import RESIDUAL, ErrorFeedback
+from hpcdist.collectives.segments import scratch
+from hpcdist.compression.compressor import RESIDUAL, ErrorFeedback
 from hpcdist.errors import StorageError
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
-from hpcdist.strategies.tensor.replicated import counted
+from hpcdist.strategies.tensor.axis import counted
 
 STATE: Final = "residuals"  # the number of ranks that had some, among the numbers of a checkpoint
 

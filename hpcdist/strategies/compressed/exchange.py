@@ -30,7 +30,6 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.compression.sparsify import dgc
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import (
     ErrorFeedbackExchange,
@@ -39,6 +38,7 @@ from hpcdist.strategies.compressed.error_feedback import (
     without_loss_scale,
 )
 from hpcdist.strategies.compressed.low_rank import QUERY, PowerSgdReduction
+from hpcdist.strategies.compressed.reduction import GradientCoder
 from hpcdist.strategies.compressed.registry import bucket_reduction
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation

@@ -15,11 +15,10 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression import powersgd
-from hpcdist.compression.compressor import is_finite
-from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.compression.compressor import ErrorFeedback, is_finite
 
 QUERY: Final = "powersgd.query"  # the kind of the factors that the next step begins with, in a checkpoint
 _FLOAT32 = np.dtype(np.float32)

@@ -43,7 +43,7 @@ from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.compression.compressor import RandomKey, align
 from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam, places
 from hpcdist.errors import StorageError
@@ -51,7 +51,7 @@ from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.replicated import counted
+from hpcdist.strategies.tensor.axis import counted
 
 LEAST: Final = 1 << 12  # elements of a chunk
 

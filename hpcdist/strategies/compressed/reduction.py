@@ -22,6 +22,8 @@ node, and what the reduction between nodes sends of n/l values for k ranks.
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, Protocol
 
@@ -29,16 +31,85 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.segments import wait_all
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
+from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.collectives.sharded import SHARDED
-from hpcdist.collectives.workspace import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.compression.compressor import align
+from hpcdist.compression.compressor import Compressor, ErrorFeedback, RandomKey, align, is_finite
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
+
+_LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # elements: tensors and shares begin at a multiple
+
+
+@dataclass(frozen=True)
+class CodedUnit:
+    """What is encoded by itself: ``where`` in the flat space, ``place`` in bytes of its message."""
+
+    where: Range
+    place: Range
+
+
+@dataclass(frozen=True)
+class CodedMessage:
+    """The payloads of a range, and their bytes together."""
+
+    units: tuple[CodedUnit, ...]
+    nbytes: int
+
+
+class GradientCoder:
+    """Encodes and decodes the gradients of one rank. All of it is local.
+
+    ``rank`` names the streams of this rank among those whose payloads meet. ``feedback`` keeps what is lost, where
+    there is one. ``step`` is set before each step to a number that no other step of the run has.
+    """
+
+    def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
+        self.layout, self.compressor = layout, compressor
+        self.feedback: ErrorFeedback | None = None
+        self.seed, self.rank, self.step = seed, rank, 0
+        self.message = lru_cache(maxsize=None)(self._message)
+
+    def _message(self, part: Range) -> CodedMessage:
+        """Return how the payloads of ``part`` lie in a message."""
+        units, offset = [], 0
+        for _, where in self.layout.within(part):
+            start = align(offset)
+            offset = start + self.compressor.payload_bytes(where.size)
+            units.append(CodedUnit(where, Range(start, offset)))
+        return CodedMessage(tuple(units), offset)
+
+    def encode(self, values: Array, part: Range, payloads: Array) -> None:
+        """Write the payloads of the float32 ``values`` of ``part``, which are kept, to ``payloads`` (nbytes,)."""
+        for unit in self.message(part).units:
+            self.encode_unit(unit, values[unit.where.shift(-part.start).slice], payloads[unit.place.slice])
+
+    def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
+        """Write the payload of the ``values`` of one unit."""
+        key = self._key(unit)
+        if not is_finite(values):
+            self.compressor.poison(payload, key)
+        elif self.feedback is None:
+            self.compressor.encode(values, payload, key)
+        else:
+            self.feedback.encode(unit.where, values, self.compressor, payload, key)
+
+    def _key(self, unit: CodedUnit) -> RandomKey:
+        return RandomKey(self.seed, self.step, self.rank, unit.where.start // _LINE)
+
+    def decode(self, payloads: Array, part: Range, out: Array) -> None:
+        """Write what ``payloads`` say of ``part`` to ``out``; padding between tensors is not touched."""
+        for unit in self.message(part).units:
+            self.compressor.decode(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
+
+    def add(self, payloads: Array, part: Range, out: Array) -> None:
+        """Add what ``payloads`` say of ``part`` to ``out``."""
+        for unit in self.message(part).units:
+            self.compressor.add(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
+
 
 # Of a message between nodes, below what MPI libraries send at once. Longer ones are announced first, and Open MPI's
 # answer over TCP waits behind the data that goes the same way: two hosts that send each other 1 MiB over 100 Mbit/s

@@ -20,12 +20,12 @@ from hpcdist.compression.quantise.uniform import NEAREST, STOCHASTIC, Blockwise,
 from hpcdist.compression.sparsify.randomk import RandomK
 from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.allreduce import buckets_of_layers
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
     CompressedReduction,
     GatheredReduction,
+    GradientCoder,
     InterNodeReduction,
     PayloadAllreduce,
     QuantisedReduction,

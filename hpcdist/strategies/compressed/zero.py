@@ -45,11 +45,10 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.update import kernels
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import (
     ErrorFeedbackExchange,
@@ -57,7 +56,12 @@ from hpcdist.strategies.compressed.error_feedback import (
     with_loss_scale,
     without_loss_scale,
 )
-from hpcdist.strategies.compressed.reduction import CompressedReduction, GatheredReduction, QuantisedReduction
+from hpcdist.strategies.compressed.reduction import (
+    CompressedReduction,
+    GatheredReduction,
+    GradientCoder,
+    QuantisedReduction,
+)
 from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Operation

@@ -25,7 +25,7 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 
 _FEW_BYTES: Final = 128
 _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work on buffers where they lie

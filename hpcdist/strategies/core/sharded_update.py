@@ -24,7 +24,7 @@ from hpcdist.strategies.core.exchange import BackgroundCollectives, pieces_of
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.replicated import counted, ranges_of, sum_gradients, sum_norms
+from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, sum_norms
 from hpcdist.strategies.zero.config import ShardingDegrees
 
 

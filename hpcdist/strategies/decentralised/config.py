@@ -27,7 +27,7 @@ class DecentralisedConfig:
     """How replicas that take steps of their own come together again.
 
     Of the strategy gossip: after each step a rank takes a weighted mean of its parameters and those of its neighbours
-    on ``graph`` (see `hpcdist.strategies.decentralised.graphs`); ``edges``, such as "0-1, 1-2", are those of the graph
+    on ``graph`` (see `hpcdist.strategies.decentralised.gossip`); ``edges``, such as "0-1, 1-2", are those of the graph
     "edges". ``order`` says whether parameters are mixed before the step, beside the computation of its gradient
     ("combine_first"), or after it ("adapt_first"). Every ``report_every`` steps it is measured how far the replicas are
     apart (0: when they are saved only).

@@ -26,7 +26,7 @@ from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.optim import norms
 from hpcdist.optim.update import kernels

@@ -30,12 +30,11 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import reduce_to_leader
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import align
-from hpcdist.strategies.compressed.coder import GradientCoder
 from hpcdist.strategies.compressed.config import SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import (
     ErrorFeedbackExchange,
@@ -43,6 +42,7 @@ from hpcdist.strategies.compressed.error_feedback import (
     with_loss_scale,
     without_loss_scale,
 )
+from hpcdist.strategies.compressed.reduction import GradientCoder
 from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
@@ -100,7 +100,7 @@ class PayloadTransport(MessageTransport):
         if not self._payloads:
             leaving = [each for each, server in self.site.messages if server != self.site.rank]
             sizes = [self.coder.message(each).nbytes for each in leaving]
-            whole = workspace.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.seat.on))
+            whole = segments.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.seat.on))
             start = 0
             for each, size in zip(leaving, sizes, strict=True):
                 self._payloads[each] = whole[start : start + size]

@@ -21,11 +21,11 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import workspace
+from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, pushed
 
@@ -42,8 +42,7 @@ class ReceiveQueue:
         self._comm, self._order = comm, order
         longest = max((size for size, _ in order), default=0)
         self._buffers: list[Array] = [
-            workspace.count_in_ledger(backend.empty(longest, np.dtype(dtype), on))
-            for _ in range(min(AHEAD, len(order)))
+            segments.count_in_ledger(backend.empty(longest, np.dtype(dtype), on)) for _ in range(min(AHEAD, len(order)))
         ]
         self._requests: list[Request] = []
         self._taken = 0

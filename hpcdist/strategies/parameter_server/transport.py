@@ -23,7 +23,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.algorithms.fixed_tree import halves, nodes_within, shards_of
 from hpcdist.collectives.reduction import ufunc
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.partition import KeyPartition, Roles, partition_keys

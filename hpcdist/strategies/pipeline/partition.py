@@ -1,6 +1,6 @@
 """The partition of a model's units over the ranks of a pipeline: the least time within the memory limits.
 
-A rank has one chunk of units, or v of them (`hpcdist.strategies.schedule.placement`). Its time is the sum of the
+A rank has one chunk of units, or v of them (`hpcdist.strategies.schedule.operations`). Its time is the sum of the
 times of all its units, by its relative speed: that is what it works for each micro-batch, so where m is large the
 slowest rank is the pace of the pipeline. The largest such time is made as small as can be among all partitions in
 which every chunk has a unit, in the order of the model, and every rank keeps its limit of memory.

@@ -13,13 +13,12 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.model import Model
 from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.pipeline.costs import TensorSplit, UnitCost, unit_costs
-from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline.costs import PassSeconds, TensorSplit, UnitCost, unit_costs
 from hpcdist.strategies.pipeline.memory import Moment, StageMemory, StateBytes, moments
 from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition
+from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 
 # What work is counted in, and its size; parameters are no work.
 BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}

@@ -15,8 +15,7 @@ from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.exchange import Exchange, Handlers
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
 TAG = 0  # the first of `TIES` tags, below those of activations and gradients
 TIES = 1 << 10

@@ -23,8 +23,7 @@ from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.messages import StageMessages
 from hpcdist.strategies.schedule.observers import NanFinder
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
 Skip = tuple[int, int, int]  # micro-batch, unit whose output it is, unit that takes it
 

@@ -13,8 +13,7 @@ from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
-from hpcdist.models.stage import Gradients, Parameters, Saved
-from hpcdist.models.tokens import as_indices, check_tokens
+from hpcdist.models.stage import Gradients, Parameters, Saved, as_indices, check_tokens
 from hpcdist.strategies.tensor.axis import Borders
 
 

@@ -50,7 +50,7 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
 from hpcdist.strategies.pipeline.tied import tied_tensors
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.replicated import counted
+from hpcdist.strategies.tensor.axis import counted
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
 from hpcdist.strategies.zero.node_parameters import NodeParameters

@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hpcdist.hdf5 import tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets
+from hpcdist.hdf5.datasets import Column
 
 GROUP: Final = "observations"
 NAMES: Final = f"{GROUP}/names"
@@ -105,7 +105,7 @@ def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
         return
     if GROUP not in file:
         for name, columns in ((NAMES, _NAMES), (ROWS, _ROWS), (NOTES, _NOTES)):
-            tables.create(file, name, columns)
+            datasets.create(file, name, columns)
     if int(file[GROUP].attrs.get("session", -1)) != session:
         for name in (ROWS, NOTES):
             _drop_from(file, name, events[0].step)
@@ -121,16 +121,16 @@ def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
         told = {"kind": _bytes([event.kind for event, _, _ in words], 16)}
         told |= {"name": _bytes([name for _, name, _ in words], NAME_BYTES)}
         told |= {"text": _bytes([text for _, _, text in words], TEXT_BYTES)}
-        tables.extend(file, NOTES, _when(session, [event for event, _, _ in words]) | told)
+        datasets.extend(file, NOTES, _when(session, [event for event, _, _ in words]) | told)
 
 
 def read(file: Any) -> Observations:
     """Return what an open file has of them; nothing from a file of an earlier version."""
     if GROUP not in file:
         return Observations()
-    rows, notes = tables.read(file, ROWS), tables.read(file, NOTES)
+    rows, notes = datasets.read(file, ROWS), datasets.read(file, NOTES)
     series = {}
-    for index, name in enumerate(_texts(tables.read(file, NAMES)["name"])):
+    for index, name in enumerate(_texts(datasets.read(file, NAMES)["name"])):
         own = rows["name"] == index
         if own.any():
             series[name] = ObservedSeries(rows["step"][own], rows["time_ns"][own], rows["value"][own])
@@ -145,9 +145,9 @@ def _is_number(value: Any) -> bool:
 
 def _drop_from(file: Any, name: str, step: int) -> None:
     """Drop the rows from the first one of a step after ``step`` on."""
-    later = np.flatnonzero(tables.read(file, name)["step"] > step)
+    later = np.flatnonzero(datasets.read(file, name)["step"] > step)
     if later.size:
-        tables.shorten(file, name, int(later[0]))
+        datasets.shorten(file, name, int(later[0]))
 
 
 def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
@@ -170,17 +170,17 @@ def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
 
 
 def _append_rows(file: Any, session: int, figures: Sequence[tuple[ObservableEvent, str, float]]) -> None:
-    known = {name: index for index, name in enumerate(_texts(tables.read(file, NAMES)["name"]))}
+    known = {name: index for index, name in enumerate(_texts(datasets.read(file, NAMES)["name"]))}
     # Two names that are alike in their first bytes would be one: none of the catalogue is as long.
     named = [name.encode()[:NAME_BYTES].decode(errors="ignore") for _, name, _ in figures]
     new = [name for name in dict.fromkeys(named) if name not in known]
     if new:
         known |= {name: len(known) + index for index, name in enumerate(new)}
-        tables.extend(file, NAMES, {"name": _bytes(new, NAME_BYTES)})
+        datasets.extend(file, NAMES, {"name": _bytes(new, NAME_BYTES)})
     rows = _when(session, [event for event, _, _ in figures])
     rows["name"] = np.array([known[name] for name in named])
     rows["value"] = np.array([value for _, _, value in figures])
-    tables.extend(file, ROWS, rows)
+    datasets.extend(file, ROWS, rows)
 
 
 def _when(session: int, events: Sequence[ObservableEvent]) -> dict[str, np.ndarray]:

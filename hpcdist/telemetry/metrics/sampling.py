@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5 import datasets, files
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
@@ -59,7 +59,7 @@ def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
 
 
 def _read(file: Any, wide_bytes: int) -> SampledMetrics:
-    group = tables.columns(file, "steps")
+    group = datasets.columns(file, "steps")
     columns = list(group)
     rows = min(group[name].shape[0] for name in columns)
     ranks = max((group[name].shape[1] for name in columns if group[name].ndim > 1), default=1)
@@ -70,8 +70,8 @@ def _read(file: Any, wide_bytes: int) -> SampledMetrics:
     wide = {name: _blocks(group[name], blocks) for name in columns if group[name].ndim > 1}
     sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
     attributes = files.attributes_of(file)
-    evaluations = tables.read(file, "evaluations")
-    small = {name: tables.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
+    evaluations = datasets.read(file, "evaluations")
+    small = {name: datasets.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
     return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
 
@@ -57,9 +57,9 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
     ``wall_ns`` is rank 0's wall clock minus its monotonic one.
     """
     if CLOCKS_GROUP not in file:
-        tables.create(file, f"{CLOCKS_GROUP}/ranks", CLOCK_RANK_COLUMNS)
-        tables.create(file, f"{CLOCKS_GROUP}/readings", CLOCK_READING_COLUMNS)
-    if session not in tables.read(file, f"{CLOCKS_GROUP}/ranks")["session"]:
+        datasets.create(file, f"{CLOCKS_GROUP}/ranks", CLOCK_RANK_COLUMNS)
+        datasets.create(file, f"{CLOCKS_GROUP}/readings", CLOCK_READING_COLUMNS)
+    if session not in datasets.read(file, f"{CLOCKS_GROUP}/ranks")["session"]:
         of_rank = np.array(hosts.of_rank, np.int64)
         rows = {
             "rank": np.arange(len(of_rank)),
@@ -68,10 +68,10 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
             "name": np.array([hosts.names[host].encode() for host in hosts.of_rank], "S64"),
             "boot": np.array([hosts.boots[host].encode() for host in hosts.of_rank], "S64"),
         }
-        tables.extend(file, f"{CLOCKS_GROUP}/ranks", rows)
+        datasets.extend(file, f"{CLOCKS_GROUP}/ranks", rows)
     values = np.array([(one.t_ns, session, one.host, one.offset_ns, one.rtt_ns) for one in readings], np.int64)
     columns = dict(zip(("t_mono_ns", "session", "host", "offset_ns", "rtt_ns"), values.reshape(-1, 5).T, strict=True))
-    tables.extend(file, f"{CLOCKS_GROUP}/readings", columns | {"wall_ns": columns["t_mono_ns"] + wall_ns})
+    datasets.extend(file, f"{CLOCKS_GROUP}/readings", columns | {"wall_ns": columns["t_mono_ns"] + wall_ns})
 
 
 def read_clocks(path: Path) -> tuple[ClockSession, ...]:
@@ -79,7 +79,7 @@ def read_clocks(path: Path) -> tuple[ClockSession, ...]:
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of clocks is damaged"):
         if CLOCKS_GROUP not in file:
             return ()
-        ranks, readings = (tables.read(file, f"{CLOCKS_GROUP}/{name}") for name in ("ranks", "readings"))
+        ranks, readings = (datasets.read(file, f"{CLOCKS_GROUP}/{name}") for name in ("ranks", "readings"))
         return tuple(_clock_session(number, ranks, readings) for number in np.unique(ranks["session"]).tolist())
 
 
@@ -110,13 +110,13 @@ def append_consensus(file: Any, session: int, distances: Mapping[int, float]) ->
     if not distances:
         return
     if CONSENSUS_TABLE not in file:
-        tables.create(file, CONSENSUS_TABLE, CONSENSUS_COLUMNS)
+        datasets.create(file, CONSENSUS_TABLE, CONSENSUS_COLUMNS)
     steps = np.array(list(distances))
     known = file[CONSENSUS_TABLE]["step"]
     if len(known) and known[-1] >= steps[0]:
-        tables.shorten(file, CONSENSUS_TABLE, int(np.flatnonzero(known[...] >= steps[0])[0]))
+        datasets.shorten(file, CONSENSUS_TABLE, int(np.flatnonzero(known[...] >= steps[0])[0]))
     rows = {"step": steps, "session": np.full(len(steps), session), "distance": np.array(list(distances.values()))}
-    tables.extend(file, CONSENSUS_TABLE, rows)
+    datasets.extend(file, CONSENSUS_TABLE, rows)
 
 
 LIVES_TABLE: Final = "lives"
@@ -134,8 +134,8 @@ LIVES_COLUMNS: Final = (
 def append_life(file: Any, session: int, row: Mapping[str, float]) -> None:
     """Put the begin of a life into an open file; ``row`` has the other columns (local)."""
     if LIVES_TABLE not in file:
-        tables.create(file, LIVES_TABLE, LIVES_COLUMNS)
-    tables.extend(file, LIVES_TABLE, {name: np.array([value]) for name, value in {**row, "session": session}.items()})
+        datasets.create(file, LIVES_TABLE, LIVES_COLUMNS)
+    datasets.extend(file, LIVES_TABLE, {name: np.array([value]) for name, value in {**row, "session": session}.items()})
 
 
 LOSS_SCALE_TABLE: Final = "loss_scale"
@@ -150,12 +150,12 @@ LOSS_SCALE_COLUMNS: Final = (
 def append_loss_scale(file: Any, session: int, step: int, scale: float, skipped: bool) -> None:
     """Put what happened in ``step`` into an open file; rows of the same step and later ones are dropped (local)."""
     if LOSS_SCALE_TABLE not in file:
-        tables.create(file, LOSS_SCALE_TABLE, LOSS_SCALE_COLUMNS)
-    known = tables.read(file, LOSS_SCALE_TABLE)["step"]
+        datasets.create(file, LOSS_SCALE_TABLE, LOSS_SCALE_COLUMNS)
+    known = datasets.read(file, LOSS_SCALE_TABLE)["step"]
     later = np.flatnonzero(known >= step)
-    tables.shorten(file, LOSS_SCALE_TABLE, int(later[0]) if later.size else len(known))
+    datasets.shorten(file, LOSS_SCALE_TABLE, int(later[0]) if later.size else len(known))
     row = {"step": step, "session": session, "scale": scale, "skipped": int(skipped)}
-    tables.extend(file, LOSS_SCALE_TABLE, {name: np.array([value]) for name, value in row.items()})
+    datasets.extend(file, LOSS_SCALE_TABLE, {name: np.array([value]) for name, value in row.items()})
 
 
 NOISE_SCALE_TABLE: Final = "noise_scale"
@@ -180,15 +180,15 @@ def append_noise_scales(file: Any, session: int, rows: Sequence[tuple[float, ...
     if not rows:
         return
     if NOISE_SCALE_TABLE not in file:
-        tables.create(file, NOISE_SCALE_TABLE, NOISE_SCALE_COLUMNS)
-    known = tables.read(file, NOISE_SCALE_TABLE)["step"]
+        datasets.create(file, NOISE_SCALE_TABLE, NOISE_SCALE_COLUMNS)
+    known = datasets.read(file, NOISE_SCALE_TABLE)["step"]
     later = np.flatnonzero(known >= rows[0][0])
-    tables.shorten(file, NOISE_SCALE_TABLE, int(later[0]) if later.size else len(known))
+    datasets.shorten(file, NOISE_SCALE_TABLE, int(later[0]) if later.size else len(known))
     step, *measured = zip(*rows, strict=True)
     found = {
         column.name: np.array(values, column.dtype) for column, values in zip(NOISE_MEASUREMENTS, measured, strict=True)
     }
-    tables.extend(file, NOISE_SCALE_TABLE, {"step": np.array(step), "session": np.full(len(rows), session), **found})
+    datasets.extend(file, NOISE_SCALE_TABLE, {"step": np.array(step), "session": np.full(len(rows), session), **found})
 
 
 def last_noise_scale(path: str | Path) -> float | None:
@@ -213,12 +213,12 @@ RECOMPUTED_COLUMNS: Final = (
 def append_recomputed(file: Any, session: int, step: int, suspicious: bool, same: bool, rank: int) -> None:
     """Put what was found in ``step`` into an open file; rows of the same step and later ones are dropped (local)."""
     if RECOMPUTED_TABLE not in file:
-        tables.create(file, RECOMPUTED_TABLE, RECOMPUTED_COLUMNS)
-    known = tables.read(file, RECOMPUTED_TABLE)["step"]
+        datasets.create(file, RECOMPUTED_TABLE, RECOMPUTED_COLUMNS)
+    known = datasets.read(file, RECOMPUTED_TABLE)["step"]
     later = np.flatnonzero(known >= step)
-    tables.shorten(file, RECOMPUTED_TABLE, int(later[0]) if later.size else len(known))
+    datasets.shorten(file, RECOMPUTED_TABLE, int(later[0]) if later.size else len(known))
     row = {"step": step, "session": session, "suspicious": int(suspicious), "same": int(same), "rank": rank}
-    tables.extend(file, RECOMPUTED_TABLE, {name: np.array([value]) for name, value in row.items()})
+    datasets.extend(file, RECOMPUTED_TABLE, {name: np.array([value]) for name, value in row.items()})
 
 
 SHARES_TABLE: Final = "shares"
@@ -232,9 +232,9 @@ SHARES_COLUMNS: Final = (
 def append_shares(file: Any, session: int, first_step: int, samples: Sequence[int]) -> None:
     """Put the shares from ``first_step`` on into an open file; those of later steps are dropped (local)."""
     if SHARES_TABLE not in file:
-        tables.create(file, SHARES_TABLE, SHARES_COLUMNS, second="replica", width=len(samples))
-    known = tables.read(file, SHARES_TABLE)["first_step"]
+        datasets.create(file, SHARES_TABLE, SHARES_COLUMNS, second="replica", width=len(samples))
+    known = datasets.read(file, SHARES_TABLE)["first_step"]
     later = np.flatnonzero(known >= first_step)
-    tables.shorten(file, SHARES_TABLE, int(later[0]) if later.size else len(known))
+    datasets.shorten(file, SHARES_TABLE, int(later[0]) if later.size else len(known))
     row = {"first_step": np.array([first_step]), "session": np.array([session])}
-    tables.extend(file, SHARES_TABLE, {**row, "samples": np.array([samples], np.float64)})
+    datasets.extend(file, SHARES_TABLE, {**row, "samples": np.array([samples], np.float64)})

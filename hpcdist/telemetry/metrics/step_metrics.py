@@ -13,8 +13,8 @@ import numpy as np
 
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import HpcdistError, StorageError
-from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.tables import Column
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column
 from hpcdist.reporting import atomic, regular
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
@@ -129,7 +129,7 @@ class MetricsWriter:
         if is_new:
             self._create(file)
         for name, known in (("steps", STEPS), ("evaluations", EVALUATIONS)):
-            strange = set(tables.columns(file, name)) - {column.name for column in known}
+            strange = set(datasets.columns(file, name)) - {column.name for column in known}
             if strange:  # a row would lack them
                 raise ValueError(f"{name} has columns that are not known here: {sorted(strange)[:3]}")
         if resume_step is not None and not is_new:
@@ -144,8 +144,8 @@ class MetricsWriter:
 
     def _create(self, file: Any) -> None:
         plot = {"NX_class": "NXdata", "signal": "loss", "axes": ["step"]}
-        tables.create(file, "steps", STEPS, second="rank", width=self.world, attributes=plot)
-        tables.create(file, "evaluations", EVALUATIONS, attributes=plot | {"signal": "val_loss"})
+        datasets.create(file, "steps", STEPS, second="rank", width=self.world, attributes=plot)
+        datasets.create(file, "evaluations", EVALUATIONS, attributes=plot | {"signal": "val_loss"})
         file.attrs.update({"NX_class": "NXroot", "default": "steps"})
 
     def append(
@@ -198,7 +198,7 @@ class MetricsWriter:
                     if rows:
                         data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
                         with regular.damage(self.path):
-                            tables.extend(file, name, data)
+                            datasets.extend(file, name, data)
                 for append in appends:
                     append(file, self._session)
 
@@ -222,7 +222,7 @@ def _check_tables(file: Any, path: Path) -> None:
 
     def check(name: str, item: Any) -> None:
         if "columns" in item.attrs:
-            tables.columns(file, name)
+            datasets.columns(file, name)
 
     with regular.damage(path):
         file.visititems(check)
@@ -233,7 +233,7 @@ def _drop_after(file: Any, step: int) -> None:
     for name in ("steps", "evaluations"):
         steps = file[name]["step"][...]
         later = np.flatnonzero(steps > step)
-        tables.shorten(file, name, int(later[0]) if later.size else len(steps))
+        datasets.shorten(file, name, int(later[0]) if later.size else len(steps))
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def read(path: str | Path) -> MetricsData:
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
                 attributes = dict(files.attributes_of(file))
-                return MetricsData(tables.read(file, "steps"), tables.read(file, "evaluations"), attributes)
+                return MetricsData(datasets.read(file, "steps"), datasets.read(file, "evaluations"), attributes)
             except regular.BROKEN_LIBRARY_ERRORS as error:
                 # Read in the moment in which it was changed? Then it is whole a moment later.
                 if attempt == READ_ATTEMPTS - 1:

@@ -16,10 +16,9 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.page import key_figures, run_data, text_sections
 from hpcdist.telemetry.page.charts import over_steps, resources, style
-from hpcdist.telemetry.page.charts.style import Chart
+from hpcdist.telemetry.page.charts.style import Chart, Markup, joined, tag
 from hpcdist.telemetry.page.history import FAILED, FINISHED, KILLED
 from hpcdist.telemetry.page.key_figures import KeyFigure
-from hpcdist.telemetry.page.markup import Markup, joined, tag
 from hpcdist.telemetry.page.run_data import ExternalData, PageData
 
 STYLE: Final = """

@@ -15,10 +15,9 @@ import numpy as np
 
 from hpcdist.errors import StorageError
 from hpcdist.telemetry.metrics import sampling, step_metrics
-from hpcdist.telemetry.page import energy_data, history, step_spans
-from hpcdist.telemetry.page.energy_data import RunEnergy, UtilisationCurves
+from hpcdist.telemetry.page import energy_data, history
+from hpcdist.telemetry.page.energy_data import RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
-from hpcdist.telemetry.page.step_spans import StepSpans
 
 METRICS: Final = "metrics.h5"
 RUN_FILES: Final = (METRICS, "recipe.toml", "recorder", history.STARTS)  # a directory with one of them is that of a run
@@ -150,7 +149,7 @@ def read(run_dir: Path, beside: ExternalData | None = None, now_ns: int | None =
         energy=energy,
         costs=beside.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
         use=energy_data.read_utilisation(path if path.exists() else None),
-        timeline=step_spans.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
+        timeline=energy_data.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
         events=history.read_incidents(run, state),
         beside=beside,
     )

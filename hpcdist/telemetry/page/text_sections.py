@@ -5,10 +5,9 @@ from typing import Any, Final
 
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.telemetry.page.charts import series as common
-from hpcdist.telemetry.page.charts.style import Chart
+from hpcdist.telemetry.page.charts.style import Chart, Markup, folded, joined, name_value_list, table, tag
 from hpcdist.telemetry.page.history import format_duration
 from hpcdist.telemetry.page.key_figures import KeyFigure, format_joules, not_measured
-from hpcdist.telemetry.page.markup import Markup, folded, joined, name_value_list, table, tag
 from hpcdist.telemetry.page.run_data import PageData, RecipeSetting
 
 MAX_ROWS: Final = 60  # rows of a table that are there at once; the others are folded

@@ -21,14 +21,14 @@ from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline import measured as pipeline_measured
-from hpcdist.strategies.pipeline.measured import PassSeconds
+from hpcdist.strategies.pipeline import costs as pipeline_measured
+from hpcdist.strategies.pipeline.costs import PassSeconds
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
 from hpcdist.strategies.pipeline.tied import tied_tensors
-from hpcdist.strategies.schedule.generate import schedule_file
+from hpcdist.strategies.schedule.generate import operation_list
+from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES
-from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText, generated
 from hpcdist.strategies.zero.config import STAGES, ShardingDegrees
 from hpcdist.training import data
 from hpcdist.training.build.state_source import StateSource
@@ -55,7 +55,7 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
             f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
             "`hpcdist schedule 1f1b --dump FILE`"
         )
-    found = schedule_file.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+    found = operation_list.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and found.keeps:
         raise ConfigurationError(
             f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "

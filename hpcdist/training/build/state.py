@@ -25,8 +25,8 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import Retention
-from hpcdist.checkpoint.format.block_reader import BlockReader, DamagedError
 from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest
+from hpcdist.checkpoint.format.shard import BlockReader, DamagedError
 from hpcdist.checkpoint.listing import PARAMETERS
 from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.saving.two_phase import SavePlan

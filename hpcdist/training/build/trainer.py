@@ -24,7 +24,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import factory as models_factory
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.recompute import with_recomputation
+from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
 from hpcdist.strategies import build
 from hpcdist.strategies import build as decentralised
@@ -47,7 +47,7 @@ from hpcdist.strategies.parameter_server.compressed import PushCompression
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
-from hpcdist.strategies.schedule.generate.schedule_file import ScheduleText
+from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.strategies.schedule.verify.proof import Proof

@@ -20,7 +20,7 @@ import numpy as np
 from hpcdist.arrays.jit import Primitive, jit
 from hpcdist.arrays.rng import philox_arrays
 from hpcdist.errors import StorageError
-from hpcdist.models.tokens import IGNORED
+from hpcdist.models.stage import IGNORED
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.reporting.regular import open_regular
 

@@ -20,10 +20,10 @@ import numpy as np
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import norms
-from hpcdist.optim.batch_size import SmoothedNoise, estimate_noise
+from hpcdist.optim.rates import SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.replicated import counted
+from hpcdist.strategies.tensor.axis import counted
 from hpcdist.telemetry.metrics import side_tables
 
 if TYPE_CHECKING:

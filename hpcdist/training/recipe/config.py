@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError, DataError
-from hpcdist.optim.batch_size import BatchSchedule, staged_batches
+from hpcdist.optim.rates import BatchSchedule, staged_batches
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
@@ -190,7 +190,7 @@ class RunConfig:
     ``log_every_s`` seconds.
 
     With ``batch_warmup`` the first steps take fewer samples: for each stage it has the sample at which the stage ends,
-    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.batch_size`.
+    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.rates`.
 
     ``logical_shards`` is the deterministic mode: a step is cut into that many equal parts, whose gradients and losses
     are summed in an order of their own, so that losses and weights have the same bits on any number of ranks up to it.
@@ -201,7 +201,7 @@ class RunConfig:
     (0: never).
 
     Every ``noise_scale_every_steps`` steps the gradient noise scale is measured (0: never): see
-    `hpcdist.optim.batch_size`.
+    `hpcdist.optim.rates`.
 
     A run begins with the parameters of the checkpoint, or of the run, in ``init_from``; "": with drawn ones.
     ``allow_partial``: tensors that it lacks, or has in another shape, are drawn.

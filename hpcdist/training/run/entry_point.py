@@ -18,9 +18,8 @@ from hpcdist.training.elastic import job as elastic_job
 from hpcdist.training.elastic import membership
 from hpcdist.training.recipe import rules
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run.checkpoint_timer import end_of_job
 from hpcdist.training.run.job import TrainingJob
-from hpcdist.training.run.stop_requests import StopRequests
+from hpcdist.training.run.stop_requests import StopRequests, end_of_job
 
 
 def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:

@@ -26,14 +26,12 @@ from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource, StateSource, from_intact_source
 from hpcdist.training.build.trainer import Trainer, assemble
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.observe import figures, noise_scale
-from hpcdist.training.observe.energy import EnergyRecorder
-from hpcdist.training.observe.energy_summary import energy_attributes
-from hpcdist.training.observe.step_log import ConsoleProgress
+from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
+from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
-from hpcdist.training.run.loop import RunOutcome, TrainingLoop
+from hpcdist.training.run.loop import RunOutcome, TrainingLoop, mean_validation_loss
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 

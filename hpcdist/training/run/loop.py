@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final, Protocol
 import numpy as np
 
 from hpcdist.checkpoint.directory import VAL_LOSS
+from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
@@ -29,18 +30,44 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
-from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.observe import figures, noise_scale
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
-from hpcdist.training.observe.instrumentation import Instrumentation
+from hpcdist.training.observe.instrumentation import ConsoleProgress, Instrumentation, StepLog
 from hpcdist.training.observe.metrics import RunMetrics
-from hpcdist.training.observe.step_log import ConsoleProgress, StepLog
 from hpcdist.training.run import saving
-from hpcdist.training.run.checkpoint_timer import CheckpointTimer
 from hpcdist.training.run.saving import build_saver
 from hpcdist.training.run.start_record import StartRecord
-from hpcdist.training.run.stop_requests import STOP_FILE, StopReason, StopRequests, agreed_reason
+from hpcdist.training.run.stop_requests import STOP_FILE, CheckpointTimer, StopReason, StopRequests, agreed_reason
+
+
+def mean_validation_loss(trainer: Trainer) -> float:
+    """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
+
+    The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
+    number of ranks; with logical shards, which are then shared out, not in a bit.
+    """
+    trainer.flush()
+    computes, source = trainer.seat.computes, trainer.source
+    parts = trainer.recipe.run.logical_shards or trainer.grid.data
+    own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
+    speaks = trainer.last_stage and trainer.seat.tensor.rank == 0
+    mine = [None] if own is None else list(range(own.start, own.stop))
+    rounds = -(-parts // trainer.data_axis.size)  # the parts of a rank, or one more
+    batches = [source.validation_batches(trainer.recipe, parts, part) for part in mine]
+    total, count = 0.0, 0.0
+    for together in zip(*batches, strict=True):
+        placed = [trainer.place(batch) for batch in together] if computes else []
+        losses = [trainer.executor.evaluate(*batch) for batch in placed]
+        for inputs, targets in placed[: rounds - len(placed)]:  # layers may be gathered: all ranks come equally often
+            trainer.executor.evaluate(inputs[:0], targets[:0])
+        samples = sum(len(targets) for _, targets in placed)
+        seen = samples * trainer.model.tokens_per_sample if speaks else 0
+        # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
+        loss, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
+        total, count = total + loss, count + float(found[0])
+    return total / count if count else float("nan")
+
 
 SAMPLED_STEPS: Final = 2048  # steps of which the figures stay, for medians; of all others the sums
 

@@ -15,8 +15,7 @@ import numpy as np
 from hpcdist.checkpoint import stripe
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.incremental import IncrementalWriter
-from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
+from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.communicator import Communicator
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.training.build import state

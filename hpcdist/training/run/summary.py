@@ -18,7 +18,7 @@ from hpcdist.strategies.core.grid import ORDER
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe import figures, noise_scale
-from hpcdist.training.observe.energy_summary import describe_energy
+from hpcdist.training.observe.energy import describe_energy
 from hpcdist.training.run.loop import RunOutcome
 
 NO_STEP_MADE: Final = "no step was made in this start"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
-from hpcdist.batch.sites import fit, search
+from hpcdist.batch.sites import search
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
-from hpcdist.comm.launch.interpreter import launcher_options, source_folder
+from hpcdist.comm.launch.environment import launcher_options, source_folder
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
@@ -97,7 +97,7 @@ def plan_training(
         data=data,
         local=local,
     )
-    fit.check(job, site)
+    search.check(job, site)
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {degrees_equation(recipe, job.ranks)}"
     unseen = tuple(hidden_paths(job, site, [recipe.data.path]))
@@ -127,7 +127,7 @@ def plan_script(
         environment=options["environment"] and options["environment"].absolute(),
         local=_node_local_folder(options, site, run_dir),
     )
-    fit.check(job, site)
+    search.check(job, site)
     shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
     return PlannedJob(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden_paths(job, site, [])))
 
@@ -316,4 +316,4 @@ def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[
     if job.environment is not None:
         needed["--stage-environment"] = job.environment
     each = [needed, *({"data.path =": Path(path)} for path in data if path)]
-    return [line for places in each for line in fit.hidden_paths(places, site)]
+    return [line for places in each for line in search.hidden_paths(places, site)]

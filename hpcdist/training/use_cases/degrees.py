@@ -15,9 +15,9 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
     """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
     grid = grid_of_recipe(recipe, world)
     if recipe.parallel.strategy == "gossip":
-        from hpcdist.strategies.decentralised import graphs  # numpy takes its time
+        from hpcdist.strategies.decentralised import gossip  # numpy takes its time
 
-        graphs.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
+        gossip.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
     return f"{world} = {product}" + (f" + servers {world - grid.size}" if world != grid.size else "")
 

@@ -16,15 +16,13 @@ import numpy as np
 from hpcdist.batch import carbon, ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
-from hpcdist.energy.accounts import energy_metrics, history, phase_shares
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
-from hpcdist.energy.accounts.history import StartHistory
+from hpcdist.energy.accounts import energy_metrics, phase_shares
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory, json_number
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.observe.energy import USAGE_FILE, checked_record
-from hpcdist.training.observe.energy_summary import carbon_intensity
+from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity, checked_record
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run import start_record as records
@@ -54,7 +52,7 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
         raise StorageError(
             f"{run_dir} holds no {step_metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
         )
-    found, begun = step_metrics.read(path), history.read(path)
+    found, begun = step_metrics.read(path), energy_metrics.read(path)
     recipe = _recipe(run_dir)
     kept = _usage(run_dir)
     total_j, reason = _total_joules(kept, found.attributes)
@@ -200,7 +198,7 @@ def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[Star
     if "step_s" not in found.steps:
         return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
     moments, session = _moments(found), found.steps["session"]
-    joules = history.joules_at(begun, session, moments)
+    joules = energy_metrics.joules_at(begun, session, moments)
     before = 0.0
     seconds = moments.copy()
     for number_of in np.unique(session):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.bench.power.plan import PowerAxes
+    from hpcdist.bench.power.pareto import PowerAxes
     from hpcdist.training.recipe.recipe import Recipe
 if TYPE_CHECKING:  # late at run time: --help must not load what measures
-    from hpcdist.bench.power.plan import PowerAxes
+    from hpcdist.bench.power.pareto import PowerAxes
     from hpcdist.energy.power_limits.devices import DeviceLimit
     from hpcdist.energy.sources.nvml import NvmlDriver
     from hpcdist.training.recipe.recipe import Recipe
@@ -66,7 +66,7 @@ def _option(name: str) -> str:
 
 def sweep_axes(options: Mapping[str, Any]) -> "PowerAxes":
     """Return what is varied. Raises UsageError for what cannot be read, and ConfigurationError for an unknown key."""
-    from hpcdist.bench.power.plan import PowerAxes
+    from hpcdist.bench.power.pareto import PowerAxes
 
     keys: dict[str, tuple[Any, ...]] = {}
     counts: dict[str, tuple[int, ...]] = {}

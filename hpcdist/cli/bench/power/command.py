@@ -126,7 +126,7 @@ def _check_shown(shown: PowerOutput) -> None:
 
 def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
     """Measure what the ``options`` say, show it, and return the exit code."""
-    from hpcdist.bench.power import plan
+    from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep import results, series
 
     output: Path = options["output"]
@@ -134,13 +134,13 @@ def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
     found = given.PowerRecipes(options["recipe"], options["overrides"])
     base = found.resolve({}, None)
     check_energy_is_measured(base)
-    trials = plan.expand(axes, lambda settings, ranks: found.text(settings, ranks))
+    trials = pareto.expand(axes, lambda settings, ranks: found.text(settings, ranks))
     line_for = _trial_commands(options, axes.threads)
     results.check_place(output)
     with LimitedDevices(axes, base, options["on"]) as devices:
         seed, told = _provenance_of_sweep(options, devices, base.energy.sources)
         if options["dry_run"]:
-            _show(plan.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
+            _show(pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
             return OK
         if devices.kind:
             if not options["change_limits"]:
@@ -148,7 +148,7 @@ def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
             devices.permitted()
         with results.locked(output):
             remove_leftovers(output)
-            items = plan.plan(trials, options["repeats"], output, options["retry_failed"], seed)
+            items = pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed)
             bounds = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
             around = _with_limits(devices, items, options["warmup"])
             tally = run_trials(items, output, bounds, options["anonymous"], line_for(trials[0]), told, line_for, around)
@@ -170,7 +170,7 @@ def _trial_commands(options: dict[str, Any], threads: Sequence[int]) -> "Callabl
     """Return what makes the command of a trial."""
     import functools
 
-    from hpcdist.bench.power import plan
+    from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep import trial
 
     words = run_options(options["ranks_per_node"], options["run_args"])
@@ -178,7 +178,7 @@ def _trial_commands(options: dict[str, Any], threads: Sequence[int]) -> "Callabl
         raise UsageError("--run-args and --sweep threads=... both say --cpus-per-task; leave one of them out")
 
     def line_for(of: "SweepTrial") -> "Command":
-        own = of.settings.get(plan.THREADS)
+        own = of.settings.get(pareto.THREADS)
         more = [] if own is None else ["--cpus-per-task", str(own)]
         return functools.partial(trial.command, options=[*words, *more])
 
@@ -219,7 +219,7 @@ def _with_limits(
     from contextlib import ExitStack
     from dataclasses import replace
 
-    from hpcdist.bench.power import plan
+    from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome
 
     left = [warmup and any(not item.status for item in items)]
@@ -229,7 +229,7 @@ def _with_limits(
             if left.pop() if left else False:
                 outcome = measure(of, limit_s)
                 click.echo(f"warm-up: {outcome.wall_s:.1f} s{_failure(outcome)}", err=True)
-            limit_w, clock_mhz = plan.limits_of(of)
+            limit_w, clock_mhz = pareto.limits_of(of)
             with ExitStack() as stack:
                 try:
                     in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
@@ -242,9 +242,9 @@ def _with_limits(
             trouble = _invalid_reason(outcome, in_force, after) if devices.kind else ""
             if trouble:
                 return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
-            said = {**plan.figures(outcome), "in_force_w": in_force}
-            said |= {name: of.settings.get(name) for name in (plan.LIMIT, plan.CLOCK, plan.THREADS)}
-            return replace(outcome, summary={**outcome.summary, plan.GROUP: said})
+            said = {**pareto.figures(outcome), "in_force_w": in_force}
+            said |= {name: of.settings.get(name) for name in (pareto.LIMIT, pareto.CLOCK, pareto.THREADS)}
+            return replace(outcome, summary={**outcome.summary, pareto.GROUP: said})
 
         return measured
 

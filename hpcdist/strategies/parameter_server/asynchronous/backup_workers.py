@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.collectives.reduction import ufunc
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.optim import norms as optim_norms
 from hpcdist.optim import rates
 from hpcdist.strategies.core.rank_context import RankContext

@@ -25,7 +25,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Request
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers, pieces_of

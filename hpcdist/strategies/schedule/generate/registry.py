@@ -43,7 +43,7 @@ from hpcdist.strategies.schedule.generate.passes import (
     zb_h2,
     zb_v,
 )
-from hpcdist.strategies.schedule.placement import StagePlacement, folded, looped
+from hpcdist.strategies.schedule.operations import StagePlacement, folded, looped
 
 
 def bubble(

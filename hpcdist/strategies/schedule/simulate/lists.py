@@ -15,11 +15,9 @@ from typing import Final
 import numpy as np
 
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.costs import StepCosts
-from hpcdist.strategies.schedule.simulate.program import AWAIT, JOIN, MEET, RECV, SEND, WORK, Program
+from hpcdist.strategies.schedule.simulate.program import AWAIT, JOIN, MEET, RECV, SEND, WORK, Program, StepCosts
 from hpcdist.strategies.schedule.verify.deadlock import OVER_COPIES, OVER_DATA, RECEIVES, SENDS, SERVED, PeerRanks
 
 PASSES: Final = {

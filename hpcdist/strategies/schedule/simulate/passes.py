@@ -18,9 +18,8 @@ import numpy as np
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.costs import StepCosts
 from hpcdist.strategies.schedule.simulate.program import (
     AGAIN,
     BACKWARD,
@@ -31,6 +30,7 @@ from hpcdist.strategies.schedule.simulate.program import (
     WEIGHT,
     WORK,
     Program,
+    StepCosts,
 )
 
 CODES: Final = {

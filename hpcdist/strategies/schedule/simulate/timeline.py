@@ -17,13 +17,11 @@ from functools import cached_property
 import numpy as np
 
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import lists as lists_simulate
 from hpcdist.strategies.schedule.simulate import passes as passes_simulate
 from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.costs import StepCosts
-from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Program, Times
+from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Program, StepCosts, Times
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ORDER, ProcessGrid
-from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation, StagePlacement
 
 # (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
 SENDS: Final = {

@@ -15,8 +15,7 @@ from itertools import groupby
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify import liveness, rank_checks
 from hpcdist.strategies.schedule.verify.deadlock import DryRun, PeerRanks
 from hpcdist.strategies.schedule.verify.liveness import RankProgram

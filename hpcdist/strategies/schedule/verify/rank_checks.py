@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.strategies.schedule.generate.passes import Pass, expand
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation
-from hpcdist.strategies.schedule.placement import StagePlacement
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.liveness import RankProgram, is_covered, range_text
 

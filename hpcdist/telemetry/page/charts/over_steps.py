@@ -11,8 +11,8 @@ from hpcdist.telemetry.page.charts import series
 from hpcdist.telemetry.page.charts import series as common
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.charts.style import Chart
+from hpcdist.telemetry.page.energy_data import RankLane, StepSpans
 from hpcdist.telemetry.page.run_data import PageData
-from hpcdist.telemetry.page.step_spans import RankLane, StepSpans
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 MIN_SMOOTHED_STEPS: Final = 60  # points that get a mark each
