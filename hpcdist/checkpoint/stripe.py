@@ -108,19 +108,19 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
     return min(wanted, MAX_STRIPES if servers is None else max(1, servers))
 
 
-def plan(directory: Path, nbytes: int, writers: int, wish: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
+def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
     """Return how ``directory`` is to be striped before ``writers`` write ``nbytes`` into it.
 
-    ``wish`` is ``checkpoint.stripe``: "auto", "none", or options of the tool in its place.
+    ``options`` is ``checkpoint.stripe``: "auto", "none", or options of the tool in its place.
     """
     system = file_system(directory, mounts)
-    if wish == "none":
+    if options == "none":
         return StripePlan(system, (), "checkpoint.stripe = 'none'")
     if not system.striped:
         return StripePlan(system, (), f"{directory} lies on {system.kind}, which has no stripes")
     begin = _base_command(system.kind)
-    if wish != "auto":
-        return StripePlan(system, (*begin, *shlex.split(wish), str(directory)), "checkpoint.stripe says so")
+    if options != "auto":
+        return StripePlan(system, (*begin, *shlex.split(options), str(directory)), "checkpoint.stripe says so")
     servers = _servers(directory) if system.kind == LUSTRE else None
     count = stripes(nbytes, writers, servers)
     known = "an unknown number of servers" if servers is None else counted(servers, "server")

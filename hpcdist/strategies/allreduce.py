@@ -61,8 +61,8 @@ class AllreduceExchange(ShardedUpdateExchange):
             exactly=shards is not None,
             tensor=seat.tensor,
         )
-        self.carries_out: Handlers = {Kind.REDUCE: self.reduce, **self.owner.carries_out}
-        self.carries_out |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
+        self.handlers: Handlers = {Kind.REDUCE: self.reduce, **self.owner.handlers}
+        self.handlers |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
@@ -122,7 +122,7 @@ class FixedTreeExchange(AllreduceExchange):
 
     def __init__(self, seat: RankContext, shards: LogicalShards) -> None:
         super().__init__(seat, shards)
-        self.carries_out = {**self.carries_out, Kind.ADD: self.add}
+        self.handlers = {**self.handlers, Kind.ADD: self.add}
         self._logical = shards
         self._trees = {
             reduced: [(piece, shards.tree()) for piece in cut(reduced, self._longest)] for reduced in self._reduced()

@@ -139,7 +139,7 @@ def operations(
     if exchange.overlap is not None:
         most = None if exchange.accumulates else IN_FLIGHT
         whole = prefetch_gathers(overlap_reductions(whole, seat.ranges, seat.model.needs, most), exchange.ahead)
-    if Kind.MIX_START in exchange.carries_out or (exchange.overlap is not None and exchange.overlap.polls):
+    if Kind.MIX_START in exchange.handlers or (exchange.overlap is not None and exchange.overlap.polls):
         whole = insert_polls(whole)
     return whole + copies.after_update()
 

@@ -57,9 +57,9 @@ class DelayedExchange(AllreduceExchange):
         ]
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
-        self.carries_out = {
+        self.handlers = {
             Kind.POLL: self.poll,
-            **self.owner.carries_out,
+            **self.owner.handlers,
             Kind.DEFER: self.defer,
             Kind.SETTLE: self.settle,
             Kind.DIRECTION: self.direction,
@@ -149,7 +149,7 @@ class DelayedExchange(AllreduceExchange):
         bounded = limit or normalizes
         self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
         for op in self.owner.plan():
-            self.owner.carries_out[op.kind](op)
+            self.owner.handlers[op.kind](op)
         self._is_pending = False
         return True
 
@@ -168,7 +168,7 @@ class DelayedExchange(AllreduceExchange):
         self._settle_all()
         return [*super().pieces(), *pieces_of({PENDING: self.gradients}, self.shares())]
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """A checkpoint may have no gradient that is pending (local)."""
         return (PENDING,)
 

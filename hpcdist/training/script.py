@@ -80,27 +80,27 @@ class Training:
         out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
-        self._wishes = wishes = StopRequests(ends=end_of_job(time_limit_s, time.time(), os.environ))
-        wishes.listen()
+        self._stop_requests = stop_requests = StopRequests(ends=end_of_job(time_limit_s, time.time(), os.environ))
+        stop_requests.listen()
         lock = RunLock()
-        wishes.starts(lock.release, failfast.note_end)
+        stop_requests.starts(lock.release, failfast.note_end)
         try:
             self._begin(model, out, resume, lock)
         except BaseException:
-            wishes.ignore()
+            stop_requests.ignore()
             raise
         for name in (RUN_DIR, RESUME):  # what the launcher says is meant for the first that begins
             os.environ.pop(name, None)
 
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
         """Start MPI, build the run and open its files. Collective."""
-        wishes = self._wishes
+        stop_requests = self._stop_requests
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
         run = run_directory.prepare_run_directory(
             self._session.comm, self.recipe, None if out is None else Path(out), resume, lock
         )
-        self._job = TrainingJob(self.recipe, run, wishes, lock, as_json=False, given=model)
+        self._job = TrainingJob(self.recipe, run, stop_requests, lock, as_json=False, given=model)
         self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
@@ -206,11 +206,11 @@ class Training:
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
         self._left_ns = now_ns()
-        if self._loop.outcome.wish is not None:
+        if self._loop.outcome.stop_request is not None:
             self.close()
-            wish = self._loop.outcome.wish  # none any more where this was the last step
-            if wish is not None:
-                self._session.leave(EXIT_CODES[wish])
+            stop_request = self._loop.outcome.stop_request  # none any more where this was the last step
+            if stop_request is not None:
+                self._session.leave(EXIT_CODES[stop_request])
         return self._loop.outcome.loss
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
@@ -243,7 +243,7 @@ class Training:
         self._loop.metrics.flush()
         self._job.finish(self._loop, JobResult(outcome, float("nan")))
         self._session.stop_recording()
-        self._wishes.ignore()
+        self._stop_requests.ignore()
         self._session.comm.barrier()  # files are whole before any rank looks at them
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -272,7 +272,7 @@ class Training:
             atexit.unregister(self._forgotten)
             self._loop.streaming.close(normal=False)
             self._open.close()
-            self._wishes.ignore()
+            self._stop_requests.ignore()
             if self.world == 1:  # else the others may still write, and the error ends the job
                 self._session.stop_recording()
                 self._job.lock.release()

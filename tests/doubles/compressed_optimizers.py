@@ -57,7 +57,7 @@ def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
             norm_squared = float(exchange.agree(np.array([exchange.norm_squared()]))[0])
             exchange.begin_update(norms.clip_scale(norm_squared, exchange.seat.optimizer.clip_norm))
         else:
-            exchange.carries_out[op.kind](op)
+            exchange.handlers[op.kind](op)
     return float(norm_squared**0.5)
 
 

@@ -118,7 +118,7 @@ class Job:
             this.gradients.array[...] = backend.place(kept, self.case.on)
         for op in this.plan():
             if op.kind is not Kind.AGREE:
-                this.carries_out[op.kind](op)
+                this.handlers[op.kind](op)
                 continue
             if not np.isfinite(this.agree(np.array([this.norm_squared()]))[0]):
                 return False

@@ -39,6 +39,6 @@ def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
             own = trainer.cut(batch) if trainer.seat.computes else []
             done = trainer.step(step, own, np.ones(2))
-            assert done.wishes.tolist() == [trainer.comm.size] * 2
+            assert done.stop_requests.tolist() == [trainer.comm.size] * 2
             found.append((done.loss, done.gradient_norm))
     return found

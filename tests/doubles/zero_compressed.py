@@ -75,7 +75,7 @@ class Driven:
 
     def do(self, kind: Kind, **given: Any) -> None:
         op = Operation(kind, **given)
-        self.exchange.carries_out[kind](op)
+        self.exchange.handlers[kind](op)
 
     def run(self, steps: int = 1, bad: int | None = None, scale: float = 1.0) -> list[float]:
         """Make steps; return the norms of their gradients. One that is not finite is given up. Collective."""
@@ -93,14 +93,14 @@ class Driven:
         for values in [sum(fresh)] if rounds == 1 else fresh:
             for op in reduces:
                 self.fill(op, values, scale)
-                exchange.carries_out[op.kind](op)
+                exchange.handlers[op.kind](op)
         for op in plan[len(reduces) : at]:
-            exchange.carries_out[op.kind](op)
+            exchange.handlers[op.kind](op)
         norm = float(np.sqrt(exchange.agree(np.array([exchange.norm_squared()]))[0])) / scale
         if np.isfinite(norm):
             exchange.begin_update(1.0 / scale)
             for op in plan[at + 1 :]:
-                exchange.carries_out[op.kind](op)
+                exchange.handlers[op.kind](op)
         return norm
 
     def fill(self, op: Operation, values: np.ndarray, scale: float) -> None:
@@ -143,7 +143,7 @@ class Driven:
         return found
 
     def load(self, state: dict[tuple[str, str], np.ndarray], numbers: dict[str, Any], steps: int) -> None:
-        may_lack = self.exchange.foresee(numbers)
+        may_lack = self.exchange.prepare_restore(numbers)
         for piece in self.exchange.wanted():
             if (piece.kind, piece.tensor) in state:
                 piece.array[...] = state[piece.kind, piece.tensor][piece.flat.slice]

@@ -84,7 +84,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
             if op.kind is Kind.AGREE:
                 exchange.begin_update(1.0)
             else:
-                exchange.carries_out[op.kind](op)
+                exchange.handlers[op.kind](op)
         mix = found.matrix(step % max(1, len(found.rounds)))
         v = momentum * v + x - goals
         x = mix @ x - rate * v if order == "combine_first" else mix @ (x - rate * v)

@@ -124,10 +124,10 @@ def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm: Communi
 
 def _overflow_once(trainer: Trainer) -> Callable[[], None]:
     """Make one number of the next gradients that this rank sums infinite; return what makes sure that there was one."""
-    exchange, healthy = trainer.exchange, trainer.exchange.carries_out
+    exchange, healthy = trainer.exchange, trainer.exchange.handlers
 
     def reduce(op: Operation) -> None:
-        exchange.carries_out = healthy
+        exchange.handlers = healthy
         assert op.range is not None
         (_, touched), *_ = trainer.model.layout.within(op.range)
         values = trainer.executor.gradients_in(touched)
@@ -135,8 +135,8 @@ def _overflow_once(trainer: Trainer) -> Callable[[], None]:
         values[0] = np.inf
         healthy[Kind.REDUCE](op)
 
-    exchange.carries_out = {**healthy, Kind.REDUCE: reduce}
-    return lambda: None if exchange.carries_out is healthy else pytest.fail("no gradient was summed")
+    exchange.handlers = {**healthy, Kind.REDUCE: reduce}
+    return lambda: None if exchange.handlers is healthy else pytest.fail("no gradient was summed")
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1"])

@@ -244,7 +244,7 @@ class Free:
             clocks[exchange.rank] = exchange.clock
         clocks[-1] = exchange.updates if exchange.rank == exchange.roles.servers[0] else 0
         exchange.agree(clocks)
-        exchange.adjourn([int(clock) for clock in clocks[:workers]], int(clocks[-1]), 0)
+        exchange.leave([int(clock) for clock in clocks[:workers]], int(clocks[-1]), 0)
         exchange.refresh()
 
 

@@ -110,8 +110,8 @@ def test_wishes_are_summed_over_the_ranks(rng: np.random.Generator) -> None:
 
     def body(comm: Communicator) -> list[float]:
         run = Run(comm, "float32", "ring", 1)
-        wishes = np.array([0.0, float(comm.rank == 2)])
-        return run.executor.run(run.operations, run.batches(0, data), SAMPLES, 0, wishes).wishes.tolist()
+        stop_requests = np.array([0.0, float(comm.rank == 2)])
+        return run.executor.run(run.operations, run.batches(0, data), SAMPLES, 0, stop_requests).stop_requests.tolist()
 
     assert run_threads(3, body) == [[0.0, 1.0]] * 3
 

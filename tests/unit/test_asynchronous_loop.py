@@ -93,7 +93,7 @@ def serve_until(loop: Watched, ready: Callable[[], bool]) -> None:
     limit = time.monotonic() + LIMIT_S
     while not ready():
         assert time.monotonic() < limit, f"worker {loop.trainer.comm.rank} was waited for"
-        loop.exchange.attend(Operation(Kind.COLLECT))
+        loop.exchange.serve(Operation(Kind.COLLECT))
         time.sleep(1e-3)
 
 
@@ -128,7 +128,7 @@ def test_no_worker_waits_for_another_though_rows_are_always_due(
             serve_until(loop, quick_is_done.is_set)
         if loop.trainer.comm.rank == slow and step == STEPS:
             # Rank 0 writes what has come, be it at work or done with it.
-            serve_until(loop, lambda: loop.metrics.attend() or len(written) >= 5)
+            serve_until(loop, lambda: loop.metrics.serve() or len(written) >= 5)
 
     def after(loop: Watched, step: int) -> None:
         meetings_at_steps.append(loop.held)
@@ -169,7 +169,7 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
                 figures = dict(zip(PER_RANK, row(comm.rank, step), strict=True))
                 sent = figures.pop("sent_bytes")
                 rows.add(step, float(step + comm.rank), 0.5, 1 + 2 * comm.rank, figures, sent)
-                rows.attend()
+                rows.serve()
             made = end[comm.rank] if comm.rank < 2 else 0
             rows.flush()
             if comm.rank == 0:
@@ -221,12 +221,12 @@ def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
 def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> None:
     def after(loop: Watched, step: int) -> None:
         if loop.trainer.comm.rank == 1 and step == 4:
-            loop.wishes._wanted[StopReason.REQUEUE] = 1
+            loop.stop_requests._wanted[StopReason.REQUEUE] = 1
 
     def body(comm: Communicator) -> tuple[int, int, StopReason | None]:
         loop = loop_on(comm, {**text, "run.steps": 10_000}, tmp_path, after=after)
         outcome = loop.run()
-        return loop.held, outcome.done, outcome.wish
+        return loop.held, outcome.done, outcome.stop_request
 
     found = run_threads(3, body)
     assert len(set(found)) == 1 and found[0][0] == 1 and found[0][2] is StopReason.REQUEUE

@@ -113,13 +113,13 @@ def test_whoever_serves_looks_meanwhile_what_has_come(text: dict[str, object]) -
     def looks(comm: Communicator) -> int:
         trainer = assembled(comm, settings)
         seen: list[float] = []
-        look = trainer.exchange.carries_out[Kind.COLLECT]
+        look = trainer.exchange.handlers[Kind.COLLECT]
 
         def noted(op: Any) -> None:
             seen.append(time.perf_counter())
             look(op)
 
-        trainer.exchange.carries_out = {**trainer.exchange.carries_out, Kind.COLLECT: noted}
+        trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.COLLECT: noted}
         if trainer.seat.computes:
             trainer.executor._sleep(0.03)
         return len(seen)

@@ -71,7 +71,7 @@ def test_the_best_stay_and_the_losses_are_those_of_a_run_without(settings, tmp_p
 
 def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
     found = trained(settings, tmp_path / "run", ends=time.time() + 1.0)
-    assert [one.wish for one in found] == [StopReason.REQUEUE, StopReason.REQUEUE]
+    assert [one.stop_request for one in found] == [StopReason.REQUEUE, StopReason.REQUEUE]
     assert [one.done for one in found] == [1, 1] and steps_in(tmp_path / "run") == [1]
 
 

@@ -48,7 +48,7 @@ def spoil(exchange: CompressedExchange, value: float) -> None:
         exchange.gradients.range(op.range)[3] = value
         exchange.reduce(op)
 
-    exchange.carries_out = {**exchange.carries_out, Kind.REDUCE: spoiled}
+    exchange.handlers = {**exchange.handlers, Kind.REDUCE: spoiled}
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

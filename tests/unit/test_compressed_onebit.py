@@ -232,6 +232,6 @@ def test_resumed_numbers_that_cannot_be_are_refused() -> None:
     def body(comm: Communicator) -> None:
         exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
         with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
-            exchange.foresee({"frozen": -1})
+            exchange.prepare_restore({"frozen": -1})
 
     run_threads(1, body)

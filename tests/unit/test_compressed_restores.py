@@ -133,17 +133,17 @@ def test_an_overflow_does_not_lose_what_was_about_to_be_paid(keys: dict[str, Any
         trainer = trainer_of(comm, given, path)
         exchange, first = trainer.exchange, owed(trainer)
         assert isinstance(exchange, CompressedExchange)
-        reduce, kept = exchange.reduce, exchange.carries_out
+        reduce, kept = exchange.reduce, exchange.handlers
 
         def spoiled(op: Any) -> None:
             exchange.gradients.range(op.range)[3] = np.inf
             reduce(op)
 
-        exchange.carries_out = {kind: spoiled if call == reduce else call for kind, call in kept.items()}
+        exchange.handlers = {kind: spoiled if call == reduce else call for kind, call in kept.items()}
         skipped = [steps(trainer, HALF, HALF + 1)[0][2]]
         trainer.exchange.pieces()
         same = [bool((owed(trainer) == first).all())]
-        exchange.carries_out = kept
+        exchange.handlers = kept
         skipped += [steps(trainer, HALF + 1, HALF + 2)[0][2]]
         return skipped, [*same, not owed(trainer).any()]
 

@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_formula(bits: int, size: int) -> None:
             for _ in range(2):
                 for op in reduces:
                     run.fill(op, run.gradients(1, 0), 1.0)
-                    run.exchange.carries_out[op.kind](op)
+                    run.exchange.handlers[op.kind](op)
         assert traffic.sent_bytes == 2 * expected
         with count_traffic(comm) as traffic:
             run.computed_with()

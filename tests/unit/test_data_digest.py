@@ -242,7 +242,7 @@ def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
     made, probed = opened(data), opened(data, digest="probes")
     scalars = {"data": made.fingerprint, "data_digest": made.digest, "optimizer": {"count": 3}, "steps": 3}
     trainer = mock.MagicMock(source=probed, shares=None, noise=None)
-    trainer.exchange.foresee.return_value = ()
+    trainer.exchange.prepare_restore.return_value = ()
     state.restore_state(trainer, mock.MagicMock(scalars=scalars))
     assert trainer.source.digest == made.digest
     assert opened(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})

@@ -72,7 +72,7 @@ class Quadratic:
         self.exchange.count_samples(self.samples[self.rank], sum(self.samples))
         share = self.samples[self.rank] / sum(self.samples)
         self.exchange.gradients.array[...] = share * (self.x - self.target)
-        handlers = dict(self.exchange.carries_out)
+        handlers = dict(self.exchange.handlers)
         handlers[Kind.AGREE] = self._agree
         for op in self.exchange.plan():
             handlers[op.kind](op)
@@ -452,7 +452,7 @@ def test_equal_replicas_stay_what_they_are_in_float32(rng: np.random.Generator) 
                     if op.kind is Kind.AGREE:
                         exchange.begin_update(1.0)
                     else:
-                        exchange.carries_out[op.kind](op)
+                        exchange.handlers[op.kind](op)
             drift = np.linalg.norm(values.astype(np.float64) - start) / np.linalg.norm(start)
             same &= bool(drift == 0 if strategy == "gossip" else abs(values.sum(dtype=np.float64) / total - 1) < 1e-7)
         return same

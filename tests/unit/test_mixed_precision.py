@@ -271,7 +271,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(text: Path, size: int, strate
                     overflowing(trainer, size - 1)
                 done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
                 trainer.model.loss.backward = healthy  # type: ignore[method-assign]
-                assert done.wishes.tolist() == [size] * 2 and np.isfinite(done.loss)
+                assert done.stop_requests.tolist() == [size] * 2 and np.isfinite(done.loss)
                 same = all(values.tobytes() == before[key].tobytes() for key, values in state_of(trainer).items())
                 assert same == done.skipped == (working.tobytes() == trainer.exchange.parameters.array.tobytes())
                 found.append((done.skipped, done.loss_scale, scale.scale, trainer.exchange.state()["count"]))

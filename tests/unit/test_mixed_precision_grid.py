@@ -197,7 +197,7 @@ def everything(trainer: Trainer) -> list[bytes]:
 
 def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
     """Make one element of this rank's gradients infinite when they are next given away; return how to end it."""
-    exchange, copies, healthy = trainer.exchange, trainer.executor.copies, trainer.exchange.carries_out
+    exchange, copies, healthy = trainer.exchange, trainer.executor.copies, trainer.exchange.handlers
     left = [-1]  # places, none of them padding
 
     def damage(values: Array) -> None:
@@ -227,8 +227,8 @@ def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
         for kind in EXCHANGED
         if kind in healthy
     }
-    exchange.carries_out = {**healthy, **sends}
-    return lambda: setattr(exchange, "carries_out", healthy)
+    exchange.handlers = {**healthy, **sends}
+    return lambda: setattr(exchange, "handlers", healthy)
 
 
 def layer_of(trainer: Trainer, op: Operation) -> int:

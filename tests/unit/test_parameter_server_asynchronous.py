@@ -96,7 +96,7 @@ class Run:
         values[-2] = place.updates if self.comm.rank == place.roles.servers[0] else 0
         values[-1] = place.meetings.calls
         place.agree(values)
-        place.adjourn([int(clock) for clock in values[:workers]], int(values[-2]), int(values[-1]))
+        place.leave([int(clock) for clock in values[:workers]], int(values[-2]), int(values[-1]))
         self.meetings.append(place.clocks)
         if min(place.clocks) == self.steps:
             place.refresh()
@@ -250,7 +250,7 @@ def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(
             while not before or quick.tokens or quick.begun == before[0]:  # it has told that it pushes no more
                 assert time.monotonic() < limit, (before, quick.begun, quick.tokens)
                 time.sleep(1e-3)
-                run.exchange.attend(Operation(Kind.COLLECT))  # a colocated rank serves the other meanwhile
+                run.exchange.serve(Operation(Kind.COLLECT))  # a colocated rank serves the other meanwhile
         while run.exchange.works and run.exchange.clock < STEPS:
             run.step(data)
         if comm.rank == 1:
@@ -285,10 +285,10 @@ def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
         run = Run(comm, ParameterServerConfig(consistency="asp"))
 
         def wants() -> bool:
-            wish = comm.rank == 0 and run.exchange.clock == STEPS and not called.is_set()
-            if wish:
+            stop_request = comm.rank == 0 and run.exchange.clock == STEPS and not called.is_set()
+            if stop_request:
                 called.set()
-            return wish
+            return stop_request
 
         def pause(rank: int) -> float:
             return float(rank == 1 and run.exchange.clock == 2 and not called.wait(30))
@@ -327,7 +327,7 @@ def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> No
             place.clock -= 1
             for op in place.plan():
                 if op.kind is not Kind.AGREE:
-                    place.carries_out[op.kind](op)
+                    place.handlers[op.kind](op)
             assert place.clock == 1 and np.array_equal(before, place.parameters.array)
         run.steps = 1
         assert run.hold()
@@ -535,7 +535,7 @@ def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(
             workers = [run.everybody[worker].exchange for worker in place.roles.workers[1:]]
             while any(worker.clock < config.staleness + 2 for worker in workers):
                 assert time.monotonic() < limit
-                place.attend()
+                place.serve()
                 time.sleep(1e-3)
             place.meetings.call()
         return 3e-3 * (run.comm.rank == 0)

@@ -90,7 +90,7 @@ class Backup(Place):
         values[-2] = place.updates if place.rank == place.roles.servers[0] else 0
         values[-1] = place.meetings.calls
         place.agree(values)
-        place.adjourn([int(clock) for clock in values[: self.workers]], int(values[-2]), int(values[-1]))
+        place.leave([int(clock) for clock in values[: self.workers]], int(values[-2]), int(values[-1]))
         place.refresh()
 
 
@@ -102,7 +102,7 @@ def serve_until(place: BackupExchange, ready: Callable[[], bool]) -> None:
     limit = time.monotonic() + 30
     while not ready():
         assert time.monotonic() < limit
-        place.attend()
+        place.serve()
         time.sleep(1e-3)
 
 

@@ -32,7 +32,7 @@ def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call(
         if comm.rank == 0:
             meetings.settle(calls=1)
             assert said == [] and meetings.due, "only the second meeting is due"
-            notes.attend()
+            notes.serve()
         comm.barrier()
         notes.settle()
         return said

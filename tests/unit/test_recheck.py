@@ -179,7 +179,7 @@ def test_a_rank_that_errs_each_time_stops_the_run(text: Settings, tmp_path: Path
 
 def damages(trainer: Trainer, times: int) -> None:
     """Let what rank 1 gets of a sum be wrong, each time by more, in the first computations of step 2."""
-    reduce, left = trainer.exchange.carries_out[Kind.REDUCE], [times if trainer.comm.rank == 1 else 0]
+    reduce, left = trainer.exchange.handlers[Kind.REDUCE], [times if trainer.comm.rank == 1 else 0]
 
     def reduced(op: Operation) -> None:
         reduce(op)
@@ -187,7 +187,7 @@ def damages(trainer: Trainer, times: int) -> None:
             trainer.executor.gradients_in(op.range)[0] += left[0]
             left[0] -= 1
 
-    trainer.exchange.carries_out = {**trainer.exchange.carries_out, Kind.REDUCE: reduced}
+    trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.REDUCE: reduced}
 
 
 def test_a_fault_of_the_exchange_is_nobodys_own(text: Settings, tmp_path: Path) -> None:

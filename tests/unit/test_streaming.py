@@ -204,7 +204,7 @@ def test_a_start_that_is_stopped_evaluates_nothing(settings: dict[str, object], 
     """What was known before it is still the last validation loss, also beside the NaN of an earlier version."""
     (tmp_path / "stop").touch()
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
-    assert loop.outcome.wish is not None and 0 < loop.outcome.done < STEPS
+    assert loop.outcome.stop_request is not None and 0 < loop.outcome.done < STEPS
     found = step_metrics.read(tmp_path / "metrics.h5")
     assert len(found.evaluations["step"]) == 0 and step_metrics.summarise(found)["val_loss"] is None
     with step_metrics.MetricsWriter(tmp_path / "metrics.h5", 1, loop.outcome.done) as writer:

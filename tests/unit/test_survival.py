@@ -25,7 +25,7 @@ def handlers():
 
 
 @pytest.mark.parametrize(
-    ("number", "wish"),
+    ("number", "stop_request"),
     [
         (signal.SIGTERM, StopReason.REQUEUE),
         (signal.SIGHUP, StopReason.REQUEUE),
@@ -33,27 +33,27 @@ def handlers():
         (signal.SIGINT, StopReason.INTERRUPT),
     ],
 )
-def test_a_signal_becomes_a_wish_and_nothing_else(number: int, wish: StopReason) -> None:
-    wishes = StopRequests(None)
-    wishes.listen()
-    assert agreed_reason(wishes.current()) is None
+def test_a_signal_becomes_a_stop_request_and_nothing_else(number: int, stop_request: StopReason) -> None:
+    stop_requests = StopRequests(None)
+    stop_requests.listen()
+    assert agreed_reason(stop_requests.current()) is None
     os.kill(os.getpid(), number)
-    assert agreed_reason(wishes.current()) is wish
+    assert agreed_reason(stop_requests.current()) is stop_request
 
 
 def test_the_second_interrupt_does_not_wait() -> None:
-    wishes = StopRequests(None)
-    wishes.listen()
+    stop_requests = StopRequests(None)
+    stop_requests.listen()
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_stop_file_asks_for_a_requeue(tmp_path: Path) -> None:
-    wishes = StopRequests(tmp_path / STOP_FILE)
-    assert agreed_reason(wishes.current()) is None
+    stop_requests = StopRequests(tmp_path / STOP_FILE)
+    assert agreed_reason(stop_requests.current()) is None
     (tmp_path / STOP_FILE).touch()
-    assert agreed_reason(wishes.current()) is StopReason.REQUEUE
+    assert agreed_reason(stop_requests.current()) is StopReason.REQUEUE
 
 
 def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
@@ -65,13 +65,13 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
 def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text: str) -> None:
-    wishes = StopRequests()
-    wishes.grow_file = tmp_path / "grow"
-    assert wishes.ranks() == 0
-    wishes.grow_file.write_text(text)
-    assert wishes.ranks() == 0
-    wishes.grow_file.write_text("2\n")
-    assert wishes.ranks() == 2
+    stop_requests = StopRequests()
+    stop_requests.grow_file = tmp_path / "grow"
+    assert stop_requests.ranks() == 0
+    stop_requests.grow_file.write_text(text)
+    assert stop_requests.ranks() == 0
+    stop_requests.grow_file.write_text("2\n")
+    assert stop_requests.ranks() == 2
 
 
 # A rank in a call that ends by no signal, as in a collective of MPI: no handler of Python's runs. Its launcher sends.
@@ -103,15 +103,15 @@ def test_a_signal_is_a_wish_again_once_there_is_something_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCDIST_LAUNCH_DIR", str(tmp_path))
-    wishes = StopRequests()
-    wishes.listen()
-    wishes.starts()
+    stop_requests = StopRequests()
+    stop_requests.listen()
+    stop_requests.starts()
     assert [path.name for path in tmp_path.iterdir()] == [f"at-once-{os.getpid()}"]
-    wishes.begun()
+    stop_requests.begun()
     assert not list(tmp_path.iterdir())
     os.kill(os.getpid(), signal.SIGTERM)
-    assert agreed_reason(wishes.current()) is StopReason.REQUEUE
-    wishes.ignore()
+    assert agreed_reason(stop_requests.current()) is StopReason.REQUEUE
+    stop_requests.ignore()
 
 
 # The command line has not been imported yet; what it would do is given.

@@ -206,19 +206,19 @@ def test_a_gather_that_is_there_is_a_hit() -> None:
 
     def body(comm: Communicator) -> tuple[int, int]:
         with Run(comm, 3, "thread", "ring", 1) as run:
-            behind, carries_out = run.exchange.overlap, run.exchange.carries_out
+            behind, handlers = run.exchange.overlap, run.exchange.handlers
             assert behind is not None
             for late in (False, True):
                 if late and comm.rank == 1:
                     comm.recv(np.zeros(1), 0)  # sent when rank 0 has looked
-                carries_out[Kind.START_GATHER](Operation(Kind.START_GATHER, unit=1))
+                handlers[Kind.START_GATHER](Operation(Kind.START_GATHER, unit=1))
                 if not late:
                     behind.drain()
                     comm.barrier()
                 elif comm.rank == 0:
                     assert not behind._under_way[run.model.stages[1].layer].test()
                     behind._under_way[run.model.stages[1].layer] = Watched(comm, behind, run)
-                carries_out[Kind.WAIT_GATHER](Operation(Kind.WAIT_GATHER, unit=1))
+                handlers[Kind.WAIT_GATHER](Operation(Kind.WAIT_GATHER, unit=1))
                 run.exchange.free(Operation(Kind.FREE, unit=1))
             found = behind.fetched()
             return found.hits, found.misses

@@ -46,9 +46,9 @@ def cancel(words: tuple[str, ...], saves: bool) -> None:
     live = [job for job in found if job.id in words or job.entered is None or not job.entered.is_ended]
     jobs = _with_later_links(live or found[-1:])
     parts = dispatch.states_of_parts(job.id for job in jobs)
-    wishes = [_request(job, parts[job.id], saves) for job in jobs]  # raises before anything is done
-    for wish in reversed(wishes):  # what comes last first: it would begin when the one before it ends
-        _carry_out(wish)
+    requests = [_request(job, parts[job.id], saves) for job in jobs]  # raises before anything is done
+    for request in reversed(requests):  # what comes last first: it would begin when the one before it ends
+        _carry_out(request)
 
 
 def _with_later_links(jobs: Sequence[LocatedJob]) -> list[LocatedJob]:
@@ -98,20 +98,20 @@ def _check_is_ours(job: LocatedJob, parts: Sequence[JobState]) -> None:
         )
 
 
-def _carry_out(wish: CancelRequest) -> None:
+def _carry_out(request: CancelRequest) -> None:
     """Do it, and say what was done. Raises StorageError and MissingCapabilityError."""
-    job = wish.job
-    if wish.how == "over":
-        gone = wish.parts[0]
+    job = request.job
+    if request.how == "over":
+        gone = request.parts[0]
         why = f": {printable(gone.reason)}" if gone.state == SchedulerState.GONE else ""
         _log(f"job {job.id} is over already ({printable(gone.state)}{why})")
         return
-    if wish.how == ledger.SAVE:
+    if request.how == ledger.SAVE:
         _ask_to_save(job)
         return
     dispatch.cancel([job.id])
-    _record(job, wish.how)
-    _log(f"job {job.id} {'left the queue' if wish.how == 'pending' else 'was ended'}")
+    _record(job, request.how)
+    _log(f"job {job.id} {'left the queue' if request.how == 'pending' else 'was ended'}")
 
 
 def _ask_to_save(job: LocatedJob) -> None:

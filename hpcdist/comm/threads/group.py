@@ -100,13 +100,13 @@ class ThreadGroup:
             with condition:
                 condition.notify_all()
 
-    def bury(self, member: int) -> None:
+    def mark_dead(self, member: int) -> None:
         """Let every thread in this group or below that waits for ``member``, a number in the world, see its death."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
         for child in self._all_children():
-            child.bury(member)
+            child.mark_dead(member)
 
     def _all_children(self) -> list["ThreadGroup"]:
         with self.changed:
@@ -138,7 +138,7 @@ class RankDeath(BaseException):
 
 def register_rank(group: ThreadGroup, member: int) -> None:
     """Let this thread be ``member`` of the world ``group`` (local)."""
-    _rank_life.end = lambda: group.bury(member)
+    _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:

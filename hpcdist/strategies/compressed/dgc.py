@@ -139,11 +139,11 @@ class DgcExchange(LocalGradients):
         """Return also this rank's velocities and what it has not sent."""
         return [*super().pieces(), *self.unsent.pieces(), *self.velocity.pieces()]
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose state a checkpoint has; it may lack all of it (local)."""
         for kept in (self.unsent, self.velocity):
-            kept.foresee(state)
-        return {*super().foresee(state), *self.unsent.kinds, *self.velocity.kinds}
+            kept.prepare_restore(state)
+        return {*super().prepare_restore(state), *self.unsent.kinds, *self.velocity.kinds}
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where velocities go, and what was not sent."""

@@ -84,7 +84,7 @@ class Residuals:
             for segment, touched in store.layout.within(part)
         ]
 
-    def foresee(self, state: Mapping[str, Any]) -> None:
+    def prepare_restore(self, state: Mapping[str, Any]) -> None:
         """Take note of the numbers of the checkpoint that is about to be read: `wanted` follows them."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
@@ -165,11 +165,11 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
         self._give_up()
         return [*super().pieces(), *([] if self.residuals is None else self.residuals.pieces())]
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose residuals a checkpoint has; it may lack all of them (local)."""
-        found = set(super().foresee(state))
+        found = set(super().prepare_restore(state))
         if self.residuals is not None:
-            self.residuals.foresee(state)
+            self.residuals.prepare_restore(state)
             found |= set(self.residuals.kinds)
         return found
 

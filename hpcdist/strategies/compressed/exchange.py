@@ -50,7 +50,7 @@ class LocalGradients(AllreduceExchange):
     def __init__(self, seat: RankContext, optimizer: OptimizerConfig) -> None:
         super().__init__(replace(seat, optimizer=optimizer))
         self._replica = 0.0  # the squared norm of this replica's gradients, all stages together
-        self.carries_out = {**self.carries_out, Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
+        self.handlers = {**self.handlers, Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
 
     def keep(self, op: Operation) -> None:
         """Leave the gradients as they are (local)."""
@@ -165,9 +165,9 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
             found += self._codes.pieces(self._summing.kept())
         return found
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose residuals a checkpoint has; it may lack all of them, and factors (local)."""
-        return {*super().foresee(state), QUERY}
+        return {*super().prepare_restore(state), QUERY}
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where residuals and factors go."""

@@ -255,12 +255,12 @@ class OneBitExchange(LocalGradients):
                 found += stretch.pieces(SERVER, adam.server_error, adam.own, once)
         return found
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose errors a checkpoint has; it may lack them (local)."""
         self._before = state.get(FROZEN, 0)
         if not (isinstance(self._before, int) and self._before >= 0):
             raise StorageError(f"the checkpoint says that {self._before!r} ranks had errors of signs; it is damaged")
-        return {*super().foresee(state), SERVER, *(f"{WORKER}.{rank}" for rank in range(self._before))}
+        return {*super().prepare_restore(state), SERVER, *(f"{WORKER}.{rank}" for rank in range(self._before))}
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where moments and errors go."""

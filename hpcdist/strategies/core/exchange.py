@@ -136,7 +136,7 @@ Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 class Exchange(Protocol):
     """How replicas turn their gradients into the next parameters.
 
-    ``plan`` contributes operations to the step, and ``carries_out`` has the function for each kind of them; the
+    ``plan`` contributes operations to the step, and ``handlers`` has the function for each kind of them; the
     executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
     their sum over the replicas is the mean.
     """
@@ -152,7 +152,7 @@ class Exchange(Protocol):
     alternates: bool  # whether gradients of a step go elsewhere than those of the step before
     ahead: int  # how many gathers are started before their turn
     overlap: BackgroundCollectives | None  # the reductions that go on beside the computation, where there are any
-    carries_out: Handlers
+    handlers: Handlers
 
     @property
     def parameters(self) -> FlatStore:
@@ -233,7 +233,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of the ``state`` that will be restored, before `wanted` is asked (local).
 
         Returns the kinds of pieces that it may lack: they begin as they are.

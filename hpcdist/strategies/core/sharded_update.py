@@ -59,7 +59,7 @@ class ShardedUpdate:
         self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []  # counted by another
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
-        self.carries_out = {
+        self.handlers = {
             Kind.DIRECTION: self.direction,
             Kind.NORMS: self.norms,
             Kind.APPLY: self.apply,
@@ -218,7 +218,7 @@ class ShardedUpdateExchange:
         """Return parameters and optimizer state of the owned parts."""
         return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.counted)
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Return nothing: every piece has to be there (local)."""
         return ()
 

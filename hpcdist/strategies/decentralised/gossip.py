@@ -258,8 +258,8 @@ class GossipExchange(Replicas):
         self._last = self.plan()[-1]
         mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
         together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
-        handlers = {**self.carries_out, **together}
-        self.carries_out = handlers | {kind: self._then_look(handlers[kind]) for kind in LAST if kind in handlers}
+        handlers = {**self.handlers, **together}
+        self.handlers = handlers | {kind: self._then_look(handlers[kind]) for kind in LAST if kind in handlers}
 
     def plan(self) -> list[Operation]:
         """Return the local step, with the messages before it or behind it."""

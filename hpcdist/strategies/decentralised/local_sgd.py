@@ -65,7 +65,7 @@ class LocalSgdExchange(Replicas):
         self._outer = OuterOptimizer(seat, config) if config.has_outer_optimizer else None
         self._steps = 0  # since parameters were averaged
         self._weights = (0, 0)  # samples of those steps, this rank's and those of all ranks
-        self.carries_out = {**self.carries_out, Kind.AVERAGE: self.replace_by_mean}
+        self.handlers = {**self.handlers, Kind.AVERAGE: self.replace_by_mean}
 
     def plan(self) -> list[Operation]:
         """Return the local step, and the averaging that is due in some of them."""
@@ -132,7 +132,7 @@ class LocalSgdExchange(Replicas):
         if self._outer is not None:
             self._outer.begin(self.parameters)
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """A run that took no outer steps so far begins them at rest (local)."""
         return (OUTER,)
 

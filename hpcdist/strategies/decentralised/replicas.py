@@ -90,7 +90,7 @@ class Replicas(ShardedUpdateExchange):
         self.apart = False  # whether a step was made since all replicas were the same
         self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
         self._norm_squared = 0.0
-        self.carries_out: Handlers = {Kind.KEEP: self.keep, **self.owner.carries_out}
+        self.handlers: Handlers = {Kind.KEEP: self.keep, **self.owner.handlers}
 
     @property
     def step(self) -> int:

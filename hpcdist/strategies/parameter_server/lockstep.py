@@ -95,14 +95,14 @@ class LockStepExchange(ShardedUpdateExchange):
         for layer in seat.ranges.values() if shards is not None else ():
             self._within[layer] = [part for part, _ in self.site.messages if part.intersect(layer)]
         self._last = self.plan()[-1]
-        self.carries_out: Handlers = {
+        self.handlers: Handlers = {
             Kind.ADD: self.add,
             Kind.PUSH: self.push,
             Kind.COLLECT: self.collect,
             Kind.PUBLISH: self.publish,
             Kind.PULL: self.pull,
             Kind.MIRROR: self.follow,
-            **self.owner.carries_out,
+            **self.owner.handlers,
         }
 
     @property

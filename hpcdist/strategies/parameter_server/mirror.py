@@ -52,7 +52,7 @@ class Mirror(ShardedUpdate):
         self._messages = [part for part, server in site.messages if server == self.of]
         self._sent: list[Request] = []
         self._coming: dict[Range, Request] = {}
-        self.carries_out = {Kind.MIRROR: self.follow}
+        self.handlers = {Kind.MIRROR: self.follow}
 
     def plan(self) -> list[Operation]:
         """Return MIRROR of each range that this rank mirrors."""

@@ -65,7 +65,7 @@ class TiedCopies:
         self.gradients = seat.store("gradients", parts)
         owned_sizes = [seat.layout.by_key[tie.key].range.size for tie in self._owned]
         self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, seat.on)
-        self.carries_out: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
+        self.handlers: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
 
     @property
     def keys(self) -> set[str]:

@@ -58,7 +58,7 @@ class StepResult:
 
     loss: float = float("nan")
     gradient_norm: float = float("nan")
-    wishes: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    stop_requests: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_scale: float = 1.0
     skipped: bool = False
     recomputed: RecomputeVerdict | None = None
@@ -96,8 +96,8 @@ class Executor:
         evaluation = evaluation_operations(seat.placed, seat.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
-            **exchange.carries_out,
-            **self._stages.carries_out,
+            **exchange.handlers,
+            **self._stages.handlers,
             Kind.FORWARD: self._forward,
             **dict.fromkeys(COMPUTE[1:], self._backward),
             Kind.GATHER: self._gather,
@@ -120,21 +120,21 @@ class Executor:
         batches: Sequence[MicroBatch],
         samples: int,
         step: int,
-        wishes: np.ndarray,
+        stop_requests: np.ndarray,
         first_sample: int = 0,
     ) -> StepResult:
         """Run one step. Collective: every rank runs the list of its own place.
 
         ``batches`` are the micro-batches of this rank's replica, which begin with ``first_sample`` of the batch of all
-        replicas; ``samples`` counts those of all, and ``wishes`` (float64) are summed over the ranks along with the
-        loss. Raises NonFiniteError on every rank, before any parameter changed, when the loss is not finite, or the
+        replicas; ``samples`` counts those of all, and ``stop_requests`` (float64) are summed over the ranks along with
+        the loss. Raises NonFiniteError on every rank, before any parameter changed, when the loss is not finite, or the
         gradient and `loss_scale` has no cure.
         """
         self._draw = Draw(self.seed, step, first_sample)
         self._begin(operations, batches, self._draw)
         self.sizes, self.samples = [len(inputs) for inputs, _ in batches], samples
         self.exchange.count_samples(sum(self.sizes), samples)
-        self.number, self._sent, self._step = step, wishes, (operations, batches)
+        self.number, self._sent, self._step = step, stop_requests, (operations, batches)
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
         self.outcome = StepResult(loss_scale=self.loss_scale.scale)
         self._stages.scale = self._scale * self.outcome.loss_scale
@@ -199,13 +199,13 @@ class Executor:
         self._stages.forward(op)
 
     def _backward(self, op: Operation) -> None:
-        self._stages.carries_out[op.kind](op)
+        self._stages.handlers[op.kind](op)
         if self.meter is not None:
             self.meter.went_back(op)
 
     def _gather(self, op: Operation) -> None:
         """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
-        self.exchange.carries_out[op.kind](op)
+        self.exchange.handlers[op.kind](op)
         if self.exchange.gathers:
             if op.kind is not Kind.FREE:
                 store = self.exchange.parameters_at(self.model.stages[op.unit].layer)
@@ -214,7 +214,7 @@ class Executor:
 
     def _commit(self, op: Operation) -> None:
         """All parameters are elsewhere now."""
-        self.exchange.carries_out[op.kind](op)
+        self.exchange.handlers[op.kind](op)
         self._bound.moved()
 
     def _reduce(self, op: Operation) -> None:
@@ -225,7 +225,7 @@ class Executor:
             self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
         if self.meter is not None:
             self.meter.exchanges(op)
-        self.exchange.carries_out[op.kind](op)
+        self.exchange.handlers[op.kind](op)
         if not self.exchange.accumulates:
             for unit in units:
                 self._bound.exchanged(unit)
@@ -256,7 +256,7 @@ class Executor:
         outcome.loss = loss * self._scale
         self._norm_squared = float(values[0])  # of the scaled gradient
         outcome.gradient_norm = float(np.sqrt(values[0])) / outcome.loss_scale
-        outcome.measured, outcome.wishes = np.split(values[1:], [own.size])
+        outcome.measured, outcome.stop_requests = np.split(values[1:], [own.size])
 
     def _agree(self, op: Operation) -> None:
         self._sum_up()

@@ -118,7 +118,7 @@ class Stages:
         self.neighbours = StageMessages(seat, arena)
         self._skips = SkipExchange(seat.placed, self.neighbours)
         self.scale = 1.0  # of the loss, in backward
-        self.carries_out = {
+        self.handlers = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.BACKWARD_INPUT: self.backward,

@@ -137,7 +137,7 @@ class ZeroExchange(ShardedUpdateExchange):
         )
         self._trees = None if shards is None else LayerTrees(shards, levels)
         self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
-        self.carries_out: Handlers = {
+        self.handlers: Handlers = {
             Kind.ADD: self.add,
             Kind.REDUCE: self.reduce,
             Kind.COMBINE: self.combine,
@@ -145,13 +145,13 @@ class ZeroExchange(ShardedUpdateExchange):
             Kind.FREE: self.free,
             Kind.REFRESH: self.refresh,
             Kind.COMMIT: self.commit,
-            **self.owner.carries_out,
+            **self.owner.handlers,
         }
         self._behind: ZeroOverlap | None = None
         if self.overlap is not None:
             how = (self._layer_of, self.gradients_at, self._place, self._take_in)
             self._behind = ZeroOverlap(self.overlap, levels, self._order, *how)
-            self.carries_out = {**self.carries_out, **self._behind.carries_out}
+            self.handlers = {**self.handlers, **self._behind.handlers}
 
     def _is_cut(self, unit: int, persistent_below: int) -> bool:
         """Whether the parameters of ``unit`` are gathered for each use, and not kept whole (local)."""
@@ -303,7 +303,7 @@ class ZeroExchange(ShardedUpdateExchange):
         if self._node is not None:
             self.owner.parameters = self._node.begin()  # in front, as they are now
         for op in self._back():
-            self.carries_out[op.kind](op)
+            self.handlers[op.kind](op)
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""

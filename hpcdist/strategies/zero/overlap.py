@@ -153,7 +153,7 @@ class ZeroOverlap:
     ) -> None:
         self._overlap, self._levels, self._order = overlap, levels, order
         self._layer_of, self._gradients_at, self._place, self._take_in = layer_of, gradients_at, place, take_in
-        self.carries_out: Handlers = {
+        self.handlers: Handlers = {
             Kind.START: self.start,
             Kind.WAIT: self.wait,
             Kind.START_GATHER: self.start_gather,

@@ -109,7 +109,7 @@ def restore_state(trainer: "Trainer", origin: StateSource) -> None:
     """
     resumed = origin.scalars
     known = resumed.get("optimizer")
-    optional = trainer.exchange.foresee(known if isinstance(known, Mapping) else {})
+    optional = trainer.exchange.prepare_restore(known if isinstance(known, Mapping) else {})
     origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
     lacking = [name for name, kind in REQUIRED_SCALARS.items() if not isinstance(resumed.get(name), kind)]
     if not lacking and "count" not in resumed["optimizer"]:

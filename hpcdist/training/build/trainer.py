@@ -177,10 +177,10 @@ class Trainer:
             return data.shards(batch, run.global_batch // run.logical_shards, _microbatches(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
-    def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> StepResult:
+    def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
         """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
-        return self.executor.run(self.operations, batches, samples, number, wishes, first)
+        return self.executor.run(self.operations, batches, samples, number, stop_requests, first)
 
     def samples(self, step: int) -> int:
         """Return how many samples all replicas together take in ``step``, counted from 1 (local)."""

@@ -84,7 +84,7 @@ class SlowedExecutor(Executor):
         batches: Sequence[MicroBatch],
         samples: int,
         step: int,
-        wishes: np.ndarray,
+        stop_requests: np.ndarray,
         first_sample: int = 0,
     ) -> StepResult:
         """Run one step, as `Executor.run`, at the pace of this rank."""
@@ -93,7 +93,7 @@ class SlowedExecutor(Executor):
         factor = self._config.slow_factor if is_slow(self._config, self._rank, step) else 1.0
         self._pace = SlowdownTimer(count, self._config.step_s * own / self._even_samples, factor)
         try:
-            return super().run(operations, batches, samples, step, wishes, first_sample)
+            return super().run(operations, batches, samples, step, stop_requests, first_sample)
         finally:
             self._pace = None
 
@@ -120,7 +120,7 @@ class SlowedExecutor(Executor):
         while (left := end - time.perf_counter()) > 0:
             time.sleep(min(left, SLEEP_SLICE_S) if serves else left)
             if serves:
-                exchange.carries_out[Kind.COLLECT](Operation(Kind.COLLECT))
+                exchange.handlers[Kind.COLLECT](Operation(Kind.COLLECT))
 
 
 DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO}
@@ -220,9 +220,9 @@ class FaultyExecutor(SlowedExecutor):
     def arm(self, faults: FaultPlan) -> None:
         """Let ``faults`` happen; before the first step (local)."""
         self.faults = faults
-        carried = self.exchange.carries_out
+        carried = self.exchange.handlers
         sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
-        self.exchange.carries_out = {**carried, **sends}
+        self.exchange.handlers = {**carried, **sends}
 
     def run(
         self,
@@ -230,14 +230,14 @@ class FaultyExecutor(SlowedExecutor):
         batches: Sequence[MicroBatch],
         samples: int,
         step: int,
-        wishes: np.ndarray,
+        stop_requests: np.ndarray,
         first_sample: int = 0,
     ) -> StepResult:
         """Run one step, as `Executor.run`, and what happens in it."""
         self._due, self._agreed = self.faults.of_step(step), False
         try:
             self._meet("begin")
-            found = super().run(operations, batches, samples, step, wishes, first_sample)
+            found = super().run(operations, batches, samples, step, stop_requests, first_sample)
             self._meet(END_OF_STEP)
         finally:
             self._due = []

@@ -165,19 +165,19 @@ class ElasticJob:
                 if self._broken:
                     self._meet()
                 code = self._live(origin)
-            except GrowthRequested as wish:
-                self._growth = wish.ranks
-                self._mourn(wish)
+            except GrowthRequested as growth:
+                self._growth = growth.ranks
+                self._acknowledge(growth)
             except Exception as error:
                 if not is_rank_failure(error, self._team.everyone):
                     raise
-                self._mourn(error)
+                self._acknowledge(error)
             # Some may have come to the end when a death kept others from it: nobody leaves those alone.
             if self._team.everyone.agree(code is not None) and code is not None:
                 return code
             self._broken = True
 
-    def _mourn(self, error: Exception) -> None:
+    def _acknowledge(self, error: Exception) -> None:
         """Remember what may be needed, and let go of everything that joins this rank with the others (local)."""
         if not self._broken:
             self._lost_at = time.monotonic()
@@ -233,7 +233,7 @@ class ElasticJob:
             if recalled is not None:
                 recalled.fill(team.everyone, (), ())  # it may have had a place before, and remember its part
                 recalled = None
-            job.wishes.begun()  # others train, and say how it ends
+            job.stop_requests.begun()  # others train, and say how it ends
             return team.wait()
         session = self._session.survive(world)
         self._life = life = Incarnation(session)
@@ -305,9 +305,9 @@ class ElasticJob:
             if life.loop.starts is not None:
                 life.loop.starts.survived(len(self._change.lost))
         if trainer.comm.rank == 0:
-            self._job.wishes.grow_file = self._job.run.path / GROW_FILE
+            self._job.stop_requests.grow_file = self._job.run.path / GROW_FILE
             if self._change is not None and self._change.grown:
-                self._job.wishes.grown()
+                self._job.stop_requests.grown()
         self._change = MembershipChange()
         life.protection.keep(trainer.first_step, now=True)
 

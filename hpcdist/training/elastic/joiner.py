@@ -18,8 +18,8 @@ from hpcdist.training.run.stop_requests import StopRequests
 
 def main() -> int:
     """Join the job that started this process, and train with it to its end. Collective with all other newcomers."""
-    wishes = StopRequests()
-    wishes.listen()
+    stop_requests = StopRequests()
+    stop_requests.listen()
     session = start_joined()
     try:
         mine, change, told = membership.join(session.comm)
@@ -27,8 +27,10 @@ def main() -> int:
         if is_rank_failure(error, session.comm):
             end_alone(error)  # who started it meets again, and starts others
         raise
-    wishes.ends = told["ends"]
-    job = TrainingJob(told["recipe"], told["run"], wishes, RunLock(), told["as_json"], told["holder"], told["lives"])
+    stop_requests.ends = told["ends"]
+    job = TrainingJob(
+        told["recipe"], told["run"], stop_requests, RunLock(), told["as_json"], told["holder"], told["lives"]
+    )
     ElasticJob(job, session, mine, told["life"], change).run()
     return 0
 

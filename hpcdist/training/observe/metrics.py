@@ -175,7 +175,7 @@ MOST_LEAD_STEPS: Final = 1 << 16  # steps ahead of the slowest worker of which r
 class AsyncRunMetrics(RunMetrics):
     """Rows of ranks that do not meet to write them. Construction and `flush` are collective, all else is local.
 
-    `attend`, between two steps, sends to rank 0 what is due; rank 0 takes what has come and writes the row of a step
+    `serve`, between two steps, sends to rank 0 what is due; rank 0 takes what has come and writes the row of a step
     once all workers have made it. Until then those of faster workers wait in the memory of rank 0: a run that is killed
     loses them, and the rows of about `EVERY_S` seconds, as every killed run does. Samples of energy are collected, and
     written, by `flush` alone: when a checkpoint is saved and at the end.
@@ -207,7 +207,7 @@ class AsyncRunMetrics(RunMetrics):
         """Take note of the step from which each worker goes on (local)."""
         self._last = dict(clocks)
 
-    def attend(self) -> None:
+    def serve(self) -> None:
         """Send rows that are due; on rank 0, take and write those that have come. Waits for nobody (local)."""
         self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:

@@ -66,9 +66,9 @@ class SdcCheck:
         self._step, self._digest = 0, xxhash.xxh3_128()
         self._suspects: set[int] = set()  # of the last time that a step was computed again
         executor.recheck = self.agreed
-        carried = self._exchange.carries_out
+        carried = self._exchange.handlers
         sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
-        self._exchange.carries_out = {**carried, **sends}
+        self._exchange.handlers = {**carried, **sends}
 
     def _send(self, handler: Callable[[Operation], None], op: Operation) -> None:
         """Carry out ``op``, which takes gradients, and remember what they were (local)."""

@@ -70,14 +70,14 @@ class AsyncTrainingLoop(TrainingLoop):
             over = self._meet()
         self.metrics.note_clocks()
         self._count_what_was_served()
-        self.wishes.answered()
-        self.pace.ended(self.outcome.wish is not None)
+        self.stop_requests.answered()
+        self.pace.ended(self.outcome.stop_request is not None)
         return self.outcome
 
     def _wants(self) -> bool:
         """Whether this rank wishes for a meeting (local). A server asks behind each of its updates."""
         self._tighten()
-        return bool(self.wishes.current().any())
+        return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
         """On a server, end the grace of the first step once every worker has made one (local)."""
@@ -86,9 +86,9 @@ class AsyncTrainingLoop(TrainingLoop):
         steps = self.trainer.recipe.run.steps
         seen = list(self.exchange.seen.values())
         if any(now > first for now, first in zip(seen, self._begins, strict=True)):
-            self.wishes.begun()  # an update is made, and may be saved
+            self.stop_requests.begun()  # an update is made, and may be saved
         if all(now > first or first == steps for now, first in zip(seen, self._begins, strict=True)):
-            self.wishes.begun()
+            self.stop_requests.begun()
             if self.session.watchdog is not None:
                 self.session.watchdog.tighten()
             self._begins = []
@@ -96,7 +96,7 @@ class AsyncTrainingLoop(TrainingLoop):
     def _attend(self) -> None:
         """Bring rows on their way (local)."""
         with self._apart():
-            self.metrics.attend()
+            self.metrics.serve()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class AsyncTrainingLoop(TrainingLoop):
         if exchange.shard is not None:  # updates that it made for others, and its own, are no communication
             found.seconds["update_s"] += exchange.shard.busy_s - busy_s
             found.seconds["communication_s"] -= exchange.shard.busy_s - busy_s
-        self.wishes.begun()
+        self.stop_requests.begun()
         self._note(step, found, found.loss * divisor / max(1, samples), samples)
 
     def _note(self, step: int, found: StepResult, loss: float, samples: int) -> None:
@@ -188,7 +188,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     def _meet(self) -> bool:
         """Come together and do what is due; whether the run is over. Collective."""
-        self.wishes.begun()
+        self.stop_requests.begun()
         self.exchange.meet()
         if self.session.watchdog is not None:
             self.session.watchdog.tighten()
@@ -210,9 +210,9 @@ class AsyncTrainingLoop(TrainingLoop):
         clocks = np.zeros(len(exchange.roles.workers))
         if exchange.works:
             clocks[exchange.roles.workers.index(comm.rank)] = before = exchange.clock
-        values = exchange.agree(np.concatenate([self.wishes.current(), own, clocks]))
-        wishes, found = values[: len(StopReason)], values[len(StopReason) :].tolist()
-        exchange.adjourn([int(clock) for clock in found[len(own) :]], updates=int(found[2]), calls=int(found[1]))
+        values = exchange.agree(np.concatenate([self.stop_requests.current(), own, clocks]))
+        stop_requests, found = values[: len(StopReason)], values[len(StopReason) :].tolist()
+        exchange.leave([int(clock) for clock in found[len(own) :]], updates=int(found[2]), calls=int(found[1]))
         if exchange.works and exchange.clock > before:
             self._note_missed()
         self.outcome.done = min(exchange.clocks)
@@ -225,19 +225,19 @@ class AsyncTrainingLoop(TrainingLoop):
             )
         if found[4]:
             self.outcome.loss = found[3] / found[4]
-        return agreed_reason(wishes)
+        return agreed_reason(stop_requests)
 
-    def _decide(self, wish: StopReason | None) -> bool:
+    def _decide(self, stop_request: StopReason | None) -> bool:
         """Save, stop: what all ranks agreed on. Collective."""
         outcome, recipe = self.outcome, self.trainer.recipe
         self._finish_save()  # ranks that share no step agree on nothing between two meetings
         finished = outcome.done == recipe.run.steps
         every = recipe.checkpoint.every_steps
-        if finished or wish is not None:
+        if finished or stop_request is not None:
             self.exchange.refresh()
             self._save(outcome.done)
             self._finish_save()
-            outcome.wish = None if finished else wish
+            outcome.stop_request = None if finished else stop_request
             return True
         if every and outcome.done // every > self._saved_at // every:
             self._save(outcome.done)

@@ -29,10 +29,12 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     run --survive` started goes on when ranks die.
     """
     standard_streams.tolerate()
-    wishes = StopRequests(ends=end_of_job(limit_s, time.time(), os.environ))
-    wishes.listen()
+    stop_requests = StopRequests(ends=end_of_job(limit_s, time.time(), os.environ))
+    stop_requests.listen()
     lock = RunLock()
-    wishes.starts(lock.release, failfast.note_end)  # a signal before the end of the first step finds nothing to save
+    stop_requests.starts(
+        lock.release, failfast.note_end
+    )  # a signal before the end of the first step finds nothing to save
     mode, spares = membership.mode_of()
     if mode:
         rules.refuse_beside_survival(recipe, mode, spares)
@@ -40,7 +42,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     survived = elastic_job.begin_membership(session, mode, spares) if mode else None
     run = run_directory.prepare_run_directory(session.comm, recipe, out, resume, lock)
-    job = TrainingJob(recipe, run, wishes, lock, as_json)
+    job = TrainingJob(recipe, run, stop_requests, lock, as_json)
     origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
     if survived is None:
         session.leave(job.train(session, recipe, origin))

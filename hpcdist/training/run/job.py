@@ -42,7 +42,7 @@ class TrainingJob:
 
     recipe: Recipe
     run: run_directory.RunDirectory
-    wishes: StopRequests
+    stop_requests: StopRequests
     lock: RunLock
     as_json: bool
     holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
@@ -72,7 +72,7 @@ class TrainingJob:
 
     def described(self, life: int) -> dict[str, Any]:
         """Return what a process is told that comes to train in ``life`` (local)."""
-        told = {"recipe": self.recipe, "run": self.run, "ends": self.wishes.ends, "as_json": self.as_json}
+        told = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return told | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
@@ -97,7 +97,7 @@ class TrainingJob:
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
-        return loop_class(trainer)(session, trainer, self.run.path, progress, attributes, self.wishes, energy)
+        return loop_class(trainer)(session, trainer, self.run.path, progress, attributes, self.stop_requests, energy)
 
     def steps(self, loop: TrainingLoop) -> "JobResult":
         """Make the steps that are left, and evaluate. Collective."""
@@ -111,8 +111,8 @@ class TrainingJob:
                 raise
             loop.progress.close()
             val_loss = float("nan")
-            if outcome.wish is None:
-                with loop.onlookers.phase("validation", "validation"), loop.wishes.all_saved():
+            if outcome.stop_request is None:
+                with loop.onlookers.phase("validation", "validation"), loop.stop_requests.all_saved():
                     val_loss = mean_validation_loss(loop.trainer)
         loop.metrics.flush()
         return JobResult(outcome, val_loss)
@@ -145,12 +145,12 @@ class TrainingJob:
                     f"{self.run.path}` for what the run has measured",
                     file=sys.stderr,
                 )
-            stopped = "" if outcome.wish is None else self._how_to_go_on(outcome.done, trainer)
+            stopped = "" if outcome.stop_request is None else self._how_to_go_on(outcome.done, trainer)
             if not exit_file.announce_completion(stopped) and stopped:
                 print(stopped, file=sys.stderr, flush=True)
         trainer.close()
         self.lock.release()
-        return OK if outcome.wish is None else EXIT_CODES[outcome.wish]
+        return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
 
     def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
         """Return the line that a stopped run ends with: the very command that goes on, where this process knows it."""

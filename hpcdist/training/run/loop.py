@@ -112,7 +112,7 @@ class RunOutcome:
 
     first: int
     done: int
-    wish: StopReason | None = None
+    stop_request: StopReason | None = None
     loss: float = math.nan
     steps: StepStatistics = field(default_factory=StepStatistics)
     served_bytes: float = math.nan  # sent for each step, by a rank that serves workers that do not meet
@@ -149,14 +149,14 @@ class TrainingLoop:
         directory: Path,
         progress: ConsoleProgress,
         attributes: Mapping[str, float | str],
-        wishes: StopRequests,
+        stop_requests: StopRequests,
         energy: EnergyRecorder,
     ) -> None:
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
-        self.wishes = wishes
-        self.wishes.stop_file = directory / STOP_FILE if rank0 else None
+        self.stop_requests = stop_requests
+        self.stop_requests.stop_file = directory / STOP_FILE if rank0 else None
         self.traffic = OperationTiming(session.comm.events)
         session.comm.events = self.traffic
         self.saver = build_saver(trainer, directory / "checkpoints")
@@ -172,10 +172,10 @@ class TrainingLoop:
         config, state_bytes = trainer.recipe.checkpoint, trainer.state_bytes()
         saving.stripe_checkpoints(session.comm, self.saver.directory, config, state_bytes, progress.say)
         self.starts = StartRecord(directory) if rank0 else None
-        self.pace = CheckpointTimer(config, state_bytes, wishes.ends, progress.say, starts=self.starts)
+        self.pace = CheckpointTimer(config, state_bytes, stop_requests.ends, progress.say, starts=self.starts)
         if rank0:
-            self.wishes.time_up = self.pace.time_up
-            self.wishes.let_go(partial(self.pace.ended, stopped=True))
+            self.stop_requests.time_up = self.pace.time_up
+            self.stop_requests.let_go(partial(self.pace.ended, stopped=True))
         self._held_s, self._save_s = 0.0, 0.0  # by saves since the last row, and by the last one
         self._began = math.nan  # when the last save began
         self.outcome = RunOutcome(trainer.first_step, trainer.first_step)
@@ -190,7 +190,7 @@ class TrainingLoop:
         with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(self.onlookers.awaited(batches), start=trainer.first_step + 1):
                 self.step(step, batch)
-                if self.outcome.wish is not None:
+                if self.outcome.stop_request is not None:
                     break
         return self.end()
 
@@ -209,7 +209,7 @@ class TrainingLoop:
 
     def end(self) -> RunOutcome:
         """Save what is not saved yet, and bring the rows of all ranks to the file."""
-        self.wishes.begun()
+        self.stop_requests.begun()
         outcome = self.outcome
         self.metrics.flush()
         self.metrics.note_clocks()
@@ -217,9 +217,9 @@ class TrainingLoop:
             self._look(outcome.done, save=True)
         self._finish_save()
         if outcome.done == self.trainer.recipe.run.steps:
-            outcome.wish = None  # the run is complete: nobody needs to start it again
-        self.wishes.answered()
-        self.pace.ended(outcome.wish is not None)
+            outcome.stop_request = None  # the run is complete: nobody needs to start it again
+        self.stop_requests.answered()
+        self.pace.ended(outcome.stop_request is not None)
         return outcome
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
@@ -242,9 +242,9 @@ class TrainingLoop:
         self.streaming.stepped(step, found, self.onlookers.waited_s)
         if trainer.noise is not None:
             trainer.noise.after(step, found)
-        self.wishes.begun()
+        self.stop_requests.begun()
         outcome = self.outcome
-        outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed_reason(found.wishes)
+        outcome.done, outcome.loss, outcome.stop_request = step, found.loss, agreed_reason(found.stop_requests)
         figures = {"communication_s": found.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.overlap is not None:
             exposed_s, total_s = trainer.exchange.overlap.taken()
@@ -254,16 +254,16 @@ class TrainingLoop:
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
         outcome.steps.add(step_s, bytes_sent, **figures)
         outcome.checkpoint = None
-        if found.wishes[len(StopReason)] > 0:
+        if found.stop_requests[len(StopReason)] > 0:
             self.metrics.flush()
             self._note_measured()
-        if found.wishes[len(StopReason)] > 1:
+        if found.stop_requests[len(StopReason)] > 1:
             self.metrics.note_clocks()
         self.pace.stepped(step_s - self._held_s)
         self._held_s = 0.0
-        self._settle(found.wishes[len(StopReason) + 3 :])
-        self._look(step, save=found.wishes[len(StopReason) + 1] > 0)
-        self._protect(step, found.wishes[len(StopReason) + 2])
+        self._settle(found.stop_requests[len(StopReason) + 3 :])
+        self._look(step, save=found.stop_requests[len(StopReason) + 1] > 0)
+        self._protect(step, found.stop_requests[len(StopReason) + 2])
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
             self.notes.shares(step, -1)
@@ -273,11 +273,11 @@ class TrainingLoop:
         # Further numbers decide with the others when all ranks bring their rows to the file (2: and compare their
         # clocks), and when they save.
         flushes = float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0)
-        due = [flushes, float(trainer.comm.rank == 0 and self.pace.due()), self.wishes.ranks()]
-        wishes = np.concatenate([self.wishes.current(), due, self.saver.numbers()])
+        due = [flushes, float(trainer.comm.rank == 0 and self.pace.due()), self.stop_requests.ranks()]
+        stop_requests = np.concatenate([self.stop_requests.current(), due, self.saver.numbers()])
         try:
             with self.onlookers.ranges("step", "step"):
-                return trainer.step(step, batches, wishes)
+                return trainer.step(step, batches, stop_requests)
         except NonFiniteError as error:
             explained = explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()
@@ -312,7 +312,7 @@ class TrainingLoop:
         if self.protection is None:
             return
         steps = self.trainer.recipe.run.steps
-        grows = ranks > 0 and step < steps and self.outcome.wish is None
+        grows = ranks > 0 and step < steps and self.outcome.stop_request is None
         self.protection.keep(step, now=grows)
         if grows:
             self._finish_save()

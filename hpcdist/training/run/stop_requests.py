@@ -215,10 +215,10 @@ class StopRequests:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        wish = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.REQUEUE
-        if wish is StopReason.INTERRUPT and self._wanted[wish]:
+        stop_request = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.REQUEUE
+        if stop_request is StopReason.INTERRUPT and self._wanted[stop_request]:
             raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
-        self._wanted[wish] = 1.0
+        self._wanted[stop_request] = 1.0
 
     def current(self) -> np.ndarray:
         """Return this rank's wishes as numbers to be summed over the ranks."""

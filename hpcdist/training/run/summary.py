@@ -172,7 +172,7 @@ def summarise(
         **figures.straggler_figures(trainer, workers),
         **noise_scale.noise_figures(trainer),
         "run_dir": str(directory),
-        "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
+        "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
     return summary | _reasons(trainer, summary, bool(shares))
 

@@ -230,12 +230,12 @@ class BackupExchange(AsynchronousServerExchange):
     def _told(self, what: ControlFields) -> None:
         self.clock, self.taken = what.clock, not what.dropped
 
-    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Take note of what the meeting found out: clocks of the workers, updates, calls. Collective over the world.
 
         Whoever was late, and called before the others made their last step, missed that: it goes on where they are.
         """
-        super().adjourn([updates] * len(clocks), updates, calls)
+        super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
             self._quorum.convene(updates)
         if min(clocks) < updates:

@@ -140,7 +140,7 @@ class AsynchronousServerExchange:
         self._pushes = True
         self.meet_at, self.together = 0, True
         self.clock, self.updates, self.clocks = 0, 0, [0] * len(roles.workers)
-        self.carries_out: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.attend}
+        self.handlers: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.serve}
 
     def plan(self) -> list[Operation]:
         """Return what a worker does; a dedicated server has no steps, it waits in `meet`."""
@@ -163,9 +163,9 @@ class AsynchronousServerExchange:
         if server != self.rank and self._pushes:
             self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
 
-    def attend(self, op: Operation | None = None) -> None:
+    def serve(self, op: Operation | None = None) -> None:
         """Serve what has come; wait for nothing (local)."""
-        self._notes.attend()
+        self._notes.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
         """Return by how many samples the gradient of a step is divided, of which this worker has ``samples`` (local).
@@ -209,7 +209,7 @@ class AsynchronousServerExchange:
             if server != self.rank:
                 self._notes.tell(server, ControlKind.DROP)
         while not all(request.test() for request in self._pushed):
-            self._notes.attend()
+            self._notes.serve()
             time.sleep(SHORTEST_S)
         self._pushed.clear()
         self._pushes = False
@@ -270,7 +270,7 @@ class AsynchronousServerExchange:
         self.meetings.meet()
         self.together = True
 
-    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
@@ -344,7 +344,7 @@ class AsynchronousServerExchange:
         """Return what this rank serves, parameters and optimizer state; a dedicated worker saves nothing."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
 
-    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Return nothing: every piece has to be there (local)."""
         return ()
 

@@ -187,9 +187,9 @@ class AsynchronousExchange(AsynchronousServerExchange):
     def _factor(self, staleness: int) -> float:
         return 1.0 / max(1, staleness) if self._aware else 1.0
 
-    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+    def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
-        super().adjourn(clocks, updates, calls)
+        super().leave(clocks, updates, calls)
         found = dict(zip(self.roles.workers, self.clocks, strict=True))
         assert self.shard is None or self.seen == found, f"pushes {self.seen} came to server {self.rank} of {found}"
         self._vector.convene(found)

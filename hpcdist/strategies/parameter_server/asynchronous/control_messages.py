@@ -80,7 +80,7 @@ class ControlChannel:
         """Close what has been sent, so that no deadline is held against it."""
         self._sent = [request for request in self._sent if not request.test()]
 
-    def attend(self) -> None:
+    def serve(self) -> None:
         """Answer the notes that have come; wait for none."""
         while (letter := self._next()) is not None:
             self._answer(letter)
