@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.optim.base import ElementWise, LayerWise, SegmentWise
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim.update import fused, kernels
 
 
 class AdamW(ElementWise):
@@ -36,7 +36,7 @@ class AdamW(ElementWise):
         decay: float,
         working: Array | None,
     ) -> None:
-        exact.adam(
+        fused.adam(
             weights,
             gradient,
             self.slots["m"].range(where),

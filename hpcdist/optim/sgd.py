@@ -7,7 +7,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.optim.base import ElementWise, LayerWise
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim.update import fused, kernels
 
 
 class Sgd(ElementWise):
@@ -52,9 +52,9 @@ class Sgd(ElementWise):
         working: Array | None,
     ) -> None:
         if not self.slots:
-            exact.sgd(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
+            fused.sgd(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
             return
-        exact.momentum(
+        fused.momentum(
             weights,
             gradient,
             self.slots["momentum"].range(where),

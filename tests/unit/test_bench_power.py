@@ -622,8 +622,8 @@ from hpcdist.errors import HpcdistError
 def chosen(device, ranks=1, on=None, clocks=(), **environment):
     recipe = SimpleNamespace(run=SimpleNamespace(device=device), energy=SimpleNamespace(powercap="nowhere"))
     try:
-        with LimitedDevices(PowerAxes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as
-        devices:
+        axes = PowerAxes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks)
+        with LimitedDevices(axes, recipe, on, environment) as devices:
             return devices.kind, [knob.device for knob in devices.power], devices.described()[-1]
     except HpcdistError as error:
         return str(error)

@@ -237,7 +237,7 @@ SECOND = 0
 RANKS = 2
 BUS = ["0000:10:00.0"] * 4
 """
-        + JOB.replace("    with Monitor(", "    monitor = Monitor(")
+        + JOB.replace("    with EnergyMonitor(", "    monitor = EnergyMonitor(")
         .replace(" as monitor:\n", "\n    monitor.restore(STATE)\n    with monitor:\n")
         .replace("report = monitor.report()", "report = json.loads(json.dumps(monitor.state()))")
         + """

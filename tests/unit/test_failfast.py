@@ -87,7 +87,7 @@ def test_what_is_no_failure_passes(source: str, code: int) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
 
-OUTLIVED = "failfast.outlive(lambda error: isinstance(error, CommunicationError))\n"
+OUTLIVED = "failfast.set_survivable(lambda error: isinstance(error, CommunicationError))\n"
 
 
 def test_where_deaths_are_outlived_a_thread_that_meets_one_says_nothing() -> None:
@@ -123,15 +123,17 @@ def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path:
 
 
 def test_who_does_not_go_on_within_the_limit_ends_the_job() -> None:
-    ended = run("failfast.allow(60)\nfailfast.allow(0.05)\ntime.sleep(60)")
+    ended = run("failfast.set_recovery_limit(60)\nfailfast.set_recovery_limit(0.05)\ntime.sleep(60)")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
     assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
-    gone_on = run("failfast.allow(0.2)\nfailfast.allow(None)\ntime.sleep(0.5)\nfailfast.allow(float('inf'))")
+    limits = ("0.2", "None", "float('inf')")
+    first, *others = (f"failfast.set_recovery_limit({limit})\n" for limit in limits)
+    gone_on = run(f"{first}{others[0]}time.sleep(0.5)\n{others[1]}")
     assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")
 
 
 def test_a_rank_that_moved_fails_under_its_new_number() -> None:
-    ended = run("failfast.move(1)\n1 / 0")
+    ended = run("failfast.set_rank(1)\n1 / 0")
     assert ended.returncode == 1 and "[rank 1] rank 1 failed" in ended.stderr
 
 

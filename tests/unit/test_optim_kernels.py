@@ -6,14 +6,14 @@ import pytest
 
 from hpcdist.arrays import jit
 from hpcdist.arrays.dtypes import BFLOAT16
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim.update import fused, kernels
 
 
 @pytest.fixture(params=["loops", "gpu"], autouse=True)
 def path(request, monkeypatch):
     """The loops of the CPU, and what a GPU runs in their place, here on numpy."""
     if request.param == "gpu":
-        host_kernels.install(monkeypatch, kernels, exact)
+        host_kernels.install(monkeypatch, kernels, fused)
     return request.param
 
 
@@ -107,10 +107,10 @@ UPDATES = {
     "adam, not corrected": ("adam", ADAM | dict(corrects=False)),
     "heavy ball": ("momentum", CONSTANTS | dict(momentum=0.8, nesterov=False)),
     "nesterov": ("momentum", CONSTANTS | dict(momentum=0.8, nesterov=True)),
-    "plain": ("plain", CONSTANTS),
-    "plain, no decay": ("plain", CONSTANTS | dict(decay=0.0, scale=1.0)),
+    "plain": ("sgd", CONSTANTS),
+    "plain, no decay": ("sgd", CONSTANTS | dict(decay=0.0, scale=1.0)),
 }
-SLOTS = {"adam": 2, "momentum": 1, "plain": 0}
+SLOTS = {"adam": 2, "momentum": 1, "sgd": 0}
 
 
 def updated(name, options, w, g, m, v):
@@ -122,7 +122,7 @@ def updated(name, options, w, g, m, v):
         mean, square = m / (1 - options["beta1"] ** start), v / (1 - options["beta2"] ** start)
         return w - options["rate"] * (mean / (np.sqrt(square) + options["epsilon"]) + options["decay"] * w), m, v
     g = g + options["decay"] * w
-    if name == "plain":
+    if name == "sgd":
         return w - options["rate"] * g, m, v
     m = options["momentum"] * m + g
     return w - options["rate"] * (g + options["momentum"] * m if options["nesterov"] else m), m, v
@@ -142,7 +142,7 @@ def test_a_fused_update_is_the_formula(rng, case, size, dtype):
     name, options = UPDATES[case]
     arrays = drawn(rng, size, dtype)
     expected = updated(name, options, *(x.astype(np.float64) for x in arrays))
-    getattr(exact, name)(*arrays[: SLOTS[name] + 2], **options)
+    getattr(fused, name)(*arrays[: SLOTS[name] + 2], **options)
     w, _, m, v = arrays
     for got, want in zip((w, m, v), expected, strict=True):
         assert got.dtype == dtype
@@ -160,7 +160,7 @@ def test_what_is_not_finite_stays_where_it_was(rng, case, bad):
     arrays[1][5] = bad
     for each in (arrays, clean):
         with np.errstate(invalid="ignore"):
-            getattr(exact, name)(*each[: SLOTS[name] + 2], **options)
+            getattr(fused, name)(*each[: SLOTS[name] + 2], **options)
     assert not np.isfinite(arrays[0][5])
     for got, want in zip(arrays[:1] + arrays[2 : SLOTS[name] + 2], clean[:1] + clean[2:], strict=False):
         assert np.array_equal(np.delete(got, 5), np.delete(want, 5))
@@ -173,7 +173,7 @@ def test_one_pass_has_the_bits_of_a_direction_and_a_descent(rng, case, dtype, pa
     once, twice = drawn(rng, 1003, dtype), drawn(rng, 1003, dtype)
     for array, other in zip(twice, once, strict=True):
         array[...] = other
-    getattr(exact, name)(*once[: SLOTS[name] + 2], **options)
+    getattr(fused, name)(*once[: SLOTS[name] + 2], **options)
     rest = {key: value for key, value in options.items() if key != "rate"}
     getattr(kernels, f"{name}_direction")(*twice[: SLOTS[name] + 2], **rest)
     kernels.descend(twice[0], twice[1], options["rate"])
@@ -215,7 +215,7 @@ def test_kernels_write_through_views_and_nothing_beside_them(rng):
 
 def test_samples_are_of_the_types_that_training_uses(rng):
     """`hpcdist warmup` must leave nothing to compile for a float32 or float64 master."""
-    mine = [k for k in jit._kernels if k.function.__module__ in (kernels.__name__, exact.__name__)]
+    mine = [k for k in jit._kernels if k.function.__module__ in (kernels.__name__, fused.__name__)]
     assert len(mine) == 11
     for kernel in mine:
         for arguments in kernel._samples:
@@ -229,6 +229,6 @@ def test_samples_are_of_the_types_that_training_uses(rng):
         kernels.descend_with_velocity(w, g, m, rate=0.1, momentum=0.9, decay=0.0)
         kernels.sum_of_squares(w)
         for name, options in UPDATES.values():
-            getattr(exact, name)(*(w, g, m, v)[: SLOTS[name] + 2], **options)
+            getattr(fused, name)(*(w, g, m, v)[: SLOTS[name] + 2], **options)
         kernels.round_into(w, np.zeros(16, BFLOAT16))
     assert {k.__name__: len(k.compiled.signatures) for k in mine} == compiled

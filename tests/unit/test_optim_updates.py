@@ -14,7 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.optim import base, norms, optimizer, rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim.update import fused, kernels
 
 STEPS = 100
 FLOAT64 = np.dtype("float64")
@@ -189,7 +189,7 @@ def whole():
 def path(request, monkeypatch):
     """Both sides of the dispatch: the loops of the CPU, and what a GPU runs in their place, here on numpy."""
     if request.param == "gpu":
-        host_kernels.install(monkeypatch, kernels, exact, base, base)
+        host_kernels.install(monkeypatch, kernels, fused, base, base)
     return request.param
 
 

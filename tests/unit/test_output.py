@@ -77,7 +77,7 @@ def test_a_command_whose_product_cannot_be_written_says_so(command: str, end: st
 
 
 def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path: Path) -> None:
-    program = "import sys\nfrom hpcdist.comm.launch import standard_streams\noutput.tolerate()\n"
+    program = "import sys\nfrom hpcdist.comm.launch import standard_streams\nstandard_streams.tolerate()\n"
     program += (
         "file = open(sys.argv[1], 'w')\nprint('lost')\nprint('lost', file=sys.stderr)\nsys.exit(file.fileno() < 3)"
     )

@@ -289,7 +289,7 @@ def test_every_value_is_part_of_the_digest() -> None:
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from hpcdist.training import recipe; recipe.load();"
+        "import sys; from hpcdist.training.recipe import recipe; recipe.load();"
         "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

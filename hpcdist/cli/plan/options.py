@@ -29,6 +29,8 @@ MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
 CLUSTER_SECTION: Final = "Cluster and run"
 
+PARAMETER_SERVER: Final = "parameter_server"  # the strategy that --servers is for
+
 CALIBRATE: Final = "calibrate"
 # Where each command is, and what the overview says of it.
 COMMANDS: Final = {
@@ -132,7 +134,7 @@ _MODEL_OPTIONS: Final = (
         cls=SectionedOption,
         section=MODEL_SECTION,
         metavar="NAME",
-        shell_complete=_complete_names("model.published"),
+        shell_complete=_complete_names("model.transformer"),
         help="A published model: see `hpcdist plan models`.",
     ),
     count_option("--layers", section=MODEL_SECTION, text="Blocks of a transformer."),

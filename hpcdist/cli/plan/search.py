@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli.plan import options
-from hpcdist.cli.plan.options import LAYOUT_FIELDS, LAYOUT_OPTIONS, SectionedCommand, SectionedOption, layout_options
-from hpcdist.cli.plan.subject import PARAMETER_SERVER
+from hpcdist.cli.plan.options import (
+    LAYOUT_FIELDS,
+    LAYOUT_OPTIONS,
+    PARAMETER_SERVER,
+    SectionedCommand,
+    SectionedOption,
+    layout_options,
+)
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.cli.plan.options import COMMANDS, LAYOUT_FIELDS, LAYOUT_OPTIONS, SHAPE_FLAGS, SHAPE_OPTIONS
+from hpcdist.cli.plan.options import (
+    COMMANDS,
+    LAYOUT_FIELDS,
+    LAYOUT_OPTIONS,
+    PARAMETER_SERVER,
+    SHAPE_FLAGS,
+    SHAPE_OPTIONS,
+)
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import HALVES, ParallelLayout
@@ -24,8 +31,6 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
-
-PARAMETER_SERVER: Final = "parameter_server"
 
 
 def options_given(options: Mapping[str, Any], names: tuple[str, ...] = LAYOUT_OPTIONS) -> list[str]:

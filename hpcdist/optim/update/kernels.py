@@ -34,7 +34,7 @@ THREADS: Final = 256  # of a block of a sum
 
 
 def launch_adam(weights: Array, gradient: Array, m: Array, v: Array, working: Array | None, *scalars: float) -> None:
-    """Do `hpcdist.optim.update.exact.adam`; the gradient is kept.
+    """Do `hpcdist.optim.update.fused.adam`; the gradient is kept.
 
     ``scalars``: scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, decay, rate.
     """
@@ -42,7 +42,7 @@ def launch_adam(weights: Array, gradient: Array, m: Array, v: Array, working: Ar
 
 
 def launch_momentum(weights: Array, gradient: Array, velocity: Array, working: Array | None, *scalars: float) -> None:
-    """Do `hpcdist.optim.update.exact.momentum`; the gradient is kept.
+    """Do `hpcdist.optim.update.fused.momentum`; the gradient is kept.
 
     ``scalars``: scale, momentum, shares of g and of the velocity in the step, decay, rate.
     """
@@ -50,7 +50,7 @@ def launch_momentum(weights: Array, gradient: Array, velocity: Array, working: A
 
 
 def launch_sgd(weights: Array, gradient: Array, working: Array | None, scale: float, decay: float, rate: float) -> None:
-    """Do `hpcdist.optim.update.exact.sgd`; the gradient is kept."""
+    """Do `hpcdist.optim.update.fused.sgd`; the gradient is kept."""
     _launch_update("plain", weights, gradient, (), working, (scale, decay, rate))
 
 

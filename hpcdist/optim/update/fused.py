@@ -1,0 +1,123 @@
+"""Fused updates of the elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
+
+Each is a loop for the CPU (numba, fused), and a kernel of `hpcdist.optim.update.kernels` for a GPU. Buffers are 1-D
+contiguous views of equal length (n,) and of one dtype, float32 or float64, and scalars are cast to that dtype before
+a loop. On a GPU the gradient may be of another type than the weights. ``working``, where given, is a copy of the
+weights in another type, rounded once. ``gradient`` is multiplied by ``scale``, where the clipping and the loss scale
+are, and is undefined afterwards. A loop does what a direction and a descent would, operation by operation in the
+dtype of the buffers, so the bits are theirs.
+"""
+
+import math
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.jit import jit
+from hpcdist.optim.update import kernels
+
+
+def adam(
+    weights: Array,
+    gradient: Array,
+    m: Array,
+    v: Array,
+    *,
+    scale: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decay: float,
+    count: int,
+    corrects: bool = True,
+    working: Array | None = None,
+) -> None:
+    """Update the moments with g = ``scale * gradient``, and step the weights.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w), where
+    m^ and v^ are as in `kernels.adam_direction`: corrected for ``count`` applied updates, where it ``corrects``.
+    """
+    correct1, correct2 = kernels.bias_corrections((beta1, beta2), count if corrects else 0)
+    scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correct1, correct2, epsilon, decay, rate)
+    if is_device(weights):
+        kernels.launch_adam(weights, gradient, m, v, working, *scalars)
+        return
+    _adam_loop(weights, gradient, m, v, *map(weights.dtype.type, scalars))
+    _round(weights, working)
+
+
+@jit
+def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay, rate):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        g = gradient[i] * scale
+        mean = m[i] * beta1 + g * rest1
+        square = v[i] * beta2 + g * g * rest2
+        m[i] = mean
+        v[i] = square
+        w = weights[i]
+        # np.divide: see `kernels`
+        weights[i] = w - rate * (np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon) + decay * w)
+
+
+def momentum(
+    weights: Array,
+    gradient: Array,
+    velocity: Array,
+    *,
+    scale: float,
+    rate: float,
+    momentum: float,
+    nesterov: bool,
+    decay: float,
+    working: Array | None = None,
+) -> None:
+    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w, and step the weights.
+
+    They move by -rate times the velocity, or g + momentum velocity with ``nesterov``.
+    """
+    own, ahead = kernels.shares_of_step(momentum, nesterov)
+    scalars = (scale, momentum, own, ahead, decay, rate)
+    if is_device(weights):
+        kernels.launch_momentum(weights, gradient, velocity, working, *scalars)
+        return
+    _momentum_loop(weights, gradient, velocity, *map(weights.dtype.type, scalars))
+    _round(weights, working)
+
+
+@jit
+def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, decay, rate):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        w = weights[i]
+        g = gradient[i] * scale + decay * w
+        fast = momentum * velocity[i] + g
+        velocity[i] = fast
+        weights[i] = w - rate * (own * g + ahead * fast)
+
+
+def sgd(
+    weights: Array, gradient: Array, *, scale: float, rate: float, decay: float, working: Array | None = None
+) -> None:
+    """Step the weights by -rate (``scale * gradient`` + decay w)."""
+    if is_device(weights):
+        kernels.launch_sgd(weights, gradient, working, scale, decay, rate)
+        return
+    _sgd_loop(weights, gradient, *map(weights.dtype.type, (scale, decay, rate)))
+    _round(weights, working)
+
+
+@jit
+def _sgd_loop(weights, gradient, scale, decay, rate):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        w = weights[i]
+        weights[i] = w - rate * (gradient[i] * scale + decay * w)
+
+
+def _round(weights: Array, working: Array | None) -> None:
+    if working is not None:
+        kernels.round_into(weights, working)
+
+
+for _kernel, _buffers, _scalars in ((_adam_loop, 4, 10), (_momentum_loop, 3, 6), (_sgd_loop, 2, 3)):
+    for _arguments in kernels.samples(_buffers, _scalars):
+        _kernel.sample(lambda _arguments=_arguments: _arguments)
