@@ -180,13 +180,13 @@ def test_a_pipeline_of_one_rank_is_no_comparison(gpu: ModuleType, tmp_path: Path
 
 def test_a_wrong_result_of_a_collective_is_refused(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     module = benchmark("gpu_collectives")
-    right = module.device_shared.device_shared_allreduce
+    right = module.peer_memory.device_shared_allreduce
 
     def wrong(comm: Communicator, buffer: object) -> None:
         right(comm, buffer)
         buffer[0] += 1  # type: ignore[index]
 
-    monkeypatch.setattr(module.device_shared, "device_shared_allreduce", wrong)
+    monkeypatch.setattr(module.peer_memory, "device_shared_allreduce", wrong)
 
     def body(comm: Communicator) -> None:
         module.Measurement(comm, module.ways_of(comm)[0], 4096).times(1)

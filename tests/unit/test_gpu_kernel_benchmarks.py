@@ -43,7 +43,7 @@ def test_every_kernel_is_set_against_its_bytes(
 def test_a_16_bit_step_has_the_losses_of_pytorch(gpu: ModuleType) -> None:
     pytest.importorskip("torch")
     module = benchmark("gpu_eager")
-    shape = module.Shape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)
+    shape = module.StepShape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)
     found = module.measure(shape, "bfloat16", steps=4, where="cpu")
     assert found["ours_s"].shape == (4,)
     np.testing.assert_allclose(found["ours_loss"], found["torch_loss"], rtol=2e-2)

@@ -58,7 +58,7 @@ def test_nothing_but_messages_comes_to_the_host(
         return Counter(gpu.LOG.sites()) - Counter(before)
 
     found = run_threads(3, body)[0]
-    messages = ("handover", "staged")  # what these bring to the host, they do on pointers no more
+    messages = ("handover", "staging")  # what these bring to the host, they do on pointers no more
     waits = {site: count for site, count in found.items() if site[0] == gpu.D2H and not site[1].startswith(messages)}
     staged = [site for site in found if site[1].startswith(messages)]
     assert waits == {} and bool(staged) == (algorithm == "native" or by_rows)  # 28 rows are not the same for 3 ranks

@@ -40,8 +40,8 @@ def test_memory_does_not_grow_with_the_steps(
     last: int, keys: dict[str, object], tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounds = {
-        (loop, "SAMPLED"): 32,
-        (stop_requests, "REMEMBERED"): 32,
+        (loop, "SAMPLED_STEPS"): 32,
+        (stop_requests, "TIMINGS_KEPT"): 32,
         (anomalies, "BLOCK_S"): 0.0,
         (anomalies, "BLOCKS"): 6,
     }
