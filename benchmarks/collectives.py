@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from collectives_jobs import AS_IT_COMES, OURS, WORKER, Contender, contenders, launch, library_of, with_abi_name
 
-from hpcdist.bench.collectives import plan, report, results
+from hpcdist.bench.collectives import report, results
 from hpcdist.bench.collectives.results import CollectivesConfiguration
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--keep {options.keep}: keep at least one iteration")
     if options.short:
         options.rounds, options.budget_s = min(options.rounds, 2), min(options.budget_s, 170.0)
-    options.bytes = plan.sizes([options.bytes or (SHORT_SIZES if options.short else SIZES)])
+    options.bytes = results.sizes([options.bytes or (SHORT_SIZES if options.short else SIZES)])
     return options
 
 

@@ -21,7 +21,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.bench.collectives import contenders as collectives_contenders
 from hpcdist.bench.collectives import results
 from hpcdist.bench.collectives.contenders import CollectivesContender
-from hpcdist.bench.collectives.plan import COLD, ORDINARY, CollectivesCell
+from hpcdist.bench.collectives.results import COLD, ORDINARY, CollectivesCell
 from hpcdist.bench.collectives.run import CellLimits, CellSamples, CellTiming
 from hpcdist.telemetry.provenance import provenance
 

@@ -20,11 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.energy.accounts import synthetic_load
 from hpcdist.energy.accounts.part_time_sensor import EnergyEstimate, PowerSensor, SensorShift, estimate, naive_j
-from hpcdist.energy.accounts.synthetic_load import SyntheticLoad
 from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
+
+import synthetic_load
+from synthetic_load import SyntheticLoad
 
 SENSOR = PowerSensor(0.1, 0.025)
 NOISE_W = 3.0

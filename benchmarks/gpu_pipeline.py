@@ -34,7 +34,7 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training.build.trainer import assemble
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.recipe import recipe as recipes
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_pipeline", 1

@@ -25,7 +25,8 @@ from hpcdist.errors import HpcdistError
 from hpcdist.hdf5 import files
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 

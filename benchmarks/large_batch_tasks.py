@@ -26,7 +26,8 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig, Scaling
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe.config import DataConfig, RunConfig
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import mean_validation_loss

@@ -96,7 +96,7 @@ def work(name: str, layers: int, hidden: int) -> None:
 
 def trained(session: Any, name: str, layers: int, hidden: int) -> Any:
     """Return the trainer of a model after its two steps. Collective over the world."""
-    from hpcdist.training.build.trainer import assemble
+    from hpcdist.training.build.assemble import assemble
     from hpcdist.training.recipe import recipe as recipes
 
     shape = {"model.layers": layers, "model.hidden": hidden, "model.heads": max(1, hidden // 64)}

@@ -32,10 +32,14 @@ from hpcdist.comm import start
 from hpcdist.hdf5 import files
 from hpcdist.reporting.units import parse_bytes
 from hpcdist.telemetry.provenance import provenance, pss_bytes
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.state import restore_state
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STATE_BYTES = 16  # of each parameter: itself, its gradient, two moments
 WAYS = ("in memory", "cached", "from disk")
@@ -172,7 +176,7 @@ def under_cap(session: start.Session, wanted: argparse.Namespace, folder: Path, 
             for number in (1, 2):
                 step(trainer, number)
             loss = mean_validation_loss(trainer)
-            trainer.restore(trainer.save(checkpoints, 2))
+            restore_state(trainer, CheckpointSource(CheckpointSaver(trainer, checkpoints).save(2)))
             assert mean_validation_loss(trainer) == loss
             step(trainer, 3)
         comm.barrier()

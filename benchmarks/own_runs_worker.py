@@ -16,7 +16,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.start import Session
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 
 RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)

@@ -28,7 +28,8 @@ import numpy as np
 from hpcdist.adapters.jax import model as adapter
 from hpcdist.bench import output_file
 from hpcdist.comm import start
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import own_samples
 from hpcdist.training.recipe import recipe as recipes
 

@@ -31,7 +31,8 @@ from torch.nn import functional
 from hpcdist.adapters.torch import model as adapter
 from hpcdist.bench import output_file
 from hpcdist.comm import start
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import own_samples
 from hpcdist.training.recipe import recipe as recipes
 

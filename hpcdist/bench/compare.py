@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.collectives import results as collectives_results
-from hpcdist.bench.collectives.plan import COLD
+from hpcdist.bench.collectives.results import COLD
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.trial import OK
 from hpcdist.errors import StorageError, UsageError

@@ -339,8 +339,7 @@ def check_training(
     or on other hosts, see other files.
     """
     from hpcdist.cli import train
-    from hpcdist.training.recipe import rules
-    from hpcdist.training.use_cases import degrees
+    from hpcdist.training.recipe import requirements, rules
 
     options = _train_options(command)
     if elsewhere and options["recipe"] is not None and not options["recipe"].exists():
@@ -350,7 +349,7 @@ def check_training(
     if survive is not None:
         rules.refuse_beside_survival(recipe, survive, spares)
     if ranks is not None:
-        degrees.grid_of_recipe(recipe, ranks)
+        requirements.grid_of_recipe(recipe, ranks)
     if not elsewhere:
         recipe.data.check_exists()
 

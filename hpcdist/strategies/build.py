@@ -17,6 +17,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
@@ -104,15 +105,21 @@ EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
 }
 
 
-def build_executor(seat: RankContext, exchange: Exchange, kind: Callable[..., Executor] = Executor) -> Executor:
+def build_executor(
+    seat: RankContext,
+    exchange: Exchange,
+    kind: Callable[..., Executor] = Executor,
+    *,
+    loss_scale: NoLossScale | None = None,
+    seed: int = 0,
+) -> Executor:
     """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike.
 
     ``kind`` is `Executor`, or takes the same arguments.
     """
     found = tied_tensors(seat.model, seat.placed)
-    return kind(
-        seat, exchange, TiedCopies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
-    )
+    parts = seat, exchange, TiedCopies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
+    return kind(*parts, loss_scale=loss_scale, seed=seed)
 
 
 def operations(

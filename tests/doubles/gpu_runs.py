@@ -25,7 +25,8 @@ from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
 

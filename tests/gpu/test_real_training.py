@@ -14,6 +14,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.training.run.saving import CheckpointSaver
 
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}
 NOISE = ("qkv.bias",)  # the true gradient of the keys' bias is zero: under Adam it is noise in any order of summation
@@ -97,7 +98,7 @@ def test_a_run_goes_on_from_its_checkpoint(text: dict[str, object], tmp_path: Pa
     def saved(comm: Communicator) -> Path:
         on_gpu(comm, False)
         run = Trained(comm, settings)
-        path = run.trainer.save(tmp_path / "checkpoints", STEPS)
+        path = CheckpointSaver(run.trainer, tmp_path / "checkpoints").save(STEPS)
         trainer = assembled(comm, settings, path)
         for piece in trainer.exchange.pieces():
             kept = run.state[piece.kind, piece.tensor, piece.flat.start]

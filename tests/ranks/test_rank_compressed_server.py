@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.training.run.saving import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 from compressed_server import Case, Job, OneProcess, colocated, dedicated, gradients
@@ -45,7 +46,7 @@ def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm: Communicator,
     keys["parameter_server.placement"] = "dedicated" if comm.size > 1 else "colocated"
     trainer = trainer_of(comm, keys)
     losses(trainer, 2)
-    resumed = trainer_of(comm, keys, trainer.save(folder / "checkpoints", 2))
+    resumed = trainer_of(comm, keys, CheckpointSaver(trainer, folder / "checkpoints").save(2))
     trainer.first_step = 2
     found = losses(trainer, 4)
     assert found == losses(resumed, 4) and found[-1] < np.log(256)

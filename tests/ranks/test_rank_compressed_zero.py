@@ -7,6 +7,7 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.training.run.saving import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 from rank_runs import losses, state, trainer_of
@@ -41,7 +42,7 @@ def test_rank_a_resumed_run_goes_on_to_the_bit(comm: Communicator, folder: Path)
     keys = {**SETTINGS, "data.path": folder / "text.txt", "precision.mode": "bfloat16"}
     trainer = trainer_of(comm, keys)
     losses(trainer, 2)
-    resumed = trainer_of(comm, keys, trainer.save(folder / "checkpoints", 2))
+    resumed = trainer_of(comm, keys, CheckpointSaver(trainer, folder / "checkpoints").save(2))
     trainer.first_step = 2
     found = losses(trainer, 4)
     assert found == losses(resumed, 4) and found[-1] < np.log(256)

@@ -20,9 +20,11 @@ from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 6
 STRATEGIES: dict[str, dict[str, object]] = {
@@ -131,7 +133,7 @@ def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder
     first = _losses(whole, 5)
     apart = comm.allgather_object(whole.exchange.parameters.array.tobytes())
     assert (len(set(apart)) == 1) == (comm.size == 1), "replicas differ until they are saved"
-    saved = whole.save(folder / "checkpoints", 5)
+    saved = CheckpointSaver(whole, folder / "checkpoints").save(5)
     model = comm.allgather_object(whole.exchange.parameters.array.tobytes())
     assert len(set(model)) == 1
     validation = mean_validation_loss(whole)

@@ -16,9 +16,11 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 5
 SAMPLES = 24
@@ -139,12 +141,12 @@ def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm: 
     losses = _losses(whole, 9)
     together = _trainer(comm, folder, {})
     first = _losses(together, 3)
-    saved = together.save(folder / "checkpoints", 3)
+    saved = CheckpointSaver(together, folder / "checkpoints").save(3)
     comm.barrier()
     mine = folder / f"alone-{comm.rank}"
     alone = _trainer(solo(), folder, {}, resume=saved)  # from all ranks to one
     second = _losses(alone, 6)
-    back = alone.save(mine, 6)
+    back = CheckpointSaver(alone, mine).save(6)
     resumed = _trainer(comm, folder, {}, resume=Path(comm.broadcast_object(str(back))))  # and from one to all
     assert resumed.first_step == 6
     assert first + second + _losses(resumed, 9) == losses

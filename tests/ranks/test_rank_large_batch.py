@@ -10,7 +10,8 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 
 STEPS = 5

@@ -12,8 +12,10 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.strategies.core.replica_check import check_replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 SAMPLES, STEPS, BAD = 12, 8, (3, 4)
 
@@ -94,7 +96,7 @@ def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
     expected = _train(whole)
     half = _trainer(comm, folder, keys)
     first = _train(half, 3)  # between two overflows in a row
-    saved = half.save(folder / "checkpoints", 3)
+    saved = CheckpointSaver(half, folder / "checkpoints").save(3)
     resumed = _trainer(comm, folder, keys, resume=saved)
     assert first + _train(resumed) == expected
     assert _state(resumed) == _state(whole)

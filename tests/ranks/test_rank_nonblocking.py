@@ -15,7 +15,8 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 

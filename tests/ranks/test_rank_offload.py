@@ -9,10 +9,12 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.errors import StorageError
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 # name -> (its keys, what goes to files)
 CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
@@ -81,7 +83,7 @@ def test_rank_states_in_files_are_those_in_memory(comm: Communicator, folder: Pa
     assert _losses(memory, 4) == _losses(files, 4)
     assert _state(memory) == _state(files)
     assert mean_validation_loss(memory) == mean_validation_loss(files)
-    saved = files.save(folder / "checkpoints", 4)
+    saved = CheckpointSaver(files, folder / "checkpoints").save(4)
     for further in ({}, _away(folder, what)):
         assert _state(_trainer(comm, folder, keys | further, saved)) == _state(memory)
 

@@ -14,13 +14,15 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.async_loop import AsyncTrainingLoop
 from hpcdist.training.run.loop import RunOutcome, mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 from hpcdist.training.run.stop_requests import StopRequests
 
 STEPS, FEW = 30, 12
@@ -164,7 +166,7 @@ def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name
         losses = _losses(whole, FEW)
         half = _served(comm, folder, servers, placement, **keys)
         first = _losses(half, FEW // 2)
-        saved = half.save(folder / f"{placement}{servers}", FEW // 2)
+        saved = CheckpointSaver(half, folder / f"{placement}{servers}").save(FEW // 2)
         resumed = _served(comm, folder, servers, placement, resume=saved, **keys)
         assert resumed.first_step == FEW // 2
         assert first + _losses(resumed, FEW) == losses
@@ -184,14 +186,16 @@ def test_rank_checkpoints_go_to_other_architectures_and_back(
     for servers, placement in _extremes(comm.size):
         replicas = _trainer(comm, folder, precision__mode="float64")
         first = _losses(replicas, 5)
-        saved = replicas.save(folder / f"{placement}-a", 5)
+        saved = CheckpointSaver(replicas, folder / f"{placement}-a").save(5)
         served = _served(comm, folder, servers, placement, resume=saved, **keys)
         assert served.first_step == 5
         whole = replicas.exchange.parameters
         kept = served.exchange.parameters
         assert all(kept.range(part).tobytes() == whole.range(part).tobytes() for part in kept.parts)
         assert mean_validation_loss(served) == pytest.approx(mean_validation_loss(replicas), rel=1e-12)
-        back = _trainer(comm, folder, precision__mode="float64", resume=served.save(folder / f"{placement}-b", 5))
+        back = _trainer(
+            comm, folder, precision__mode="float64", resume=CheckpointSaver(served, folder / f"{placement}-b").save(5)
+        )
         np.testing.assert_allclose(
             first + _losses(back, 10), _losses(_trainer(solo(), folder, precision__mode="float64"), 10), rtol=1e-11
         )
@@ -256,7 +260,7 @@ def test_rank_asp_learns_and_restores_its_bits(comm: Communicator, folder: Path)
         assert exchange.clocks == [STEPS] * workers and exchange.updates == STEPS * workers
         if exchange.works:
             assert np.mean(free.losses[-5:]) < np.mean(free.losses[:5]) - 0.5, "the model learns"
-        saved = free.trainer.save(folder / f"asp-{placement}{servers}", STEPS)
+        saved = CheckpointSaver(free.trainer, folder / f"asp-{placement}{servers}").save(STEPS)
         keys = {"parameter_server__consistency": "asp", "run__steps": STEPS + 5}
         resumed = _served(comm, folder, servers, placement, resume=saved, **keys)
         assert isinstance(resumed.exchange, AsynchronousExchange)

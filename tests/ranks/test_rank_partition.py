@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.training.run.saving import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, losses, trainer_of
@@ -34,7 +35,7 @@ def test_rank_stages_cut_by_measurement(comm: Communicator, folder: Path, tensor
     assert first.plan is not None and len(set(comm.allgather_object(first.plan.stage_units))) == 1
     assert first.seat.chunks == first.plan.placement.of(first.seat.pipeline.rank)
     np.testing.assert_allclose(losses(first, 2), expected.losses[:2], rtol=1e-12)
-    path = first.save(folder / f"measured-{tensor}", 2)
+    path = CheckpointSaver(first, folder / f"measured-{tensor}").save(2)
     first.first_step = 2
     goes_on = losses(first, STEPS)
     again = trainer_of(comm, keys | cut, path)

@@ -15,10 +15,12 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.core.replica_check import explain_nonfinite
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -190,7 +192,7 @@ def test_rank_resume_is_bit_equal_in_every_layout(comm: Communicator, folder: Pa
     losses = _losses(whole, 12)
     half = _trainer(comm, folder, keys)
     first = _losses(half, 5)
-    saved = half.save(folder / "checkpoints", 5)
+    saved = CheckpointSaver(half, folder / "checkpoints").save(5)
     resumed = _trainer(comm, folder, keys, resume=saved)
     assert resumed.first_step == 5
     assert first + _losses(resumed, 12) == losses
@@ -203,7 +205,7 @@ def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm: Communicator,
     keys = _keys(name, comm) | {"precision.mode": "float64"}
     together = _trainer(comm, folder, keys)
     first = _losses(together, 6)
-    saved = together.save(folder / "checkpoints", 6)
+    saved = CheckpointSaver(together, folder / "checkpoints").save(6)
     comm.barrier()
     reference = _alone(folder, keys, 15).losses
     alone = _trainer(solo(), folder, {"precision.mode": "float64"}, resume=saved)

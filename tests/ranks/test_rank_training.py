@@ -10,10 +10,12 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 50
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -75,7 +77,7 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     losses = _losses(whole)
     half = _trainer(comm, folder, **keys)
     first = _losses(half, STEPS // 2)
-    saved = half.save(folder / "checkpoints", STEPS // 2)
+    saved = CheckpointSaver(half, folder / "checkpoints").save(STEPS // 2)
     resumed = _trainer(comm, folder, resume=saved, **keys)
     assert resumed.first_step == STEPS // 2
     assert first + _losses(resumed) == losses
@@ -97,7 +99,7 @@ def test_rank_declared_nodes_reach_the_data_axis(comm: Communicator, folder: Pat
 def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
     together = _trainer(comm, folder, precision__mode="float64")
     first = _losses(together, STEPS // 2)
-    saved = together.save(folder / "checkpoints", STEPS // 2)
+    saved = CheckpointSaver(together, folder / "checkpoints").save(STEPS // 2)
     comm.barrier()
     alone = _trainer(solo(), folder, resume=saved, precision__mode="float64")
     assert alone.exchange.parameters.array.tobytes() == together.exchange.parameters.array.tobytes()

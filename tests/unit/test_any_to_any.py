@@ -28,8 +28,10 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
+from hpcdist.training.build.state import restore_state
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run.saving import CheckpointSaver
 
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
 BLOCK = 1024  # bytes: small, so that larger pieces begin and end inside one
@@ -190,7 +192,7 @@ def first_checkpoint(directory: Path, keys: dict[str, Any], rng: np.random.Gener
         for piece in trainer.exchange.wanted():
             piece.array[...] = rng.standard_normal(piece.flat.size)
         trainer.exchange.restore({"count": COUNT})
-        return trainer.save(directory, COUNT)
+        return CheckpointSaver(trainer, directory).save(COUNT)
 
     return run_threads(1, body)[0]
 
@@ -200,7 +202,7 @@ def restored(trainer: Trainer, path: Path, right: Whole, places: Places) -> None
     for piece in trainer.exchange.wanted():
         spoil(piece)
     READ_BYTES[threading.get_ident()] = 0
-    trainer.restore(CheckpointSource(path))
+    restore_state(trainer, CheckpointSource(path))
     wanted = [piece for piece in trainer.exchange.wanted() if piece.flat]
     assert READ_BYTES[threading.get_ident()] == places.needed_bytes(wanted)
     for piece in wanted:
@@ -234,7 +236,7 @@ def test_every_pair_of_layouts_keeps_every_bit(keys: dict[str, Any], tmp_path: P
             for name, path in sources.items():
                 restored(trainer, path, right[double], places[name])
                 if saves:
-                    made.append(trainer.save(tmp_path / "-".join([*name, layout]), COUNT))
+                    made.append(CheckpointSaver(trainer, tmp_path / "-".join([*name, layout])).save(COUNT))
             trainer.close()
             return made
 

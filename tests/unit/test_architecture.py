@@ -12,7 +12,7 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
-from hpcdist.training.build.trainer import assemble
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.observe import figures
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings

@@ -17,6 +17,7 @@ from hpcdist.optim.rates import BatchSchedule, learning_rate, staged_batches
 from hpcdist.training.build import state
 from hpcdist.training.data import Prefetcher, open_source
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 WARMUP = (12, 4, 36, 8)  # 3 steps of 4, 3 of 8, then 12 each
 RUN: dict[str, object] = {
@@ -146,7 +147,7 @@ def test_a_run_goes_on_in_any_stage_bit_for_bit(stop: int, text: Path, tmp_path:
     first = trainer_of(solo(), settings)
     found = losses(first, stop)
     assert state.scalars(first, stop)["samples"] == [0, 4, 8, 12, 20, 28, 36, 48][stop]
-    saved = first.save(tmp_path / "checkpoints", stop)
+    saved = CheckpointSaver(first, tmp_path / "checkpoints").save(stop)
     second = trainer_of(solo(), settings, saved)
     assert found + losses(second, 9) == expected
     theirs = state_of(whole)

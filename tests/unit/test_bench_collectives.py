@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hpcdist import collectives as algorithms
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.collectives import contenders, plan, results, run
+from hpcdist.bench.collectives import contenders, results, run
 from hpcdist.bench.collectives import report as collectives_report
 from hpcdist.bench.collectives.contenders import CollectivesContender
 from hpcdist.bench.collectives.run import CellLimits, CellTiming
@@ -28,7 +28,7 @@ LIBRARY = "Threads 1.0"
 
 def wanted(**changes):
     settings = {
-        "operations": plan.OPERATIONS,
+        "operations": results.OPERATIONS,
         "algorithms": ("ring",),
         "bytes": (100, 3000),
         "dtypes": ("float32",),
@@ -41,7 +41,7 @@ def wanted(**changes):
         "hot": True,  # one slot, so that every iteration is verified and filled again
         "seed": 5,
     }
-    return plan.CollectivesRequest(**(settings | changes))
+    return results.CollectivesRequest(**(settings | changes))
 
 
 def measured(ranks, **changes):
@@ -68,13 +68,13 @@ def measured(ranks, **changes):
     ],
 )
 def test_sizes(texts, expected):
-    assert list(plan.sizes(texts)) == expected
+    assert list(results.sizes(texts)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "4Q", "K", "16K-4K", "0", "4K-64K x1", "4K 1.5M", "-4K", "4K--8K"])
 def test_wrong_sizes_are_refused(text):
     with pytest.raises(UsageError, match="--bytes"):
-        plan.sizes([text])
+        results.sizes([text])
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
 def test_bus_bandwidth_by_hand():
     """The factors of nccl-tests, doc/PERFORMANCE.md."""
     by_hand = {"allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "all_to_all": 0.75}
-    assert {op: plan.bus_factor(op, 4) for op in plan.OPERATIONS} == by_hand
-    assert all(plan.bus_factor(op, 1) == 0 for op in by_hand)
+    assert {op: results.bus_factor(op, 4) for op in results.OPERATIONS} == by_hand
+    assert all(results.bus_factor(op, 1) == 0 for op in by_hand)
 
 
 def test_cells_are_rounded_and_shuffled_alike_everywhere():
-    cells, notes = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    again, _ = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
-    other, _ = plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
+    cells, notes = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    again, _ = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    other, _ = results.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
     assert cells == again != other and set(cells) == set(other)
     assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("allreduce", "float32")} == {100, 1000}
     # parts of one size for each of 3 ranks
@@ -172,7 +172,7 @@ def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype)
 def test_every_operation_is_measured_verified_and_kept(ranks):
     kept, said = measured(ranks)
     ops = {one.key.op for one in kept}
-    assert ops == set(plan.OPERATIONS)
+    assert ops == set(results.OPERATIONS)
     assert [one.wrong for one in kept if one.wrong] == []
     for one in kept:
         assert one.time_s.shape == one.start_s.shape == (4, ranks)

@@ -29,6 +29,7 @@ from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityEr
 from hpcdist.training import inference, run_directory
 from hpcdist.training.build.state_source import CheckpointSource, from_intact_source
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
 
@@ -51,7 +52,7 @@ def run(tmp_path: Path, keys: Keys) -> Path:
     found = run_directory.prepare_run_directory(solo(), recipe_of(keys), tmp_path / "run", "auto").path
     trainer = trainer_of(solo(), keys)
     for step in (3, 4):
-        trainer.save(found / "checkpoints", step)
+        CheckpointSaver(trainer, found / "checkpoints").save(step)
     return found
 
 
@@ -217,7 +218,7 @@ def test_a_truncated_latest_file_is_not_believed(run: Path, keys: Keys) -> None:
     """It is for people and scripts; it is written anew with the next checkpoint."""
     (run / "checkpoints" / LATEST).write_text("")
     assert resume(run, keys) == run / "checkpoints" / "step-4"
-    trainer_of(solo(), keys, run / "checkpoints" / "step-4").save(run / "checkpoints", 5)
+    CheckpointSaver(trainer_of(solo(), keys, run / "checkpoints" / "step-4"), run / "checkpoints").save(5)
     assert (run / "checkpoints" / LATEST).read_text() == "step-5\n" and newest(run) == run / "checkpoints" / "step-5"
     (run / "checkpoints" / LATEST).write_text("../../../etc\n")
     assert resume(run, keys) == run / "checkpoints" / "step-5"

@@ -4,7 +4,7 @@ import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.use_cases.degrees import degrees_equation
+from hpcdist.training.recipe.requirements import degrees_equation
 
 
 @pytest.mark.parametrize(

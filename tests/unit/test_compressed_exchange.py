@@ -16,6 +16,7 @@ from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 6
 FEEDBACK_LOSES = {"float16": 2e-3, "bfloat16": 1e-2}  # relative to the loss of a dense run, of the ones that lose least
@@ -100,7 +101,7 @@ def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, 
     def begun(comm: Communicator) -> tuple[Path, Any, Any, dict[Any, np.ndarray]]:
         trainer = trainer_of(comm, given)
         steps(trainer, 0, HALF)
-        path = trainer.save(tmp_path, HALF)
+        path = CheckpointSaver(trainer, tmp_path).save(HALF)
         kept = bits(trainer)
         saved = state(trainer)
         return path, kept, steps(trainer, HALF, 2 * HALF), saved

@@ -29,6 +29,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 WARM = 3
 DGC = {
@@ -67,7 +68,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(
     def whole(comm: Communicator) -> tuple[Any, Path]:
         trainer = trainer_of(comm, settings)
         steps(trainer, 0, kept)
-        path = trainer.save(tmp_path / "saved", kept)
+        path = CheckpointSaver(trainer, tmp_path / "saved").save(kept)
         return (steps(trainer, kept, last), bits(trainer)), path
 
     def resumed(comm: Communicator) -> Any:
@@ -106,7 +107,7 @@ def test_another_number_of_ranks_owes_as_much(text: dict[str, Any], tmp_path: Pa
     def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
         trainer = trainer_of(comm, settings)
         steps(trainer, 0, 5)
-        return trainer.save(tmp_path / "saved", 5), owed(trainer)
+        return CheckpointSaver(trainer, tmp_path / "saved").save(5), owed(trainer)
 
     def now(comm: Communicator) -> tuple[dict[str, np.ndarray], bool]:
         trainer = trainer_of(comm, settings, path)
@@ -133,7 +134,7 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: di
     def frozen(comm: Communicator) -> Path:
         trainer = trainer_of(comm, adamw | ONEBIT)
         steps(trainer, 0, 4)
-        path = trainer.save(tmp_path / "saved", 4)
+        path = CheckpointSaver(trainer, tmp_path / "saved").save(4)
         with pytest.raises(ConfigurationError, match="has the frozen variance of 1-bit Adam"):
             trainer_of(comm, adamw, path)
         return path
@@ -141,7 +142,7 @@ def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: di
     path = run_threads(2, frozen)[0]
     alone = trainer_of(solo(), adamw | ONEBIT, path)
     steps(alone, 4, 5)
-    plain = trainer_of(solo(), adamw, alone.save(tmp_path / "thawed", 5))
+    plain = trainer_of(solo(), adamw, CheckpointSaver(alone, tmp_path / "thawed").save(5))
     ours, theirs = ([loss for loss, *_ in steps(one, 5, 8)] for one in (alone, plain))
     assert theirs == pytest.approx(ours, rel=1e-6)
 

@@ -16,6 +16,7 @@ from hpcdist.strategies.compressed.exchange import CompressedExchange
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
 from hpcdist.training.build import selection
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run.saving import CheckpointSaver
 
 FACTORS = {"communication.compression": "powersgd", "compression.rank": 2}
 ACROSS = {"compression.across_nodes": "true"}
@@ -41,7 +42,7 @@ def owed(trainer: Trainer) -> np.ndarray:
 def begun(comm: Communicator, given: dict[str, Any], path: Path) -> tuple[Path, list[tuple[str, bytes]], Any, Any]:
     trainer = trainer_of(comm, given)
     steps(trainer, 0, HALF)
-    saved = trainer.save(path, HALF)
+    saved = CheckpointSaver(trainer, path).save(HALF)
     return saved, bits(trainer), owed(trainer), steps(trainer, HALF, 2 * HALF)
 
 

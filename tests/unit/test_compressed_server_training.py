@@ -13,6 +13,7 @@ from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 Settings = dict[str, object]
 COLOCATED = {**SERVER, "parameter_server.placement": "colocated"}
@@ -80,7 +81,7 @@ def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, text: Setting
     def stopped(comm: Communicator) -> dict[tuple[str, str, int], bytes]:
         trainer = assembled(comm, settings)
         steps(trainer, 2)
-        found = trainer.save(tmp_path, 2)
+        found = CheckpointSaver(trainer, tmp_path).save(2)
         again = assembled(comm, settings, found)
         steps(again, 4)
         return state(again)
@@ -105,7 +106,7 @@ def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, t
     def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
         trainer = assembled(comm, settings)
         steps(trainer, 2)
-        return trainer.save(tmp_path, 2), owed(trainer)
+        return CheckpointSaver(trainer, tmp_path).save(2), owed(trainer)
 
     old = run_threads(3, before)
     new = run_threads(now, lambda comm: owed(assembled(comm, others, old[0][0])))
@@ -124,7 +125,7 @@ def test_a_checkpoint_without_residuals_begins_with_none(text: Settings, tmp_pat
     def dense(comm: Communicator) -> Path:
         trainer = assembled(comm, settings)
         steps(trainer, 2)
-        return trainer.save(tmp_path, 2)
+        return CheckpointSaver(trainer, tmp_path).save(2)
 
     found = run_threads(3, dense)[0]
     after = run_threads(3, lambda comm: steps(assembled(comm, {**settings, **INT8}, found), 4))

@@ -14,6 +14,7 @@ from hpcdist.strategies.compressed.zero import CompressedZero
 from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 12
 ZERO3 = {"parallel.strategy": "zero3"}
@@ -110,7 +111,7 @@ def test_a_checkpoint_goes_on_to_the_bit(settings: dict[str, object], tmp_path: 
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, keys)
         losses(trainer, 3)
-        again = trainer_of(comm, keys, trainer.save(tmp_path / "run", 3))
+        again = trainer_of(comm, keys, CheckpointSaver(trainer, tmp_path / "run").save(3))
         trainer.first_step = 3
         assert losses(trainer, 6) == losses(again, 6)
         one, other = state(trainer), state(again)

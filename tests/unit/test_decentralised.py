@@ -30,6 +30,7 @@ from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
+from hpcdist.training.run.saving import CheckpointSaver
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2)
 SGD: dict[str, Any] = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "decay": "constant", "warmup_steps": 0}
@@ -384,7 +385,7 @@ def test_resume_has_the_bits_of_a_run_that_saved_there(
 
     def body(comm: Communicator) -> tuple[list[float], list[float], bool, bool]:
         whole, first = trained(comm, settings, 4)
-        saved = whole.save(tmp_path / "checkpoints", 4)
+        saved = CheckpointSaver(whole, tmp_path / "checkpoints").save(4)
         alike = comm.allgather_object(whole.exchange.parameters.array.tobytes())
         whole.first_step = 4
         _, rest = trained(comm, settings, 9, whole)

@@ -30,6 +30,7 @@ from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 SAMPLES, STEPS = 7, 6
 KINDS = ("thread", "poll")
@@ -381,7 +382,7 @@ def test_where_a_run_saves_changes_no_bit_of_it(
 
         losses = train(trainer, 0, 3)
         if saves:
-            path = trainer.save(tmp_path / "checkpoints", 3)
+            path = CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
             assert trainer.exchange.state() == {"count": 2, "pending": True}
             mean_validation_loss(trainer)
             trainer.close()

@@ -10,6 +10,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.training.data import SampleShares
+from hpcdist.training.run.saving import CheckpointSaver
 
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
 CHUNKS = {"parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.microbatches": 2}
@@ -44,7 +45,7 @@ def _train(
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
             losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
     if save:
-        trainer.save(save, STEPS // 2)
+        CheckpointSaver(trainer, save).save(STEPS // 2)
     pieces = [piece for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
     state = {(p.tensor, p.global_shape, p.box, p.flat): p.array.copy() for p in pieces}
     trainer.close()

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
+import synthetic_load
 
-from hpcdist.energy.accounts import synthetic_load
 from hpcdist.energy.accounts.part_time_sensor import (
     UNKNOWN_SENSOR,
     PowerSensor,

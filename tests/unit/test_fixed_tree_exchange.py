@@ -24,6 +24,7 @@ from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 4
 trainer_of = partial(shard_runs.trainer_of, shards=8)
@@ -80,7 +81,7 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
 ) -> None:
     def first(comm: Communicator) -> tuple[list[tuple[float, float]], Path]:
         trainer = trainer_of(comm, text, {})
-        return train(trainer, 3), trainer.save(tmp_path / "checkpoints", 3)
+        return train(trainer, 3), CheckpointSaver(trainer, tmp_path / "checkpoints").save(3)
 
     def second(comm: Communicator) -> tuple[list[tuple[float, float]], str]:
         trainer = trainer_of(comm, text, {}, resume=saved)
@@ -175,7 +176,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
     def start(comm: Communicator, resume: Path | None = None, **keys: Any) -> Trainer:
         return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
 
-    saved = run_threads(2, lambda comm: start(comm).save(tmp_path / "checkpoints", 1))[0]
+    saved = run_threads(2, lambda comm: CheckpointSaver(start(comm), tmp_path / "checkpoints").save(1))[0]
     monkeypatch.setattr(logical_shards, "fp_fingerprint", lambda dtype: "0123abcd")
     with pytest.raises(ConfigurationError, match="arithmetic .*, and here it is 0123abcd.*OMP_NUM_THREADS"):
         run_threads(2, lambda comm: start(comm, saved))

@@ -24,6 +24,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, NonFiniteError
 from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
 from hpcdist.strategies.pipeline import costs
+from hpcdist.training.run.saving import CheckpointSaver
 
 
 @pytest.fixture
@@ -114,7 +115,8 @@ def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(
     settings = text | keys | {"run.steps": 1}
 
     def saved(comm: Communicator) -> Path:
-        return Trained(comm, {**settings, "run.device": "gpu"}).trainer.save(tmp_path / "checkpoints", 1)
+        trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
+        return CheckpointSaver(trainer, tmp_path / "checkpoints").save(1)
 
     def resumed(comm: Communicator, on: str) -> dict[str, bytes]:
         trainer = assembled(comm, {**settings, "run.device": on}, path)

@@ -23,6 +23,7 @@ from hpcdist.strategies.core.replica_check import check_replicas, explain_nonfin
 from hpcdist.training import inference
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -151,7 +152,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
     settings = {**text, **LAYOUTS[layout][1], "precision.mode": "float64"}
 
     def saved(comm: Communicator) -> Path:
-        return Trained(comm, {**settings, "run.device": "gpu"}).trainer.save(tmp_path / "checkpoints", 4)
+        trainer = Trained(comm, {**settings, "run.device": "gpu"}).trainer
+        return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4)
 
     def resumed(comm: Communicator, on: str) -> dict[str, np.ndarray]:
         trainer = assembled(comm, {**settings, "run.device": on}, path)
@@ -203,7 +205,7 @@ def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, text: dict
 
     def saved(comm: Communicator) -> recipes.Recipe:
         trainer = assembled(comm, settings)
-        trainer.save(tmp_path / "checkpoints", 0)
+        CheckpointSaver(trainer, tmp_path / "checkpoints").save(0)
         return trainer.recipe
 
     def looked_at(comm: Communicator, on: str) -> tuple[np.ndarray, float]:

@@ -13,9 +13,10 @@ from hpcdist.comm.start import start_alone
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import UsageError
 from hpcdist.training import data
-from hpcdist.training.build.trainer import assemble
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.inference import load
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 pytest.importorskip("torch")
 
@@ -115,7 +116,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
             assert (batch[0].shape, batch[1].shape) == (shape, shown)
             losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
     assert np.isfinite(losses).all() and (kind != "text" or losses[-1] < losses[0])  # tables have labels by chance
-    trainer.save(folder / "run" / "checkpoints", 12)
+    CheckpointSaver(trainer, folder / "run" / "checkpoints").save(12)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
     trained = load(solo(), folder / "run", recipe)
     refuses_other_code(folder, recipe)
@@ -143,7 +144,7 @@ def test_a_state_dict_of_a_users_modules_has_their_names(folder):
     }
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
     trainer = assemble(start_alone(), recipe)
-    trainer.save(folder / "run" / "checkpoints", 0)
+    CheckpointSaver(trainer, folder / "run" / "checkpoints").save(0)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
 
     def run(command, *arguments):

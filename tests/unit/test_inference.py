@@ -12,11 +12,12 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
 from hpcdist.training import inference
-from hpcdist.training.build.trainer import assemble
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.data import microbatches
 from hpcdist.training.inference import InspectionSession, generate, load, sample
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 3
 # name -> (ranks, keys)
@@ -74,7 +75,7 @@ def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path
             for step, batch in enumerate(batches, start=1):
                 parts = microbatches(batch, recipe.parallel.microbatches)
                 trainer.executor.run(trainer.operations, parts, recipe.run.global_batch, step, np.zeros(2))
-        trainer.save(run / "checkpoints", STEPS)
+        CheckpointSaver(trainer, run / "checkpoints").save(STEPS)
         pieces = [(piece, piece.array.copy()) for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
         return mean_validation_loss(trainer), [(piece.tensor, piece.flat, values) for piece, values in pieces]
 

@@ -20,6 +20,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
 
@@ -55,7 +56,7 @@ def trained(keys: Keys, tmp_path: Path, rng: np.random.Generator) -> Path:
         for piece in trainer.exchange.wanted():
             piece.array[...] = drawn[: piece.flat.size]
         trainer.exchange.restore({"count": 7})
-        return trainer.save(tmp_path / "old" / "checkpoints", 7)
+        return CheckpointSaver(trainer, tmp_path / "old" / "checkpoints").save(7)
 
     return run_threads(2, body)[0]
 

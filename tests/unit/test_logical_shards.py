@@ -16,6 +16,7 @@ from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 3
 SAMPLES = 12
@@ -130,7 +131,7 @@ def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_pa
         trainer = trainer_of(comm, text, keys | way, resume)
         kept = trainer.exchange.state()
         assert kept["arithmetic"] and kept["count"] == trainer.first_step
-        return train(trainer, last), trainer.save(tmp_path / "checkpoints", last), state(trainer)
+        return train(trainer, last), CheckpointSaver(trainer, tmp_path / "checkpoints").save(last), state(trainer)
 
     losses, saved = [], None
     legs = [(ALLREDUCE, 2, 1), (ZERO3, 4, 2), (SHARED, 3, 3), (ZERO3, 1, 4), ({"parallel.strategy": "zero1"}, 4, 5)]

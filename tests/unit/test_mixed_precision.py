@@ -20,9 +20,11 @@ from hpcdist.optim.norms import clip_scale
 from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.training import inference
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 MODES = ("bfloat16", "float16")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")
@@ -353,7 +355,7 @@ def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: s
 
     def first(comm: Communicator) -> tuple[list[float], Path]:
         trainer = trainer_of(comm, text, keys)
-        return losses_of(trainer, 5), trainer.save(tmp_path / "checkpoints", 5)
+        return losses_of(trainer, 5), CheckpointSaver(trainer, tmp_path / "checkpoints").save(5)
 
     def second(comm: Communicator) -> tuple[Any, ...]:
         trainer = trainer_of(comm, text, keys, saved)
@@ -370,7 +372,7 @@ def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, 
     def first(comm: Communicator) -> tuple[Path, dict[tuple[str, str], np.ndarray]]:
         trainer = trainer_of(comm, text, {"parallel.strategy": "zero2"})
         losses_of(trainer, 4)
-        return trainer.save(tmp_path / "checkpoints", 4), state_of(trainer)
+        return CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), state_of(trainer)
 
     saved, state = run_threads(3, first)[0]
     for strategy, mode, size in (
@@ -395,7 +397,7 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
     trainer = trainer_of(solo(), text, {})
     losses_of(trainer, 6)
     expected = mean_validation_loss(trainer)
-    trainer.save(tmp_path / "checkpoints", 6)
+    CheckpointSaver(trainer, tmp_path / "checkpoints").save(6)
     trained = inference.load(solo(), tmp_path, trainer.recipe)
     assert trained.validation_loss() == pytest.approx(expected, rel=1e-6)
     held = trained.parameters.array

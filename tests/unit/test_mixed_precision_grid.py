@@ -20,6 +20,7 @@ from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]
 State = dict[tuple[str, str], np.ndarray]
@@ -358,7 +359,7 @@ def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp
     def whole(comm: Communicator) -> tuple[Any, ...]:
         trainer = trainer_of(comm, keys)
         found = losses(trainer, 4)
-        saved, then = trainer.save(tmp_path / "checkpoints", 4), bits(state(trainer))
+        saved, then = CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), bits(state(trainer))
         trainer.first_step = 4
         found += losses(trainer, 9)
         return found, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()

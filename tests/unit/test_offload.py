@@ -31,6 +31,7 @@ from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 BLOCK = 512  # bytes: every tensor of the tests is cut
 LAYOUT = Layout.of(
@@ -414,7 +415,7 @@ def test_checkpoints_go_from_files_to_memory_and_back(
     def half(comm: Communicator, settings: dict[str, object], name: str) -> Path:
         trainer = assembled(comm, settings)
         steps(trainer, 3)
-        return trainer.save(tmp_path / name, 3)
+        return CheckpointSaver(trainer, tmp_path / name).save(3)
 
     def rest(comm: Communicator, settings: dict[str, object], path: Path) -> tuple[list[float], dict[str, bytes]]:
         trainer = assembled(comm, settings, path)

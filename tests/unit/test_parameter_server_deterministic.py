@@ -19,6 +19,7 @@ from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 STEPS = 3
 trainer_of = partial(shard_runs.trainer_of, shards=6)
@@ -82,7 +83,7 @@ def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_
     def part(comm: Communicator, last: int, keys: dict[str, Any], resume: Path | None) -> tuple[list[Any], Path, str]:
         trainer = trainer_of(comm, text, keys, resume)
         found = train(trainer, last)
-        saved = trainer.save(tmp_path / f"{comm.size}", last)
+        saved = CheckpointSaver(trainer, tmp_path / f"{comm.size}").save(last)
         comm.barrier()
         trainer.close()
         return found, saved, state(trainer)

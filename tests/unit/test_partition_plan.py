@@ -27,6 +27,7 @@ from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.run.saving import CheckpointSaver
 
 STATES = StateBytes(per_parameter=16, itemsize=4)
 
@@ -191,7 +192,7 @@ def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
     found = measure(gpt(1), 2, "gpu")
     turns = costs.WARM + costs.TURNS
     spans = 5  # a turn: forward twice, backward, and its halves
-    waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "measured._clock"]
+    waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "costs._clock"]
     assert waits == 3 * turns * spans * 2 and len(found) == 3
 
 
@@ -257,7 +258,7 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
     def first(comm: Communicator) -> tuple[int, ...]:
         trainer = trainer_of(comm, keys)
         losses(trainer, 1)
-        trainer.save(tmp_path / "checkpoints", 1)
+        CheckpointSaver(trainer, tmp_path / "checkpoints").save(1)
         return units_of(trainer)
 
     def units_of(trainer: Trainer) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from resume_runs import HALF, bits, legal, ranks_of, steps
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
+from hpcdist.training.run.saving import CheckpointSaver
 
 EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
 SAMPLE = 4  # combinations, where not all of them are taken
@@ -38,7 +39,7 @@ def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any
 def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
     trainer = trainer_of(comm, keys)
     steps(trainer, 0, HALF)
-    path = trainer.save(directory, HALF)
+    path = CheckpointSaver(trainer, directory).save(HALF)
     trainer.close()
     return path
 

@@ -20,6 +20,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.energy import EnergyRecorder
+from hpcdist.training.run.saving import CheckpointSaver
 
 Body = dict[str, Any]  # that of a manifest
 
@@ -121,7 +122,7 @@ def test_a_run_goes_on_as_it_would_have(item: str, keys: Body, tmp_path: Path) -
     def body(comm: Communicator) -> tuple[Path, Any]:
         trainer = prepared(trainer_of(comm, settings))
         steps(trainer, 0, HALF)
-        path = trainer.save(tmp_path / "run", HALF)
+        path = CheckpointSaver(trainer, tmp_path / "run").save(HALF)
         return path, (steps(trainer, HALF, 2 * HALF), trainer.flush(), bits(trainer))
 
     def resumed(comm: Communicator) -> Any:
@@ -147,7 +148,7 @@ def test_clocks_and_versions_of_servers_are_kept(consistency: str, keys: Body, t
     def saved(comm: Communicator) -> Path:
         trainer = trainer_of(comm, settings)
         trainer.exchange.restore({"count": 2, "clocks": [2, 5], "updates": 7})
-        return trainer.save(tmp_path / "run", 2)
+        return CheckpointSaver(trainer, tmp_path / "run").save(2)
 
     def found(comm: Communicator) -> tuple[Any, ...]:
         exchange: Any = trainer_of(comm, settings, path).exchange
@@ -167,7 +168,7 @@ def test_the_version_of_servers_with_backup_workers(keys: Body, tmp_path: Path) 
     def saved(comm: Communicator) -> Path:
         trainer = trainer_of(comm, settings)
         trainer.exchange.restore({"count": 4})
-        return trainer.save(tmp_path / "run", 4)
+        return CheckpointSaver(trainer, tmp_path / "run").save(4)
 
     def found(comm: Communicator) -> tuple[Any, ...]:
         exchange: Any = trainer_of(comm, settings, path).exchange
@@ -181,7 +182,7 @@ def test_the_version_of_servers_with_backup_workers(keys: Body, tmp_path: Path) 
 
 
 def test_the_algorithm_that_was_chosen_is_kept(keys: Body, tmp_path: Path) -> None:
-    path = run_threads(2, lambda comm: trainer_of(comm, keys).save(tmp_path / "run", 1))[0]
+    path = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, keys), tmp_path / "run").save(1))[0]
     rewrite(path, lambda body: body["scalars"].update(algorithm="recursive_doubling"))  # as a measurement would have
 
     def found(comm: Communicator) -> tuple[str, str]:
@@ -196,7 +197,7 @@ def test_the_algorithm_that_was_chosen_is_kept(keys: Body, tmp_path: Path) -> No
 def test_the_measured_cut_of_the_stages_is_kept(keys: Body, tmp_path: Path) -> None:
     """Sums of gradients over other stages would round differently."""
     settings = {**keys, "parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.partition": "measured"}
-    path = run_threads(2, lambda comm: trainer_of(comm, settings).save(tmp_path / "run", 1))[0]
+    path = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, settings), tmp_path / "run").save(1))[0]
     worst = [1, 3]  # nothing but the embedding on the first rank: no measurement says so
     rewrite(path, lambda body: body["scalars"].update(stage_units=worst))
 
@@ -213,7 +214,7 @@ def test_the_measured_cut_of_the_stages_is_kept(keys: Body, tmp_path: Path) -> N
 def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(path.read_text() * 200)
-    made = run_threads(2, lambda comm: trainer_of(comm, keys).save(tmp_path / "run", 1))[0]
+    made = run_threads(2, lambda comm: CheckpointSaver(trainer_of(comm, keys), tmp_path / "run").save(1))[0]
     content = bytearray(path.read_bytes())
     content[1500] ^= 1  # 64 probes of 1,024 bytes begin 3,890 bytes apart
     path.write_bytes(content)
@@ -233,7 +234,7 @@ def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
     energy = EnergyRecorder(solo(), trainer.recipe, None)
     with energy.monitor, energy.window("training"):
         time.sleep(0.02)
-    path = trainer.save(tmp_path / "run", HALF, energy=energy.state())
+    path = CheckpointSaver(trainer, tmp_path / "run").save(HALF, energy=energy.state())
     seconds = energy.figures(HALF)["seconds_by_phase"]["training"]
     again = EnergyRecorder(solo(), trainer.recipe, path)
     with again.monitor, again.window("training"):
@@ -248,7 +249,7 @@ def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forged", ({"optimizer": [1]}, {"steps": "many"}, {"steps": -3}, {"data": None}))
 def test_numbers_that_no_training_writes_are_refused(keys: Body, tmp_path: Path, forged: dict[str, Any]) -> None:
-    path = trainer_of(solo(), keys).save(tmp_path / "run", 1)
+    path = CheckpointSaver(trainer_of(solo(), keys), tmp_path / "run").save(1)
     rewrite(path, lambda body: body["scalars"].update(forged))
     with pytest.raises(StorageError, match=f"is not valid: of its scalars, .*{next(iter(forged))}"):
         trainer_of(solo(), keys, path)
@@ -259,7 +260,7 @@ def test_the_best_validation_loss_is_kept(keys: Body, tmp_path: Path) -> None:
         directory = tmp_path / f"{losses}"
         trainer = trainer_of(solo(), {**keys, "checkpoint.keep": 1, "checkpoint.keep_best": 1})
         for step, loss in enumerate(losses, start=1):
-            path = trainer.save(directory, step, **({} if math.isnan(loss) else {VAL_LOSS: loss}))
+            path = CheckpointSaver(trainer, directory).save(step, **{} if math.isnan(loss) else {VAL_LOSS: loss})
             assert loss_of(path) == loss or math.isnan(loss)
             trainer = trainer_of(solo(), {**keys, "checkpoint.keep": 1, "checkpoint.keep_best": 1}, path)
         return sorted(path.name for path in directory.glob("step-*"))
@@ -270,7 +271,7 @@ def test_the_best_validation_loss_is_kept(keys: Body, tmp_path: Path) -> None:
 
 
 def test_another_data_set_is_refused(keys: Body, tmp_path: Path) -> None:
-    path = trainer_of(solo(), keys).save(tmp_path / "run", 1)
+    path = CheckpointSaver(trainer_of(solo(), keys), tmp_path / "run").save(1)
     (tmp_path / "other.txt").write_text("not to be or to be, that is no question " * 30)
     with pytest.raises(DataError, match="was written by a run on other data than .*other.txt") as caught:
         trainer_of(solo(), {**keys, "data.path": tmp_path / "other.txt"}, path)

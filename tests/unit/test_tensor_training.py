@@ -15,6 +15,7 @@ from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, difference, losses, trainer_of
@@ -176,7 +177,7 @@ def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
         trainer = trainer_of(comm, keys | changed, path)
         assert trainer.first_step == max(0, last - 2)
         found = losses(trainer, last)
-        return found, trainer.save(tmp_path, last)
+        return found, CheckpointSaver(trainer, tmp_path).save(last)
 
     for number, (ranks, changed) in enumerate(layouts, 1):
         (more, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
@@ -191,7 +192,7 @@ def test_a_resumed_run_has_the_same_bits(text, tmp_path):
         whole = losses(trainer_of(comm, keys), 8)
         half = trainer_of(comm, keys)
         first = losses(half, 3)
-        return whole == first + losses(trainer_of(comm, keys, half.save(tmp_path, 3)), 8)
+        return whole == first + losses(trainer_of(comm, keys, CheckpointSaver(half, tmp_path).save(3)), 8)
 
     assert run_threads(2, body) == [True, True]
 

@@ -14,9 +14,10 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training.build import selection, state_source
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.selection import AlgorithmSelection
-from hpcdist.training.build.trainer import assemble
 from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.saving import CheckpointSaver
 
 SMALL = {"model.layers": 1, "model.hidden": 16, "model.heads": 1, "data.context": 8, "run.global_batch": 8}
 
@@ -39,7 +40,7 @@ def run(
     def body(comm: Communicator) -> tuple[AlgorithmSelection, Path]:
         trainer = assemble(Session(comm, locate(comm, None), "threads", _abort), recipe, resume)
         assert trainer.seat.algorithm == trainer.selection.algorithm
-        return trainer.selection, trainer.save(folder / "saved", trainer.first_step + 1)
+        return trainer.selection, CheckpointSaver(trainer, folder / "saved").save(trainer.first_step + 1)
 
     found = run_threads(ranks, body, ranks_per_node)
     assert all(one == found[0] for one in found)

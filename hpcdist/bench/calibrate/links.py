@@ -30,9 +30,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives import run
-from hpcdist.bench.collectives.plan import ORDINARY, SHARED
-from hpcdist.bench.collectives.plan import CollectivesRequest as Cells
-from hpcdist.bench.collectives.results import CollectivesConfiguration
+from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesConfiguration
+from hpcdist.bench.collectives.results import CollectivesRequest as Cells
 from hpcdist.collectives import release
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator

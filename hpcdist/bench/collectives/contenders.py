@@ -19,7 +19,7 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
-from hpcdist.bench.collectives.plan import ORDINARY, SHARED, CollectivesCell
+from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesCell
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, all_to_all
 from hpcdist.collectives.algorithms.broadcast import BROADCAST, broadcast
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm

@@ -13,8 +13,14 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.collectives.contenders import MEMCPY, NATIVE, REFERENCES
-from hpcdist.bench.collectives.plan import COLD, SHARED, bus_factor
-from hpcdist.bench.collectives.results import OURS, CollectivesConfiguration, CollectivesResults
+from hpcdist.bench.collectives.results import (
+    COLD,
+    OURS,
+    SHARED,
+    CollectivesConfiguration,
+    CollectivesResults,
+    bus_factor,
+)
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 MISSING: Final = "-"

@@ -19,8 +19,18 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.bench.collectives import contenders as collectives_contenders
 from hpcdist.bench.collectives import contenders as sides
 from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
-from hpcdist.bench.collectives.plan import COLD, HOT, ORDINARY, SHARED, CollectivesCell, CollectivesRequest, cells
-from hpcdist.bench.collectives.results import OURS, CollectivesConfiguration, ConfigurationKey
+from hpcdist.bench.collectives.results import (
+    COLD,
+    HOT,
+    ORDINARY,
+    OURS,
+    SHARED,
+    CollectivesCell,
+    CollectivesConfiguration,
+    CollectivesRequest,
+    ConfigurationKey,
+    cells,
+)
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator

@@ -54,8 +54,8 @@ _TAG = 7002
 class TimedExecutor(Executor):
     """An executor that keeps when each operation of the last step began and ended, by `time.perf_counter`."""
 
-    def __init__(self, *of_executor: Any) -> None:
-        super().__init__(*of_executor)
+    def __init__(self, *of_executor: Any, **settings: Any) -> None:
+        super().__init__(*of_executor, **settings)
         self.timed: list[tuple[float, float]] = []
         for kind, handler in list(self._handlers.items()):
             self._handlers[kind] = self._timed(handler, on_device=kind in COMPUTE)

@@ -14,8 +14,7 @@ import click
 from hpcdist.errors import FAILURE, OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.collectives.plan import CollectivesRequest
-    from hpcdist.bench.collectives.results import CollectivesConfiguration
+    from hpcdist.bench.collectives.results import CollectivesConfiguration, CollectivesRequest
     from hpcdist.comm.start import Session
 
 _SIZES: Final = "4K-64M x4"
@@ -107,8 +106,8 @@ def command(
     when --output or --plot cannot be written, which is tried before anything is measured. `hpcdist compare A.h5 B.h5`
     tells whether two results differ.
     """
-    from hpcdist.bench.collectives.plan import CollectivesRequest
-    from hpcdist.bench.collectives.plan import sizes as parsed
+    from hpcdist.bench.collectives.results import CollectivesRequest
+    from hpcdist.bench.collectives.results import sizes as parsed
     from hpcdist.comm import start
 
     kinds = ("ordinary", "shared") if buffers == "both" else (buffers,)
@@ -131,7 +130,7 @@ def _known(
     """Return operations, algorithms and dtypes without doubles. Raises UsageError for one that is not known."""
     from hpcdist.arrays.dtypes import dtype_of
     from hpcdist.bench.collectives import contenders as sides
-    from hpcdist.bench.collectives.plan import OPERATIONS, choice
+    from hpcdist.bench.collectives.results import OPERATIONS, choice
 
     every = OPERATIONS if "all" in operations else choice("--op", operations, (*OPERATIONS, "all"))
     names = dict.fromkeys(name for op in every for name in sides.algorithms(op))

@@ -70,7 +70,7 @@ class SweepRecipes:
         """Return the recipe of ``settings`` over the base recipe; with ``ranks`` it can be trained on so many."""
         from hpcdist.bench.sweep.definition import ResolvedTrial
         from hpcdist.training.recipe import recipe as recipes
-        from hpcdist.training.use_cases.degrees import degrees_equation
+        from hpcdist.training.recipe.requirements import degrees_equation
 
         base = self.wanted.recipe
         inline = base if isinstance(base, Path) else self._settings(base)

@@ -71,18 +71,26 @@ class StepResult:
 class Executor:
     """The operations of one rank, the stages they compute with and the exchange they communicate through.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale``, and the ``seed`` of what
-    models drop, may be set before the first step.
+    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` is `NoLossScale` if not
+    given; ``seed`` is that of what models drop.
     """
 
     def __init__(
-        self, seat: RankContext, exchange: Exchange, copies: TiedCopies, arena: Arena, clip_norm: float = 0.0
+        self,
+        seat: RankContext,
+        exchange: Exchange,
+        copies: TiedCopies,
+        arena: Arena,
+        clip_norm: float = 0.0,
+        *,
+        loss_scale: NoLossScale | None = None,
+        seed: int = 0,
     ) -> None:
         self.seat, self.model, self.exchange, self.copies, self.arena = seat, seat.model, exchange, copies, arena
         self.clip_norm = clip_norm
         self.units = seat.ranges
-        self.loss_scale = NoLossScale()
-        self.seed = 0
+        self.loss_scale = NoLossScale() if loss_scale is None else loss_scale
+        self.seed = seed
         self.recheck: Callable[[], None] | None = None  # asked when a step is agreed on; it may `compute_again`
         self.meter: GradientMeter | None = None
         self.spans: SpanSink = NULL_SPANS  # told of every operation of a step

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,16 +37,14 @@ from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.state_source import StateSource
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.recipe import recipe as recipes
-
-if TYPE_CHECKING:
-    from hpcdist.training.build.trainer import Trainer
 
 REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}  # among the scalars
 
 
-def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
+def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Return what a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local).
 
     Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all of
@@ -72,14 +70,14 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
     }
 
 
-def save_plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> SavePlan:
+def save_plan(trainer: Trainer, directory: Path, steps: int, kept: Mapping[str, Any]) -> SavePlan:
     """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
-def checkpoint_metadata(trainer: "Trainer") -> dict[str, Any]:
+def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
     """Return topology, recipe, versions and tied names, for people and tools: a restore asks for none of it (local)."""
     if trainer.comm.rank:
         return {}  # those of rank 0 count
@@ -100,7 +98,7 @@ def _versions() -> dict[str, str]:
     return {name: value for name, value in found.items() if name.endswith("_version") or name == "git_commit"}
 
 
-def restore_state(trainer: "Trainer", origin: StateSource) -> None:
+def restore_state(trainer: Trainer, origin: StateSource) -> None:
     """Take back the state of ``origin``, made by any number of ranks in any layout. Collective.
 
     Raises DataError when the data has changed since: the sample order and every loss would be others, and
@@ -152,7 +150,7 @@ def restore_state(trainer: "Trainer", origin: StateSource) -> None:
 NOT_IN_MODEL: Final = "is no tensor of the recipe's model"
 
 
-def load_initial(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
+def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Replace the initial parameters of ``trainer`` by those in ``source``: a checkpoint, or a run with its newest.
 
     Return the tensors that keep their initial values, each with the reason: with ``partial``, those that are missing

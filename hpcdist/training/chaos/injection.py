@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,11 +30,9 @@ from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousSe
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
-
-if TYPE_CHECKING:
-    from hpcdist.training.build.trainer import Trainer
-    from hpcdist.training.run.saving import CheckpointSaver
+from hpcdist.training.run.saving import CheckpointSaver
 
 SLOWDOWN_STREAM: Final = 0x6368616F73  # names the random stream of slow steps, apart from those of data and parameters
 SLEEP_SLICE_S: Final = 1e-3  # a rank that serves others beside its own work looks so often what has come
@@ -73,8 +71,8 @@ class SlowdownTimer:
 class SlowedExecutor(Executor):
     """An executor of rank ``rank``; an even share of a step has ``even_samples`` samples."""
 
-    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any) -> None:
-        super().__init__(*of_executor)
+    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any, **settings: Any) -> None:
+        super().__init__(*of_executor, **settings)
         self._config, self._rank, self._even_samples = config, rank, even_samples
         self._pace: SlowdownTimer | None = None  # evaluations and repetitions of a step are not slowed down
 
@@ -211,8 +209,8 @@ class FaultyExecutor(SlowedExecutor):
 
     faults: FaultPlan
 
-    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any) -> None:
-        super().__init__(config, rank, even_samples, *of_executor)
+    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any, **settings: Any) -> None:
+        super().__init__(config, rank, even_samples, *of_executor, **settings)
         self._due: list[ChaosFault] = []  # in the step that is made, and not in another computation of it
         self._agreed = False
         self._handlers = {kind: partial(self._around, handler) for kind, handler in self._handlers.items()}
@@ -320,7 +318,7 @@ def executor_factory(config: ChaosConfig, seat: RankContext, samples: int) -> Ca
     return partial(kind, config, seat.world.rank, samples / seat.data.size)
 
 
-def arm_faults(trainer: "Trainer", saver: "CheckpointSaver", directory: Path) -> None:
+def arm_faults(trainer: Trainer, saver: CheckpointSaver, directory: Path) -> None:
     """Let the faults of the recipe happen to ``trainer`` and ``saver`` in the run of ``directory``.
 
     Collective over the world. Raises ConfigurationError on all ranks where one of them could never happen.

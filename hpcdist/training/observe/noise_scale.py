@@ -12,8 +12,8 @@ anyway. Of 16-bit gradients it is the norm of the rounded ones.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,10 +25,6 @@ from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.axis import counted
 from hpcdist.telemetry.metrics import side_tables
-
-if TYPE_CHECKING:
-    from hpcdist.training.build.trainer import Trainer
-    from hpcdist.training.observe.metrics import RunMetrics
 
 COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # a micro-batch's gradients of a unit are complete
 WRITING_PASSES: Final = (*COMPLETING_PASSES, Kind.BACKWARD_INPUT)
@@ -140,20 +136,22 @@ class NoiseMeter:
         return rows
 
 
-def write_noise_scales(metrics: "RunMetrics", trainer: "Trainer") -> None:
-    """Write what was measured since the last call (rank 0 does, the others forget it)."""
-    if trainer.noise is not None and (rows := trainer.noise.taken()):
-        metrics.include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
+def write_noise_scales(include: Callable[[Callable[[Any, int], None]], None], meter: NoiseMeter | None) -> None:
+    """Write what ``meter`` measured since the last call by `RunMetrics.include` (rank 0 does, the others forget it)."""
+    if meter is not None and (rows := meter.taken()):
+        include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
 
 
-def noise_figures(trainer: "Trainer") -> dict[str, Any]:
-    """Return what a summary has of the noise, {} where it is not measured (local). What is not known is None."""
-    if trainer.noise is None:
+def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
+    """Return what a summary has of the noise at ``batch`` samples a step, {} where it is not measured (local).
+
+    What is not known is None.
+    """
+    if meter is None:
         return {}
-    scale = trainer.noise.smoothed.mean.noise_scale
+    scale = meter.smoothed.mean.noise_scale
     if not math.isfinite(scale):
         return {"noise_scale": None, "critical_batch": None, "noise_scale_reason": WHY_UNKNOWN}
-    batch = trainer.recipe.run.global_batch
     return {"noise_scale": scale, "critical_batch": max(1, round(scale)), "global_batch": batch}
 
 

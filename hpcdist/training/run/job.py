@@ -24,8 +24,9 @@ from hpcdist.strategies.core.grid import ORDER, rank_map, spread_groups
 from hpcdist.telemetry.metrics.step_metrics import MOVED_ATTRIBUTE
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import run_directory
+from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.state_source import CheckpointSource, StateSource, from_intact_source
-from hpcdist.training.build.trainer import Trainer, assemble
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe import figures, noise_scale
 from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
@@ -127,7 +128,8 @@ class TrainingJob:
         summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
         if comm.rank == 0:
             known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
-            more = figures.consensus_figures(trainer) | noise_scale.noise_figures(trainer)
+            more = noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch)
+            more |= figures.consensus_figures(trainer)
             more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
             moved = summary["bytes_moved_per_step"] or {}
             more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}

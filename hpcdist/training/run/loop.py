@@ -339,7 +339,7 @@ class TrainingLoop:
     def _note_measured(self) -> None:
         """Write what was measured in some steps alone, which waits in memory until then."""
         figures.write_consensus(self.metrics, self.trainer)
-        noise_scale.write_noise_scales(self.metrics, self.trainer)
+        noise_scale.write_noise_scales(self.metrics.include, self.trainer.noise)
 
     def _validated(self) -> dict[str, float | None]:
         """Return what a checkpoint keeps of how good it is, where the best of them stay."""

@@ -170,7 +170,7 @@ def summarise(
         "lives": [],  # after deaths: a job that has some puts them in
         **figures.consensus_figures(trainer),
         **figures.straggler_figures(trainer, workers),
-        **noise_scale.noise_figures(trainer),
+        **noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
         "run_dir": str(directory),
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }

@@ -28,7 +28,7 @@ from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training.recipe import recipe as recipe_recipe
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import requirements
-from hpcdist.training.use_cases.degrees import degrees_equation
+from hpcdist.training.recipe.requirements import degrees_equation
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe, ResolvedRecipe

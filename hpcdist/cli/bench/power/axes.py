@@ -139,8 +139,8 @@ class PowerRecipes:
     def resolve(self, settings: Mapping[str, Any], ranks: int | None) -> "Recipe":
         """Return the recipe with ``settings``. Raises ConfigurationError where it does not fit ``ranks``."""
         from hpcdist.training.recipe import recipe as recipes
+        from hpcdist.training.recipe.requirements import degrees_equation
         from hpcdist.training.recipe.settings import overrides
-        from hpcdist.training.use_cases.degrees import degrees_equation
 
         chosen = overrides(self.overrides, recipes.defaults())
         both = sorted(chosen.values.keys() & settings.keys())

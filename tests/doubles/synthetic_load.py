@@ -1,4 +1,4 @@
-"""Synthetic loads of known energy, and a sensor that sees them part of the time: for tests and benchmarks."""
+"""Synthetic loads of known energy, and a sensor that sees them part of the time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
