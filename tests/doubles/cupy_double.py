@@ -3,7 +3,8 @@
 Its own class over numpy memory, never a subclass: numpy functions, numba kernels, buffers of messages and `np.asarray`
 cannot get at the data by accident. What cupy refuses is refused with the same type of error; what cupy does quietly
 (a copy to the host in `float(x)`, a transfer of an index) is either counted or refused too. Only what cupy has exists
-here, by the names of `__all__`; `tests/gpu` and `tests/unit/test_gpu_double.py` hold the list against the real thing.
+here, by the names of `__all__`; `tests/gpu` and `tests/unit/collectives/gpu/test_cupy_double.py` hold the list against
+the real thing.
 """
 
 import operator

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "models" / "layers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 from test_gpu_attention import (

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no p
 import cupy_double
 from gpu_runs import LAYOUTS, Trained, check_same, write_text
 
-# All kinds of messages of device buffers; tests/unit/test_gpu_training.py has every architecture, on threads.
+# All kinds of messages of device buffers; tests/unit/training/build/test_gpu.py has every architecture, on threads.
 CHOSEN = {"allreduce": True, "zero3": True, "1f1b": False, "a server": False, "servers that work": False}
 
 

@@ -1,0 +1,96 @@
+"""Any layout that a recipe may ask for is the run of one process: drawn at random, on at most four ranks."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.strategies.core.replica_check import check_tensor_axis
+from hpcdist.training.run.loop import mean_validation_loss
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "doubles"))
+from rank_runs import alone, difference, losses, trainer_of
+
+STEPS = 3
+GRIDS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 1, 4), (3, 1, 1), (1, 3, 1))  # data, pipeline, tensor
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+KEYS: dict[str, object] = {
+    "data.context": 7,  # with five samples or seven, no number of rows is even
+    "run.steps": STEPS,
+    "run.validation_samples": 5,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.5,
+    "precision.mode": "float64",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(400)))
+    return path
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, dict[str, object]]:
+    """Return a number of ranks, and the keys of a run on them."""
+    data, pipeline, tensor = draw(st.sampled_from(GRIDS))
+    strategy, microbatches = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from((1, 3, 4)))
+    keys: dict[str, object] = {
+        "model.layers": 6 if pipeline > 1 else 2,
+        "model.heads": 6 if tensor == 3 else 4,
+        "model.hidden": 24,
+        "model.vocabulary": draw(st.sampled_from((256, 257, 259))),
+        "model.tied": draw(st.sampled_from(("false", "true"))),
+        "model.dropout": draw(st.sampled_from((0.0, 0.3))),
+        "optimizer.name": draw(st.sampled_from(("adamw", "lamb"))),
+        "parallel.data": data,
+        "parallel.pipeline": pipeline,
+        "parallel.tensor": tensor,
+        "parallel.strategy": strategy,
+        "parallel.microbatches": microbatches,
+        "run.global_batch": 2 * data * microbatches if pipeline > 1 else draw(st.sampled_from((5, 7))),
+    }
+    schedule = draw(st.sampled_from(SCHEDULES)) if pipeline > 1 else "sequential"
+    if pipeline > 1:
+        keys["parallel.schedule"] = schedule
+        keys["parallel.chunks"] = 2 if schedule == "interleaved" else 1
+        assume(schedule != "interleaved" or microbatches >= pipeline)
+        if schedule in ("gpipe", "1f1b", "interleaved") and microbatches > 1:
+            keys["parallel.recompute"] = draw(st.sampled_from(("false", "true")))
+    if tensor > 1:
+        keys["parallel.sequence_parallel"] = draw(st.sampled_from(("false", "true")))
+    if strategy in ("zero2", "zero3"):
+        once = pipeline > 1 and (keys["model.tied"] == "true" or schedule.startswith("zb"))
+        keys["zero.keep_gradients"] = "true" if once else draw(st.sampled_from(("false", "true")))
+    if strategy == "parameter_server":
+        keys["parameter_server.placement"] = "colocated"
+    elif pipeline == 1 and draw(st.booleans()):
+        keys["communication.overlap"] = "thread"
+    return data * pipeline * tensor, keys
+
+
+@settings(max_examples=25)
+@given(layout=layouts())
+def test_any_product_is_the_run_of_one_process(text: Path, layout: tuple[int, dict[str, Any]]) -> None:
+    ranks, changed = layout
+    keys = KEYS | {"data.path": text} | changed
+    expected = alone(keys, STEPS)
+
+    def body(comm: Communicator) -> None:
+        together = trainer_of(comm, keys)
+        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
+        assert difference(together, expected.state) <= 1e-11
+        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
+        check_tensor_axis(together.seat.tensor, together.exchange.parameters, STEPS)
+        assert not any(together.executor.arena._uses), "what activations lay in is given back"
+        together.close()
+
+    run_threads(ranks, body)

@@ -1,0 +1,290 @@
+"""Training over data x tensor: steps, norms, checkpoints and refusals, whatever exchanges the gradients."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, ScheduleError
+from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.replica_check import check_tensor_axis, explain_nonfinite
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.verify.proof import verify
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "doubles"))
+from rank_runs import alone, difference, losses, trainer_of
+
+STEPS = 20
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+KEYS = {
+    "model.layers": 1,
+    "model.hidden": 24,
+    "model.heads": 4,
+    "model.vocabulary": 257,  # uneven over 2, 3 and 4 ranks
+    "data.context": 12,
+    "run.steps": STEPS,
+    "run.global_batch": 5,
+    "run.validation_samples": 20,
+    "optimizer.warmup_steps": 3,
+    "optimizer.clip_norm": 0.7,
+    "communication.algorithm": "node_shared",
+    "precision.mode": "float64",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(900)))
+    return path
+
+
+CASES = {
+    "1x1x2": (2, {"parallel.tensor": 2}),
+    "1x1x2 by rows": (2, {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}),
+    "1x1x2 in float32": (2, {"parallel.tensor": 2, "precision.mode": "float32"}),
+    "1x1x3 by rows, tied": (
+        3,
+        {"parallel.tensor": 3, "parallel.sequence_parallel": "true", "model.heads": 6, "model.tied": "true"},
+    ),
+    "1x1x4 tied, dropping": (4, {"parallel.tensor": 4, "model.tied": "true", "model.dropout": 0.1}),
+    "1x1x4 by rows, accumulating": (
+        4,
+        {"parallel.tensor": 4, "parallel.sequence_parallel": "true", "parallel.microbatches": 2},
+    ),
+    "2x1x2 with zero1": (4, {"parallel.tensor": 2, "parallel.strategy": "zero1"}),
+    "2x1x2 with zero2 by rows": (
+        4,
+        {"parallel.tensor": 2, "parallel.strategy": "zero2", "parallel.sequence_parallel": "true"},
+    ),
+    "2x1x2 with zero3 by rows, tied": (
+        4,
+        {
+            "parallel.tensor": 2,
+            "parallel.strategy": "zero3",
+            "parallel.sequence_parallel": "true",
+            "model.tied": "true",
+            "parallel.microbatches": 2,
+        },
+    ),
+    "1x2x2 by rows, tied": (
+        4,
+        {
+            "parallel.tensor": 2,
+            "parallel.pipeline": 2,
+            "parallel.sequence_parallel": "true",
+            "model.tied": "true",
+            "parallel.microbatches": 5,
+            "model.dropout": 0.2,
+        },
+    ),
+    "1x2x2 zb-v by rows": (
+        4,
+        {
+            "parallel.tensor": 2,
+            "parallel.pipeline": 2,
+            "parallel.schedule": "zb-v",
+            "parallel.sequence_parallel": "true",
+            "parallel.microbatches": 5,
+            "model.layers": 2,
+            "model.dropout": 0.2,
+        },
+    ),
+    "1x2x2 recomputing by rows": (
+        4,
+        {
+            "parallel.tensor": 2,
+            "parallel.pipeline": 2,
+            "parallel.sequence_parallel": "true",
+            "parallel.microbatches": 5,
+            "parallel.recompute": "true",
+            "model.dropout": 0.2,
+        },
+    ),
+    "2x1x2 overlapping by rows": (
+        4,
+        {"parallel.tensor": 2, "communication.overlap": "thread", "parallel.sequence_parallel": "true"},
+    ),
+    "2x1x2 lamb with zero3": (
+        4,
+        {"parallel.tensor": 2, "parallel.strategy": "zero3", "optimizer.name": "lamb"},
+    ),
+    "2x1x2 lars by rows": (
+        4,
+        {"parallel.tensor": 2, "optimizer.name": "lars", "parallel.sequence_parallel": "true"},
+    ),
+    "2x1x2 offloading": (
+        4,
+        {
+            "parallel.tensor": 2,
+            "parallel.strategy": "zero1",
+            "zero.offload_optimizer": "file",
+            "zero.offload_directory": ".",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(case, text):
+    ranks, changed = CASES[case]
+    keys = KEYS | {"data.path": text} | changed
+    if "zero.offload_directory" in keys:
+        keys["zero.offload_directory"] = text.parent
+    expected, tolerance = alone(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
+    assert expected.losses[-1] < expected.losses[0] - 0.08, "the model learns"
+
+    def body(comm):
+        together = trainer_of(comm, keys)
+        assert together.proof is not None and together.model.layout.parameters > 12000
+        np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=tolerance)
+        assert difference(together, expected.state) <= 10 * tolerance
+        np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=tolerance)
+        check_tensor_axis(together.seat.tensor, together.exchange.parameters, STEPS)
+        together.close()
+
+    run_threads(ranks, body)
+
+
+def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+    keys |= {"parallel.strategy": "zero1", "communication.algorithm": "hierarchical"}
+    expected = alone(keys, 2)
+
+    def body(comm):
+        together = trainer_of(comm, keys)
+        assert [len(ranks) for ranks in together.seat.data.nodes().members] == [[3, 1], [2, 2]][comm.rank % 2]
+        np.testing.assert_allclose(losses(together, 2), expected.losses, rtol=1e-12)
+        check_tensor_axis(together.seat.tensor, together.exchange.parameters, 2)
+
+    run_threads(8, body, 5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
+    keys = KEYS | {"data.path": text, "optimizer.name": optimizer}
+    expected, path, found = alone(keys, 12).losses, None, []
+    layouts = ((1, {}), (2, {"parallel.tensor": 2}), (4, {"parallel.tensor": 2, "parallel.strategy": "zero3"}))
+    layouts += ((4, {"parallel.tensor": 4, "parallel.sequence_parallel": "true"}), (1, {}))
+
+    def body(comm, changed, path, last):
+        trainer = trainer_of(comm, keys | changed, path)
+        assert trainer.first_step == max(0, last - 2)
+        found = losses(trainer, last)
+        return found, CheckpointSaver(trainer, tmp_path).save(last)
+
+    for number, (ranks, changed) in enumerate(layouts, 1):
+        (more, path), *_ = run_threads(ranks, lambda comm, c=changed, p=path, n=2 * number: body(comm, c, p, n))
+        found += more
+    np.testing.assert_allclose(found, expected[:10], rtol=1e-12)
+
+
+def test_a_resumed_run_has_the_same_bits(text, tmp_path):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+
+    def body(comm):
+        whole = losses(trainer_of(comm, keys), 8)
+        half = trainer_of(comm, keys)
+        first = losses(half, 3)
+        return whole == first + losses(trainer_of(comm, keys, CheckpointSaver(half, tmp_path).save(3)), 8)
+
+    assert run_threads(2, body) == [True, True]
+
+
+def test_the_sentinel_names_a_tensor_that_drifts(text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.strategy": "zero1"}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        if comm.rank == 3:
+            trainer.exchange.parameters.view("1.norm2.scale")[1] += 1e-9
+        store, tensor = trainer.exchange.parameters, trainer.seat.tensor
+        if comm.rank < 2:
+            check_tensor_axis(tensor, store, 4)
+            return
+        with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no bits are those of most"):
+            check_tensor_axis(tensor, store, 4)
+
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("by_rows", ["false", "true"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")],
+)
+def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, said, text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        if comm.rank == 1:
+            trainer.exchange.parameters.view("1.up.bias")[...] = 100
+            trainer.exchange.parameters.view("1.down.weight")[...] = value
+        with trainer.batches(1) as stream:
+            (batch,) = stream
+            batches = trainer.cut(trainer.place(batch))
+        with np.errstate(all="ignore"), pytest.raises(NonFiniteError) as caught:
+            trainer.step(1, batches, np.zeros(2))
+        with np.errstate(all="ignore"):
+            found = str(explain_nonfinite(comm, trainer.executor, trainer.operations, batches, caught.value))
+        assert f". rank 1: {said}. Nothing" in found
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"parallel.tensor": 3}, r"parallel.tensor = 3 with model.heads = 4: .* \[1, 2, 4\]"),
+        ({"parallel.tensor": 2, "model.kind": "mlp"}, "parallel.tensor = 2 with model.kind = 'mlp'"),
+        ({"parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true with parallel.tensor = 1"),
+        ({"parallel.tensor": 2, "parallel.strategy": "local_sgd"}, "choose one of allreduce, zero1"),
+        ({"parallel.tensor": 2, "parallel.strategy": "parameter_server"}, "parameter_server.placement = 'dedicated'"),
+        ({"parallel.tensor": 2, "run.logical_shards": 2}, "run.logical_shards = 2 with parallel.tensor = 2"),
+        ({"parallel.tensor": 2, "data.shares": "measured"}, "data.shares = 'measured' with parallel.tensor = 2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changed, said):
+    keys = {"model.heads": 4, "model.hidden": 24, "data.context": 12, **changed}
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {})
+    assert caught.value.exit_code == 78
+
+
+def test_the_proof_covers_the_tensor_axis(text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+    keys |= {"parallel.microbatches": 2}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        return trainer.operations, trainer.seat.ranges
+
+    lists, (units, *_) = zip(*run_threads(4, body), strict=True)
+    grid, (first, *others) = ProcessGrid(data=2, tensor=2), lists
+
+    def proven(changed):
+        return verify([changed, *others], grid=grid, units=units, microbatches=2, needs={0: (), 1: ()})
+
+    assert proven(first).meetings > verify(lists[::2], grid=ProcessGrid(data=2), units=units, microbatches=2).meetings
+    rows = Operation(Kind.SUM_ROWS)
+    assert first.count(rows) == 1
+    at = first.index(rows)
+    early = [rows, *(op for op in first if op != rows)]
+    with pytest.raises(ScheduleError, match=r"rank 0: .* comes after SUM_ROWS\(\)"):
+        proven(early)
+    with pytest.raises(ScheduleError, match=r"SUM_ROWS\(\) comes twice"):
+        proven([*first[:at], rows, *first[at:]])
+    with pytest.raises(ScheduleError, match=r"rank 0: SUM_ROWS\(\) comes after AGREE\(\)"):
+        proven([*first[:at], first[at + 1], rows, *first[at + 2 :]])
+    with pytest.raises(ScheduleError, match=r"rank 1 waits in SUM_ROWS\(\) for rank 0"):
+        proven([*first[:at], *first[at + 1 :]])
+    swapped = [replace(op, microbatch=1 - op.microbatch) if op.kind in COMPUTE else op for op in first]
+    with pytest.raises(ScheduleError, match="the members of an axis need the same order"):
+        proven(swapped)
