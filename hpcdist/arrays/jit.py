@@ -149,7 +149,7 @@ class Primitive:
 
     @functools.cached_property
     def intrinsic(self) -> Any:
-        """What numba takes in place of this."""
+        """Compiled function, which numba takes in place of this."""
         import numba
 
         return self._build(numba)

@@ -50,7 +50,7 @@ class SweepJob(BatchJob):
 
     @property
     def input_text(self) -> str:
-        """What its starts read."""
+        """The text that its starts read."""
         return self.sweep
 
     @property
@@ -60,12 +60,12 @@ class SweepJob(BatchJob):
 
     @property
     def limit_s(self) -> int | None:
-        """How long a trial may take before it counts as failed; None where the walltime is not known."""
+        """The time after which a trial counts as failed; None where the walltime is not known."""
         return None if self.walltime is None else walltime_s(self.walltime) - self.signal_s
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """What puts the results of all tasks into one file."""
+        """The job that puts the results of all tasks into one file."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
@@ -111,7 +111,7 @@ class ScriptArrayJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeJob(BatchJob):
-    """What puts the results of a `SweepJob` into one file when all of its tasks have ended: the link after it."""
+    """Job that puts the results of a `SweepJob` into one file when all of its tasks have ended: the link after it."""
 
     template: ClassVar[str] = "merge.sbatch.j2"
 
@@ -143,7 +143,7 @@ class MergeJob(BatchJob):
 
     @property
     def input_text(self) -> str:
-        """What its starts read."""
+        """The text that its starts read."""
         return self.sweep
 
     def log(self, folder: Path, number: str) -> Path:
@@ -179,7 +179,7 @@ class BenchmarkJob(BatchJob):
 
     @property
     def input_text(self) -> str:
-        """What its starts read."""
+        """The text that its starts read."""
         return self.sweep
 
     @property
@@ -226,7 +226,7 @@ class ServersJob(BatchJob):
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """How many GPUs are asked for of a node of each kind."""
+        """The GPUs that are asked for of a node of each kind."""
         return {self.gpus_per_node, self.server_gpus_per_node}
 
     @property

@@ -53,12 +53,12 @@ class CarbonForecast:
 
     @property
     def begin(self) -> datetime:
-        """When the first row begins."""
+        """The begin of the first row."""
         return self.times[0]
 
     @property
     def end(self) -> datetime:
-        """When the last row ends, which is as long as the one before it."""
+        """The end of the last row, which is as long as the one before it."""
         return self.times[-1] + (self.times[-1] - self.times[-2])
 
     def covers(self, begin: datetime, end: datetime) -> bool:
@@ -76,7 +76,7 @@ class CarbonForecast:
 
     @cached_property
     def _sums(self) -> tuple[int, list[int], list[int], list[int]]:
-        """What one g/kWh x microsecond is in units; the times in microseconds; units of each row; integrals up to each.
+        """One g/kWh x microsecond in units; the times in microseconds; units of each row; integrals up to each.
 
         A float is an integer over a power of two: times the largest of those powers, all are integers.
         """
@@ -176,7 +176,7 @@ _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # of sba
 
 @dataclass(frozen=True)
 class CarbonWindow:
-    """When to run: aware UTC times, the mean of that time, and that of a job which begins now.
+    """Time to run at: aware UTC times, the mean of that time, and that of a job which begins now.
 
     ``now_g_per_kwh`` is None where the forecast does not cover that one, with the reason in ``why_not_now``.
     """
@@ -189,7 +189,7 @@ class CarbonWindow:
 
     @property
     def saving_percent(self) -> float | None:
-        """How much less than now, in percent; None where that is not known."""
+        """The saving against now, in percent; None where that is not known."""
         if self.now_g_per_kwh is None:
             return None
         return 100 * (1 - self.mean_g_per_kwh / self.now_g_per_kwh) if self.now_g_per_kwh else 0.0

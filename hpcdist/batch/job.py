@@ -14,16 +14,27 @@ import hpcdist
 from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 from hpcdist.errors import MissingCapabilityError, UsageError
 
-TEMPLATES: Final = "templates"
+TEMPLATES: Final = "templates"  # of job scripts
+PROFILES: Final = "profiles"  # of sites: generic/ and machines/
+INSTALL: Final = "install"  # for administrators: epilog, Apptainer, Spack, EasyBuild
+MONITORING: Final = "monitoring"  # of Prometheus and Grafana
 MODULEFILES: Final = "modulefiles"
 
-_IN_CLONE: Final = {TEMPLATES: "slurm", MODULEFILES: "modulefiles"}  # as setup.cfg maps them
+# Folder -> where it lies in the clone. In a wheel the same path lies in hpcdist/batch: setup.cfg maps slurm/ and
+# modulefiles/ there, as packages of data.
+_PATHS: Final = {
+    TEMPLATES: "slurm/templates",
+    PROFILES: "slurm/profiles",
+    INSTALL: "slurm/install",
+    MONITORING: "slurm/monitoring",
+    MODULEFILES: "modulefiles",
+}
 
 
 def folder(name: str) -> Path:
-    """Return the folder of TEMPLATES or MODULEFILES. Raises MissingCapabilityError where there is none."""
+    """Return one of the folders above. Raises MissingCapabilityError where neither a wheel nor a clone has it."""
     clone = Path(hpcdist.__file__).resolve().parents[1]
-    places = [Path(str(files("hpcdist.batch"))) / name, clone / _IN_CLONE[name]]
+    places = [root / _PATHS[name] for root in (Path(str(files("hpcdist.batch"))), clone)]
     for place in places:
         if place.is_dir():
             return place
@@ -204,12 +215,12 @@ class BatchJob:
 
     @property
     def input_text(self) -> str:
-        """What its starts read: the text of the recipe, or of the sweep; "" for a program."""
+        """The text that its starts read: that of the recipe, or of the sweep; "" for a program."""
         return self.recipe
 
     @property
     def input_file(self) -> Path:
-        """Where that lies, in the run directory: a name of its content, so that no later submission changes it."""
+        """The file of that text, in the run directory, named by its content: no later submission changes it."""
         digest = hashlib.blake2b(os.fsencode(self.input_text), digest_size=4).hexdigest()
         return self.run_dir / f"job-{digest}.toml"
 
@@ -220,7 +231,7 @@ class BatchJob:
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """How many GPUs are asked for of a node: one number, unless there are nodes of several kinds."""
+        """The GPUs that are asked for of a node: one number, unless there are nodes of several kinds."""
         return {self.gpus_per_node}
 
     @property

@@ -45,7 +45,7 @@ class CompareSide:
 
 @dataclass(frozen=True)
 class CompareRule:
-    """What counts as a difference; ``threshold`` 0.05 is five percent."""
+    """Thresholds of a difference; ``threshold`` 0.05 is five percent."""
 
     threshold: float = 0.05
     confidence: float = 0.95
@@ -81,12 +81,12 @@ class ResultsComparison:
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """What became wrong, or slower beyond doubt and threshold; references (memcpy, wire) are no code of ours."""
+        """The cases that became wrong, or slower beyond doubt and threshold, without references (memcpy, wire)."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """What has a verdict, references left out."""
+        """The cases that have a verdict, references left out."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 

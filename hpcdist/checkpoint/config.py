@@ -13,7 +13,7 @@ OBSERVED: Final = "observed"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run is saved, apart from its end: every ``every_steps`` steps (0: not), keeping the newest ``keep``.
+    """Times at which a run is saved, beside its end: every ``every_steps`` steps (0: not), keeping the newest ``keep``.
 
     ``writers`` says who writes files: every "rank", one rank of a "node", or so many ranks (a number). The others send
     them what they hold. ``asynchronous``: steps go on while threads write a copy of the state, which takes its memory

@@ -59,7 +59,7 @@ class ListedCheckpoint:
 
     @property
     def written_utc(self) -> str:
-        """When its manifest was written; "" where there is none."""
+        """The time at which its manifest was written; "" where there is none."""
         try:
             seconds = (self.path / manifest.FILE_NAME).stat().st_mtime
         except OSError:

@@ -98,7 +98,7 @@ class RunLock:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the lock says of this process, where it has it."""
+        """The entry of this process in the lock, where it has it."""
         return self._own
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:

@@ -39,7 +39,7 @@ MAX_STRIPES: Final = 128
 
 @dataclass(frozen=True)
 class MountedFileSystem:
-    """What lies under a path. ``kind`` is "lustre", "beegfs", or the name that the mount table has."""
+    """File system under a path. ``kind`` is "lustre", "beegfs", or the name that the mount table has."""
 
     kind: str
     mount: str
@@ -52,7 +52,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """How a directory would be striped. ``command`` is empty where it would not, for the reason in ``why``."""
+    """Stripes of a directory. ``command`` is empty where it gets none, for the reason in ``why``."""
 
     system: MountedFileSystem
     command: tuple[str, ...]

@@ -27,7 +27,7 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What goes and what stays, the most recent first."""
+    """Checkpoints that go and that stay, the most recent first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -91,7 +91,7 @@ def check_removed(failed: Mapping[Path, str]) -> None:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a look at every byte found. ``damage`` names file, bytes and tensor of each block that cannot be used.
+    """Result of a look at every byte. ``damage`` names file, bytes and tensor of each block that cannot be used.
 
     ``not_covered`` says which bytes have no digest, so that nobody knows whether they are what was written.
     """

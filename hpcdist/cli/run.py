@@ -151,7 +151,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Launch:
-    """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher.
+    """Settings of all starts; ``program`` runs hpcdist, ``options`` are those of the launcher.
 
     A ``script`` is a command of its own, which ``program`` does not run. ``typed`` is the line of `hpcdist run` itself.
     """

@@ -172,14 +172,14 @@ def profiles() -> None:
     """
     from hpcdist.batch.sites import search
 
-    found, shipped = search.names(), search.folders()[-1]
+    found, shipped = search.names(), search.shipped_folders()
     width = max(len(name) for name in found)
     for name, path in sorted(found.items()):
         try:
             said = search.load(name).description or str(path)
         except HpcdistError as error:  # the others can be used all the same
             said = f"cannot be used: {error}"
-        if path.parent != shipped:
+        if path.parent not in shipped:
             said += f" [{path.parent}]"
         click.echo(f"{name:{width}}  {said}")
 

@@ -116,7 +116,7 @@ SUM_16_BITS: Final = ("all_to_all", "node_shared")  # no partial sum travels in 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is the same for all calls of an algorithm with an op and a dtype; ``run`` and ``scaled`` refuse nothing."""
+    """Call that is prepared for an algorithm, an op and a dtype; ``run`` and ``scaled`` refuse nothing."""
 
     event: str
     dtype: str

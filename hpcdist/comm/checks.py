@@ -73,7 +73,7 @@ Move: TypeAlias = Callable[[Request], None]  # moves other things until they, or
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What a rank is about to do, as far as all must agree on it; ``extra`` is what only some collectives have."""
+    """Call of a rank, as far as all must agree on it; ``extra`` is what only some collectives have."""
 
     operation: str
     algorithm: str

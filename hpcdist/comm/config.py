@@ -48,7 +48,7 @@ BUCKET_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """How ranks exchange gradients.
+    """Section ``[communication]``: the exchange of gradients.
 
     ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.dispatch`), or ``auto``,
     which is chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is how gradients

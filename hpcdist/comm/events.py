@@ -49,7 +49,7 @@ class Observable:
 
     @property
     def events(self) -> EventSink:
-        """Where operations of this communicator, and of all that were made from it, are reported."""
+        """The sink that operations of this communicator, and of all that were made from it, are reported to."""
         return self._looking_on[0]
 
     @events.setter

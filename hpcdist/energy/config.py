@@ -17,7 +17,7 @@ _DECLARED: Final = ("cpu_tdp_w", "gpu_tdp_w", "idle_fraction")
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyConfig:
-    """What is measured, how often, and what it costs.
+    """Section ``[energy]``: the sources, the intervals, and the price of a joule.
 
     ``sources`` is "auto" (whatever can be read), "nvml" (the counters of NVIDIA GPUs), "rapl" (those of processors and
     their memory), "cray" (those of the nodes of a Cray), "none", or "declared": no measurement, but a model, in which

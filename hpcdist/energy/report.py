@@ -22,7 +22,7 @@ MAX_REASONS: Final = 4  # a job of a thousand nodes names the first ones
 
 @dataclass(frozen=True)
 class SourceResult:
-    """What became of one source: ``trouble`` is what it has to say about failed reads.
+    """Result of one source: ``trouble`` is what it has to say about failed reads.
 
     ``note`` says what is special about it (shared by ranks, in MIG mode, integrated power), ``declared`` that its
     joules come from a model.
@@ -39,7 +39,7 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """What one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source.
+    """Energy that one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source.
 
     ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: nobody
     counted.

@@ -57,7 +57,7 @@ class Digest(Protocol):
 
 
 class Blocks(Protocol):
-    """What is too large to be an array in memory: it has the shape and the dtype of one, and comes in blocks."""
+    """Data set that is too large to be an array in memory: it has a shape and a dtype, and comes in blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ _ONLY: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained.
+    """Section ``[model]``: the architecture.
 
     ``gpt``: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads over ``vocabulary`` tokens, trained to
     say the next token; ``encoder``: the same blocks, where every token sees all others, trained to say tokens that were

@@ -44,7 +44,7 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """What goes over the pairs (stage, later stage that takes its output too), of one micro-batch. Local."""
+    """Tensors that go over the pairs (stage, later stage that takes its output too), of one micro-batch. Local."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._into: dict[int, list[int]] = defaultdict(list)
@@ -268,7 +268,7 @@ class BoundGradients:
 
     @property
     def views(self) -> Parameters:
-        """Where the gradient of each tensor goes, by the names that its parameters have."""
+        """Destinations of the gradients, by the names that the parameters have."""
         return self._views
 
     def into(self, name: str) -> tuple[Array, bool]:

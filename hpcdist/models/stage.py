@@ -29,7 +29,7 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 
 @dataclass(frozen=True)
 class Draw:
-    """What the masks of a micro-batch follow from: its first sample is the one at ``first_sample`` of the batch."""
+    """Key of the masks of a micro-batch: its first sample is the one at ``first_sample`` of the batch."""
 
     seed: int
     step: int
@@ -37,7 +37,7 @@ class Draw:
 
 
 class Gradients(Protocol):
-    """Where the gradients of one stage go."""
+    """Destinations of the gradients of one stage."""
 
     def into(self, name: str) -> tuple[Array, bool]:
         """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
@@ -50,7 +50,7 @@ class Gradients(Protocol):
 
 
 class Saved(Protocol):
-    """What the forward of one stage on one micro-batch keeps for its backward."""
+    """Arrays that the forward of one stage on one micro-batch keeps for its backward."""
 
     layer: int  # the global one of the stage
     draw: Draw | None  # of what is dropped; None: nothing is, as in an evaluation
@@ -212,7 +212,7 @@ class ActivationOperation(Protocol):
 
 
 class DropoutOperation(Protocol):
-    """What is dropped follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.layers.dropout`."""
+    """Dropout; the mask follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.layers.dropout`."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Return x (samples, ..., columns) with elements dropped at ``rate``, in the memory of x."""

@@ -71,7 +71,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, its constants, and the schedule of its learning rate.
+    """Section ``[optimizer]``: the optimizer, its constants, and the schedule of its learning rate.
 
     ``momentum`` belongs to sgd and lars, ``nesterov`` to sgd, ``momentum_correction`` and ``trust_coefficient`` to
     lars; ``beta1``, ``beta2`` and ``bias_correction`` to adamw and lamb; ``trust_ratio_min`` and ``trust_ratio_max``

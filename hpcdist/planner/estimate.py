@@ -73,7 +73,7 @@ class TimeEstimate:
 
     @property
     def modelled_s(self) -> float:
-        """What the formulas alone give."""
+        """The estimate of the formulas alone."""
         return sum(seconds for name, seconds in self.terms.items() if name != UNPROVEN)
 
 

@@ -28,7 +28,7 @@ MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figur
 
 
 class DamagedFileError(StorageError):
-    """What is in a file is not what was written there, or not ours: another try will not help."""
+    """Content of a file that is not what was written there, or not ours: another try will not help."""
 
 
 def is_damage(error: BaseException) -> bool:

@@ -130,7 +130,7 @@ class FixedTreeExchange(AllreduceExchange):
 
     @property
     def _longest(self) -> int:
-        """How many elements travel at once."""
+        """The number of elements that travel at once."""
         return max(1, self.seat.bucket_bytes // self.seat.dtype.itemsize)
 
     def _reduced(self) -> Iterator[Range]:

@@ -100,7 +100,7 @@ UNBUILT_DEGREES: Final = ("context",)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the work is laid out over the ranks.
+    """Section ``[parallel]``: the layout of the work over the ranks.
 
     The degrees multiply to the number of ranks; ``data = 0`` takes what the others leave. ``strategy`` says how the
     replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed
@@ -153,7 +153,7 @@ class ParallelConfig:
 
     @property
     def chunks_each(self) -> int:
-        """How many chunks each rank of the pipeline has; a file says so itself."""
+        """The number of chunks of each rank of the pipeline; a file says so itself."""
         return check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ _OF_MODE: Final = {"textfile_directory": "textfile", "port": "http", "gateway": 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Where the figures of a run go beside its ``metrics.h5``, and which of them are told to a person.
+    """Section ``[telemetry]``: the sinks of a run's figures beside ``metrics.h5``, and those that are printed.
 
     ``jsonl`` writes ``events.jsonl``, ``tensorboard`` event files, both into the run directory. ``prometheus`` is
     "off", "textfile" (for a node_exporter that looks into ``textfile_directory``; "": the directory ``prometheus`` of

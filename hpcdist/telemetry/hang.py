@@ -119,7 +119,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class HangReport:
-    """What `analyse` found; the first finding is the cause, as far as it can be told. No findings: nothing is wrong."""
+    """Result of `analyse`; the first finding is the cause, as far as it can be told. No findings: nothing is wrong."""
 
     world: int
     findings: tuple[Finding, ...]

@@ -31,7 +31,7 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where a run keeps everything, and the checkpoint it goes on from (None: it starts).
+    """Directory of a run, and the checkpoint it goes on from (None: it starts).
 
     ``changed`` tells the operational keys in which the recipe differs from that of the start before, and
     ``steps_before`` is its run.steps (None: there was none).

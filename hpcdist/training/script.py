@@ -126,7 +126,7 @@ class Training:
 
     @property
     def world(self) -> int:
-        """How many ranks there are (local)."""
+        """The number of ranks (local)."""
         return self._session.comm.size
 
     @property
@@ -136,7 +136,7 @@ class Training:
 
     @property
     def data_size(self) -> int:
-        """How many replicas there are, each with samples of its own (local)."""
+        """The number of replicas, each with samples of its own (local)."""
         return self._trainer.data_axis.size
 
     @property
@@ -146,7 +146,7 @@ class Training:
 
     @property
     def done(self) -> int:
-        """How many steps are done, those before a resume included (local)."""
+        """The number of steps that are done, those before a resume included (local)."""
         return self._done
 
     @property
@@ -160,7 +160,7 @@ class Training:
 
     @property
     def share(self) -> slice:
-        """Which of the ``run.global_batch`` samples of the coming step this rank brings (local)."""
+        """The samples of the ``run.global_batch`` of the coming step that this rank brings (local)."""
         return self._share().slice
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":

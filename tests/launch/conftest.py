@@ -197,14 +197,14 @@ def spared(mpi: mpirun.Launcher) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cleaned(mpi: mpirun.Launcher) -> Iterator[Cluster]:
-    """A cluster with the epilog of slurm/site, which has folders of its own, and tells where it has run."""
+    """A cluster with the epilog of slurm/install, which has folders of its own, and tells where it has run."""
     with started(count=1, more="Epilog={folder}/epilog") as found:
         for name in ("local", "textfile"):
             (found.folder / name).mkdir()
             (found.folder / name).chmod(0o1777)
         settings = {"FOLDERS": found.folder / "local", "TEXT_FILES": found.folder / "textfile"}
         lines = [f"export HPCDIST_EPILOG_{name}={shlex.quote(str(path))}" for name, path in settings.items()]
-        script = shlex.quote(str(job.folder(job.TEMPLATES) / "site" / "epilog.sh"))
+        script = shlex.quote(str(job.folder(job.INSTALL) / "epilog.sh"))
         last = f'touch {shlex.quote(str(found.folder))}/"epilog-$SLURM_JOB_ID-$SLURMD_NODENAME"'
         text = "\n".join(["#!/bin/bash", *lines, script, "code=$?", last, 'exit "$code"', ""])
         (found.folder / "epilog").write_text(text)

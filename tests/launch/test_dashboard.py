@@ -21,7 +21,7 @@ from hpcdist.telemetry.sinks.stream import RunInfo
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
 from backfilled_prometheus import Server, backfilled, openmetrics
 
-FOLDER = job.folder(job.TEMPLATES) / "monitoring"
+FOLDER = job.folder(job.MONITORING)
 DASHBOARD = json.loads((FOLDER / "hpcdist.json").read_text())
 QUERIES = [
     pytest.param(panel, target, id=f"{panel['id']}{target['refId']} {panel['title']}")

@@ -81,7 +81,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
 
 def resources() -> set[str]:
     """The files of slurm/ and modulefiles/ under their names in a wheel."""
-    places = {"slurm": "hpcdist/batch/templates", "modulefiles": "hpcdist/batch/modulefiles"}
+    places = {"slurm": "hpcdist/batch/slurm", "modulefiles": "hpcdist/batch/modulefiles"}
     return {
         f"{place}/{path.relative_to(CLONE / folder)}"
         for folder, place in places.items()
@@ -98,7 +98,7 @@ def test_a_source_distribution_has_what_a_wheel_is_built_from(source, tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     found = [*(CLONE / "hpcdist").rglob("*.py"), *(CLONE / "slurm").rglob("*"), *(CLONE / "modulefiles").rglob("*")]
     wanted = {str(path.relative_to(CLONE)) for path in found if path.is_file()}
-    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurm/train.sbatch.j2"} | wanted <= names
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurm/templates/train.sbatch.j2"} | wanted <= names
 
 
 def test_the_wheel_works_without_the_clone(wheel, tmp_path):

@@ -113,7 +113,7 @@ def test_the_own_wheel_is_built_from_the_clone(tmp_path, monkeypatch):
     assert {path.name for path in CLONE.iterdir()} == before, "nothing is left in the clone"
     (own,) = found.folder.glob(f"hpcdist-{hpcdist.__version__}-*.whl")
     names = set(zipfile.ZipFile(own).namelist())
-    site = CLONE / "slurm" / "site"
-    inside = {f"hpcdist/batch/templates/site/{path.relative_to(site)}" for path in site.rglob("*") if path.is_file()}
-    assert {"hpcdist/cli/main.py", "hpcdist/batch/templates/site/spack_repo/hpcdist/repo.yaml"} | inside <= names
+    install = CLONE / "slurm" / "install"
+    inside = {f"hpcdist/batch/{path.relative_to(CLONE)}" for path in install.rglob("*") if path.is_file()}
+    assert {"hpcdist/cli/main.py", "hpcdist/batch/slurm/install/spack_repo/hpcdist/repo.yaml"} | inside <= names
     assert len((found.folder / "requirements.txt").read_text().splitlines()) == 3 + len(list(tmp_path.glob("*.whl")))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_two_lines_submit_the_default_job(cluster: Cluster, tmp_path: Path) -> None:
-    block = re.search(r"```sh\n(.*?)```", (job.folder(job.TEMPLATES) / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"```sh\n(.*?)```", (job.folder(job.TEMPLATES).parent / "README.md").read_text(), re.DOTALL)
     assert block is not None
     submit, status = (line.partition(" #")[0].split() for line in block[1].splitlines())
     this = [sys.executable, "-P", "-m", "hpcdist"]

@@ -73,7 +73,9 @@ SMALL: dict[str, str] = {
     "hpcdist.training.run.entry_point": "the whole of `hpcdist train`: the command must not import it for its --help",
 }
 
-RELATIVE = ("What", "Which", "Whose", "How", "Where", "Why", "When", "Who", "Are", "Do", "Is")  # these name no subject
+# Words that name no subject; of a function "Do the same" is an imperative.
+RELATIVE = {"What", "Which", "Whose", "How", "Where", "Why", "When", "Who", "Are", "Do", "Is"}
+IMPERATIVE: dict[type, set[str]] = {ast.FunctionDef: {"Do"}, ast.AsyncFunctionDef: {"Do"}}
 
 
 class Tree:
@@ -85,8 +87,9 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # An installed package holds slurm/ too, in batch/templates: its recipes for Spack are data, not modules.
-        self.paths = sorted(path for path in root.rglob("*.py") if "templates" not in path.relative_to(root).parts)
+        # An installed package holds slurm/ too, in batch/slurm: its recipes for Spack are data, not modules.
+        data = root / "batch" / "slurm"
+        self.paths = sorted(path for path in root.rglob("*.py") if not path.is_relative_to(data))
 
     def name_of(self, path: Path) -> str:
         """Return the dotted name of the module in a file."""
@@ -268,7 +271,7 @@ def poor_docstrings(tree: Tree) -> Iterator[str]:
             headline = (ast.get_docstring(node) or "").partition("\n")[0]
             if not headline and isinstance(node, ast.Module):
                 yield f"{path}: no docstring"
-            elif re.split(r"\W", headline, maxsplit=1)[0] in RELATIVE:
+            elif re.split(r"\W", headline, maxsplit=1)[0] in RELATIVE - IMPERATIVE.get(type(node), set()):
                 yield f"{path}:{getattr(node, 'lineno', 1)}: begins with a relative word: {headline}"
 
 

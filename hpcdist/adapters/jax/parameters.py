@@ -33,7 +33,7 @@ def submodule(name: str) -> ModuleType:
 
 @dataclass
 class JaxTraffic:
-    """What went between the arrays of a run and JAX so far, tensor by tensor: bytes, and how many tensors.
+    """Traffic between the arrays of a run and JAX so far, tensor by tensor: bytes, and numbers of tensors.
 
     ``seen``: read where they lie. ``copied_in``, ``copied_out``: once each.
     """

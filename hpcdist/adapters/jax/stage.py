@@ -180,7 +180,7 @@ class FunctionChain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two chains have in common that compute the same."""
+        """Key of chains that compute the same."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ Adapted: TypeAlias = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """What the stages of a model have in common; ``passes`` since equal functions need to be compiled once."""
+    """Key of the stages of a model that compute the same; ``passes`` since equal functions need to be compiled once."""
 
     computes: np.dtype
     keep: str

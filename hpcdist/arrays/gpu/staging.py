@@ -79,7 +79,7 @@ class _Pool:
 
 
 class _Local(threading.local):
-    """What each thread has of its own: a stream to copy on, and the blocks that are read by copies under way."""
+    """State of a thread: a stream to copy on, and the blocks that are read by copies under way."""
 
     def __init__(self) -> None:
         self.stream: Any = None

@@ -126,7 +126,7 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Modulefile:
-    """What a site chooses. Raises UsageError for a name that a module system or hpcdist would not understand."""
+    """Choices of a site. Raises UsageError for a name that a module system or hpcdist would not understand."""
 
     installation: Installation | None = None  # None: found at load, from where the file lies
     mpi: str = ""  # module of the MPI that mpi4py was built for

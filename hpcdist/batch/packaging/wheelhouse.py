@@ -120,7 +120,7 @@ _MPI4PY: Final = "mpi4py"
 
 @dataclass(frozen=True, kw_only=True)
 class WheelhouseOrder:
-    """What to collect, and for which machine: this one where ``platform`` and ``python_version`` are empty."""
+    """Packages to collect, and the machine: this one where ``platform`` and ``python_version`` are empty."""
 
     output: Path
     extras: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class WheelhouseOrder:
 
 @dataclass(frozen=True)
 class CollectedWheels:
-    """What lies in a wheelhouse."""
+    """Content of a wheelhouse."""
 
     folder: Path
     files: int
@@ -198,7 +198,7 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
         source = ("--no-deps", "--no-binary", _MPI4PY, f"{_MPI4PY} == {version}")
         _pip("download", "--dest", str(folder), *source)
         _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *MPI4PY_BUILD)
-    shutil.copyfile(job.folder(job.TEMPLATES) / "site" / SCRIPT, folder / SCRIPT)
+    shutil.copyfile(job.folder(job.INSTALL) / SCRIPT, folder / SCRIPT)
     (folder / SCRIPT).chmod(0o755)
     (folder / REQUIREMENTS).write_text(_requirements(listed, order))
     sums = sorted(path for path in folder.iterdir() if path.is_file())

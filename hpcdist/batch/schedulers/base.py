@@ -96,7 +96,7 @@ COMMAND_LIMIT_S: Final = 120.0  # a busy controller answers late
 
 
 class CommandResult(NamedTuple):
-    """What a command said: its exit code, its output as it is, and its errors for people."""
+    """Output of a command: its exit code, its output as it is, and its errors for people."""
 
     code: int
     said: str

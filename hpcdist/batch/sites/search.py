@@ -174,12 +174,17 @@ _GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # where nobody says what the si
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return where profiles are looked for by name, the first first.
 
-    The user's folder, those of $HPCDIST_SITE_PATH, that of the machine, and that of this installation.
+    The user's folder, those of $HPCDIST_SITE_PATH, that of the machine, and those of this installation.
     """
     listed = [Path(part).expanduser() for part in environment.get(SEARCH_PATH, "").split(os.pathsep) if part]
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     own = Path(home).expanduser() / "hpcdist" / "sites"
-    return [own, *listed, SYSTEM, job.folder(job.TEMPLATES) / "sites"]
+    return [own, *listed, SYSTEM, *shipped_folders()]
+
+
+def shipped_folders() -> list[Path]:
+    """Return the folders of the profiles that come with hpcdist: of generic sites, and of named machines."""
+    return [job.folder(job.PROFILES) / kind for kind in ("generic", "machines")]
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:

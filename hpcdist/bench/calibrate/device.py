@@ -114,7 +114,7 @@ class CollectivePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMachine:
-    """What a rank computes on."""
+    """Device that a rank computes on."""
 
     device: str
     on: str  # "cpu", or "gpu"
@@ -144,7 +144,7 @@ class CalibrationPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """What is measured: types of numbers, models, algorithms; ``seconds`` are for each of the three parts."""
+    """Request of a calibration: types of numbers, models, algorithms; ``seconds`` are for each of the three parts."""
 
     dtypes: tuple[str, ...] = ("float32",)
     on: str = "cpu"

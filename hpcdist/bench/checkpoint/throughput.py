@@ -76,7 +76,7 @@ def make_state(comm: Communicator, nbytes: int, tensors: int, seed: int = 0) -> 
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """What is measured: ``rounds`` after ``warmup`` that do not count; ``reads`` are some of `READS`, in that order."""
+    """Request: ``rounds`` after ``warmup`` that do not count; ``reads`` are some of `READS`, in that order."""
 
     directory: Path
     rounds: int

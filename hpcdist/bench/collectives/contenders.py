@@ -119,7 +119,7 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """What a call leaves: in ``part`` of its result the data of ``rank`` (None: the sum), from index ``origin`` on."""
+    """Result of a call: in ``part`` of it the data of ``rank`` (None: the sum), from index ``origin`` on."""
 
     part: Range
     rank: int | None

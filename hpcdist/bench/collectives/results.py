@@ -52,7 +52,7 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """What the caller asks for; ``algorithms`` is empty for all that run here, ``iterations`` None for ``seconds``."""
+    """Request: ``algorithms`` is empty for all that run here, ``iterations`` None for ``seconds``."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
@@ -154,7 +154,7 @@ _CHUNK: Final = 512
 
 @dataclass(frozen=True)
 class ConfigurationKey:
-    """What makes two configurations the same: only equal ones are compared, or extended."""
+    """Key of a configuration: only equal ones are compared, or extended."""
 
     op: str
     dtype: str
@@ -181,7 +181,7 @@ class ConfigurationKey:
 
     @property
     def vendor(self) -> str:
-        """Whose MPI library it is, without the version."""
+        """The name of the MPI library, without the version."""
         match = re.match(r"[A-Za-z() ]+?(?= v?\d| Version|$)", self.mpi_library)
         return match[0] if match else self.mpi_library
 

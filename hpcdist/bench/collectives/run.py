@@ -44,7 +44,7 @@ _TAG: Final = 7001
 
 @dataclass(frozen=True)
 class CellLimits:
-    """How long a cell is measured: ``iterations`` of each contender; for None about ``seconds`` in all.
+    """Length of the measurement of a cell: ``iterations`` of each contender; for None about ``seconds`` in all.
 
     In those seconds ``least`` iterations are made, however long they take.
     """
@@ -186,7 +186,7 @@ Keep = Callable[[Sequence[CollectivesConfiguration]], None]
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """What the pools of all cells lie in, one piece of each kind, and one for results that do not fit in place.
+    """Memory of the pools of all cells, one piece of each kind, and one for results that do not fit in place.
 
     It also remembers what "auto" stands for, by dtype and kind of memory: runs that share it compare the same.
     """

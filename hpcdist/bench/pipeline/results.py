@@ -67,7 +67,7 @@ class PipelineCase:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What the caller asks for; ``steps`` are those of each case that are kept, ``warmup`` those before."""
+    """Request of the caller; ``steps`` are those of each case that are kept, ``warmup`` those before."""
 
     schedules: tuple[str, ...]
     microbatches: tuple[int, ...]

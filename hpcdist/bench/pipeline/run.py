@@ -211,7 +211,7 @@ def _collected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Raw:
-    """What the ranks bring together of one case: operations and samples, by rank."""
+    """Record that the ranks bring together of one case: operations and samples, by rank."""
 
     steps: list[list[Operation]]
     samples: list[list[PipelineSample]]

@@ -213,7 +213,7 @@ _SHOWN_RANKS: Final = 8
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a stage costs for a micro-batch, all chunks of a rank together: one for all ranks, or one for each.
+    """Costs of a stage for a micro-batch, all chunks of a rank together: one for all ranks, or one for each.
 
     ``costs`` are (forward, gradient of the input, gradients of the weights) in seconds; a joint backward takes as long
     as the last two. Chunks of a rank are alike. A message takes its link for ``message_s``.

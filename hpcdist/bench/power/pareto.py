@@ -38,7 +38,7 @@ Resolve = Callable[[Mapping[str, Any], int], str]
 
 @dataclass(frozen=True)
 class PowerAxes:
-    """What is varied; every combination is a configuration, and so is each without the limits and clocks.
+    """Axes that are varied; every combination is a configuration, and so is each without the limits and clocks.
 
     ``keys`` are recipe keys and their values; ``threads`` of a rank are the launcher's own where there are none.
     """

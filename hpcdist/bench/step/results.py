@@ -73,7 +73,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What the caller asks for; ``steps`` are timed, after ``warmup`` that are only compared."""
+    """Request of the caller; ``steps`` are timed, after ``warmup`` that are only compared."""
 
     shape: StepShape
     names: tuple[str, ...]

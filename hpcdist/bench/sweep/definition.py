@@ -50,7 +50,7 @@ class ResolvedTrial(NamedTuple):
 
 
 class RecipeResolver(Protocol):
-    """What knows recipes, and the base recipe of a sweep. Both raise ConfigurationError."""
+    """Reader of recipes, and the base recipe of a sweep. Both raise ConfigurationError."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the values of ``settings`` (by key) in the types of a recipe; refuse unknown keys and wrong types."""

@@ -51,7 +51,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """How many repeats the file has now, and in what the machines and versions of its parts differ."""
+    """Number of repeats that the file has now, and the differences of machines and versions of its parts."""
 
     ok: int
     failed: int

@@ -41,7 +41,7 @@ class SweepRow:
 
     @property
     def status(self) -> str:
-        """How many repeats ended in which way."""
+        """Numbers of repeats by the way they ended."""
         counts = [f"{self.ok} ok"] if self.ok else []
         return ", ".join([*counts, f"{self.failed} failed"] if self.failed else counts)
 

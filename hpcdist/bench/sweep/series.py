@@ -32,7 +32,7 @@ class SeriesItem:
 
 @dataclass(frozen=True)
 class SweepTally:
-    """How many trials of the sweep are recorded as ok and failed, and how many were left for another time."""
+    """Numbers of trials that are recorded as ok and failed, and of those that were left for another time."""
 
     ok: int
     failed: int

@@ -50,7 +50,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended. ``summary`` and ``samples`` are empty unless ``status`` is "ok"; then ``reason`` is."""
+    """Outcome of a trial. ``summary`` and ``samples`` are empty unless ``status`` is "ok"; then ``reason`` is."""
 
     status: str
     started_utc: str

@@ -271,7 +271,7 @@ def _metadata(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """What was made of a file."""
+    """Tensors that were read from a file."""
 
     path: Path
     format: str

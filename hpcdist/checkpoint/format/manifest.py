@@ -182,7 +182,7 @@ class IndexFile:
 
 @dataclass(frozen=True)
 class _Header:
-    """What tells whether the rest can be read."""
+    """Head of a manifest: it tells whether the rest can be read."""
 
     schema: str
     version: int
@@ -190,7 +190,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """What the manifest says of the shards: nothing in it is free in form."""
+    """Entries of a manifest about the shards: nothing in it is free in form."""
 
     step: int
     world: int
@@ -205,7 +205,7 @@ class _Shards(_Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Shards):
-    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes.
+    """Content of ``manifest.json``. ``files`` gives the size of each shard in bytes.
 
     ``about`` says where the state comes from (topology, recipe, versions), for people and tools. ``outside`` has by
     shard the digest of its bytes that lie in no piece, ``unused`` what else lies in shards of earlier checkpoints:

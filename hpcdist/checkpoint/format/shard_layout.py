@@ -25,7 +25,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class Slot:
-    """Where the elements of one piece will lie. Small, and travels to whoever writes them."""
+    """Place of the elements of one piece. Small, and travels to the rank that writes them."""
 
     kind: str
     tensor: str

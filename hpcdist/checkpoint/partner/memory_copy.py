@@ -43,7 +43,7 @@ def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
 
 
 class CopyLayout:
-    """What a copy of ``pieces`` holds, worked out once: where each lies, and the text that says so."""
+    """Layout of a copy of ``pieces``, worked out once: the place of each, and the text that says so."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)

@@ -77,7 +77,7 @@ class CopyGeneration:
 
 
 class HeldCopies:
-    """What rank ``rank`` of ``size`` holds: it stays readable when their communicator is gone. All of it is local."""
+    """Data that rank ``rank`` of ``size`` holds, readable when their communicator is gone. All of it is local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

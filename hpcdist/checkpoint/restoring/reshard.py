@@ -156,7 +156,7 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 
 @dataclass(frozen=True)
 class _Transfer:
-    """What is taken of the holder's piece ``number`` for the own piece ``wanted``."""
+    """Part of the holder's piece ``number`` that is taken for the own piece ``wanted``."""
 
     number: int
     wanted: int

@@ -269,7 +269,7 @@ def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """What a restore needs of a manifest. A rank unpacks the entries of the tensors that it wants, and no others."""
+    """Part of a manifest that a restore needs. A rank unpacks the entries of the tensors that it wants alone."""
 
     scalars: dict[str, Any]
     kinds: frozenset[str]

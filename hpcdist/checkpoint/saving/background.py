@@ -164,7 +164,7 @@ Result = TypeVar("Result")
 
 
 class SavePhase(Enum):
-    """What is under way; the same on all ranks."""
+    """Checkpoint that is under way; the same on all ranks."""
 
     IDLE = 0
     WRITING = 1

@@ -45,7 +45,7 @@ MAX_UNUSED_RATIO: Final = (
 
 @dataclass
 class IncrementalWriter:
-    """What one writer has in the checkpoint before: ``entries`` in ``directory``, None where there is none."""
+    """Part of one writer in the checkpoint before: ``entries`` in ``directory``, None where there is none."""
 
     directory: Path | None = None
     entries: dict[Slot, StoredPiece] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """What the shard of the group holds."""
+        """The entries of the group's shard."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
@@ -218,7 +218,7 @@ class GroupGather:
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """What became of a rank's part: the reason why it failed, or "", and the shards that it has, if it writes."""
+    """Outcome of a rank's part: the reason why it failed, or "", and the shards that it has, if it writes."""
 
     error: str = ""
     written: WrittenShards | None = None
@@ -238,12 +238,12 @@ class SavePlan:
 
     @property
     def temporary(self) -> Path:
-        """Where it lies until it is complete."""
+        """The directory until the checkpoint is complete."""
         return self.directory / f"step-{self.step}.tmp"
 
     @property
     def final(self) -> Path:
-        """Where it lies then."""
+        """The directory of the complete checkpoint."""
         return self.directory / f"step-{self.step}"
 
 

@@ -108,7 +108,7 @@ def command(
 
 @dataclass(frozen=True)
 class PipelineOutputs:
-    """Where results go."""
+    """Destinations of the results."""
 
     file: Path | None
     as_json: bool

@@ -103,7 +103,7 @@ def command(
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Where results go."""
+    """Destinations of the results."""
 
     file: Path | None
     as_json: bool

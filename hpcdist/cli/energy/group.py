@@ -85,7 +85,7 @@ def watch(
 
 
 class _Display:
-    """Where lines go: one line that is renewed on a terminal, else a line each time."""
+    """Printer of lines: one line that is renewed on a terminal, else a line each time."""
 
     def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
         self._err, self._quiet = to_stderr, quiet

@@ -19,7 +19,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """What is to become of a job, and of which parts of it."""
+    """Way in which a job is cancelled, and the parts of it."""
 
     job: LocatedJob
     how: str  # "pending", "now", "save" or "over"

@@ -55,7 +55,7 @@ def double_tree_allreduce(
 
 @dataclass(frozen=True, slots=True)
 class TreePosition:
-    """Where a rank is in a binary tree; the root has no parent and depth 0."""
+    """Place of a rank in a binary tree; the root has no parent and depth 0."""
 
     parent: int | None
     children: tuple[int, ...]

@@ -63,7 +63,7 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where this rank is: node ``index`` of ``count``, of whose ranks the first ``streams`` send to other nodes.
+    """Place of this rank: node ``index`` of ``count``, of whose ranks the first ``streams`` send to other nodes.
 
     ``ranks`` are, for each node, the rank in ``inter`` that carries the same part as this one; none on ranks that send
     nothing to other nodes.

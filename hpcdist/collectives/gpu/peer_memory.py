@@ -38,7 +38,7 @@ UNIT_BYTES: Final = 2 << 20
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """What another process needs to read the memory: small, and picklable."""
+    """Handle by which another process reads the memory: small, and picklable."""
 
     process: str
     bus_id: str

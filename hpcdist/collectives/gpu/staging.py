@@ -112,7 +112,7 @@ def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
 
 
 def on_host(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """What "nccl" does with a buffer of the host, which NCCL does not know: MPI_Allreduce. Collective over ``comm``.
+    """Sum a buffer of the host by MPI_Allreduce: "nccl" does not know it. Collective over ``comm``.
 
     A run on GPUs has some: norms, losses, votes.
     """

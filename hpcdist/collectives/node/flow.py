@@ -160,7 +160,7 @@ def raise_to(line: int, word: int, number: int) -> None:
 
 
 class FlowMemory:
-    """What the ranks of ``intra`` keep for their flows. Collective over ``intra``."""
+    """State of the flows that the ranks of ``intra`` keep. Collective over ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         self.segment_bytes, self.part_bytes = segment_bytes, part_bytes

@@ -55,7 +55,7 @@ def slot_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What calls alike have in common, as compiled loops take it; ``bounds`` are (2, ranks), in bytes."""
+    """Arguments of equal calls, as compiled loops take them; ``bounds`` are (2, ranks), in bytes."""
 
     words: np.ndarray
     bounds: np.ndarray

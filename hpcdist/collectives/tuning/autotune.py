@@ -142,7 +142,7 @@ Allocator = Callable[[int], Array]  # number of elements -> the memory that a ru
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """What a choice is for. ``allocate`` makes zeroed memory of the kind ``buffer`` names; None: plain memory."""
+    """Case of a choice. ``allocate`` makes zeroed memory of the kind ``buffer`` names; None: plain memory."""
 
     max_bytes: int
     dtype: np.dtype

@@ -35,7 +35,7 @@ NODE, WIRE, CROWDED = "node", "wire", "crowded"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many ranks each node has, nodes in the order of their first rank; ranks of a node are consecutive."""
+    """Numbers of ranks of the nodes, in the order of their first rank; ranks of a node are consecutive."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -74,7 +74,7 @@ class LinkParameters:
 
 @dataclass(frozen=True, slots=True)
 class MachineCosts:
-    """What messages and sums take; a class of links that the topology does not have is not there."""
+    """Costs of messages and sums; a class of links that the topology does not have is not there."""
 
     links: dict[str, LinkParameters]
     reduce_s_per_byte: float
@@ -91,7 +91,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """What the busiest rank does, one after the other. A rank that sends and receives at the same time does one."""
+    """Work of the busiest rank, one after the other. A rank that sends and receives at the same time does one."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float

@@ -71,7 +71,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What the ranks of a node share. ``numa`` holds the cores of each memory domain, none where it is unknown.
+    """Hardware of a node. ``numa`` holds the cores of each memory domain, none where it is unknown.
 
     ``hardware_threads`` holds the processors of each core that has several. What is called a core elsewhere is one
     of them there.
@@ -88,7 +88,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """What the scheduler was asked for: None for what it does not say; ``scheduler`` is empty without one."""
+    """Request to the scheduler: None for what it does not say; ``scheduler`` is empty without one."""
 
     scheduler: str
     tasks: int | None = None
@@ -98,7 +98,7 @@ class SchedulerRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank has been given: cores, threads, GPU, and its local rank by launcher and by Slurm."""
+    """Resources of a rank: cores, threads, GPU, and its local rank by launcher and by Slurm."""
 
     host: str
     cores: tuple[int, ...]

@@ -34,7 +34,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all ranks found, as rank 0 has it; ``failure``: why it cannot write the run directory."""
+    """Facts of all ranks, as rank 0 has them; ``failure``: why it cannot write the run directory."""
 
     table: RankTable
     offsets: tuple[ClockOffset, ...]

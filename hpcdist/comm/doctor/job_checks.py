@@ -29,7 +29,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class RankRow:
-    """What a rank brings. ``machine`` and ``unseen``, why it does not see the run directory, come from one per node."""
+    """Facts of a rank. ``machine`` and ``unseen``, why it does not see the run directory, come from one per node."""
 
     node: int
     local_rank: int
@@ -62,7 +62,7 @@ class RankTable:
 
     @cached_property
     def labels(self) -> list[str]:
-        """What each node is called: its host name, or its number where several have one name."""
+        """The names of the nodes: the host name, or the number where several have one name."""
         hosts = [rows[0].facts.host for rows in self.nodes]
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
@@ -159,14 +159,14 @@ _MUST_AGREE: Final = ("hpcdist", "MPI")  # the rest may differ a little, and a r
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far the clock of a node is ahead of the first's, in seconds, and by how much that may be wrong."""
+    """Lead of the clock of a node before the first's, in seconds, and the bound of its error."""
 
     offset_s: float
     bound_s: float
 
     @property
     def certain_s(self) -> float:
-        """What is left of the difference where the message took all of its time one way."""
+        """The part of the difference that is left where the message took all of its time one way."""
         return max(0.0, abs(self.offset_s) - self.bound_s)
 
 

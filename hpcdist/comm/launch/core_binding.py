@@ -37,7 +37,7 @@ class NodeCores:
 
     @property
     def processors(self) -> int:
-        """How many this process may use."""
+        """The number of cores that this process may use."""
         return sum(len(core) for core in self.cores)
 
     @property

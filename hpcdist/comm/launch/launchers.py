@@ -23,7 +23,7 @@ _USER = {number: number for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a start asks for; None leaves it to the launcher. ``pmi`` is how MPI's ranks find each other."""
+    """Request of a start; None leaves it to the launcher. ``pmi`` is how MPI's ranks find each other."""
 
     ranks: int
     ranks_per_node: int | None = None
@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """What one kind of launcher understands: words, with a value in braces; none for what it cannot be told.
+    """Options of one kind of launcher: words, with a value in braces; none for what it cannot be told.
 
     ``forwards`` says which signal to it reaches ranks on other hosts as what they take for the one that was meant.
     ``keeps_codes`` says that it returns the exit code of a rank even if it then kills others; ``teardown_s`` is how
@@ -160,11 +160,11 @@ class Starter(Protocol):
 
     @property
     def kind(self) -> LauncherKind:
-        """What it understands."""
+        """The options that it understands."""
 
     @property
     def layout(self) -> LaunchRequest:
-        """What it shall start."""
+        """The ranks that it shall start."""
 
     def settings(self) -> dict[str, str]:
         """Return the variables to add for the launcher and its ranks."""
@@ -196,7 +196,7 @@ class MpirunStarter:
 
     @property
     def kind(self) -> LauncherKind:
-        """What it understands: see `mpirun`."""
+        """The options that it understands: see `mpirun`."""
         return MPIRUN
 
     def settings(self) -> dict[str, str]:

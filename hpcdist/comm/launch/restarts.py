@@ -31,7 +31,7 @@ class NodePool(Protocol):
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Where too few are left, wait for others, if they may come; return the signal that ended that, if one did."""
+        """Wait for other nodes where too few are left, if they may come; return the signal that ended it, if any."""
 
     def shortage(self) -> str:
         """Return why a start does not fit on those that are left; "" where it does."""

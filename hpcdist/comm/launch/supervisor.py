@@ -68,7 +68,7 @@ def _watched() -> set[signal.Signals]:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How one start of a job ended: the exit code of its ranks, and the first signal to us that asked for an end."""
+    """Outcome of one start of a job: the exit code of its ranks, and the first signal to us that asked for an end."""
 
     code: int
     asked: signal.Signals | None

@@ -158,7 +158,7 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """What a child said, line by line, and how it ended: "" for well."""
+    """Lines that a child printed, and the way it ended: "" for well."""
 
     lines: tuple[str, ...]
     end: str

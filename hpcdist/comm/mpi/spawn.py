@@ -24,7 +24,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """What each rank of a communicator that has grown says of itself; of a new one only the host counts."""
+    """Introduction of a rank of a communicator that has grown; of a new one only the host counts."""
 
     host: str
     name: str = ""

@@ -102,7 +102,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RankNote:
-    """What a rank said of itself, and when (wall-clock nanoseconds)."""
+    """Entry of a rank about itself, and its time (wall-clock nanoseconds)."""
 
     time_ns: int
     text: str

@@ -67,7 +67,7 @@ _OUTERMOST, _STARTED_ONLY = 1, 2
 
 
 class OperationTotal(NamedTuple):
-    """What a rank spent in one kind of operation: ended ``calls``, their ``seconds`` and ``bytes``.
+    """Time of a rank in one kind of operation: ended ``calls``, their ``seconds`` and ``bytes``.
 
     ``bytes`` is the size of the buffers handed over, so that bytes over seconds is the algorithm bandwidth, whoever
     chose the algorithm; NaN where objects travel, whose size nobody tells.
@@ -102,7 +102,7 @@ class BytesMoved(NamedTuple):
 
 
 class _Kind:
-    """What one thread has added up of one kind of operation."""
+    """Sums of one thread for one kind of operation."""
 
     __slots__ = ("bytes", "calls", "is_library", "is_started", "ns", "receives")
 
@@ -114,7 +114,7 @@ class _Kind:
 
 
 class _ThreadTotals:
-    """What one thread has added up, which no other one writes, and the outermost operation that it is in."""
+    """Sums of one thread, which no other one writes, and the outermost operation that it is in."""
 
     __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
 

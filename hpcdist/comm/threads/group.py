@@ -51,7 +51,7 @@ class SurvivorAgreement:
 
 @dataclass
 class ThreadGroup:
-    """What the threads of one communicator share. ``members`` are their numbers in the world, in rank order.
+    """State that the threads of one communicator share. ``members`` are their numbers in the world, in rank order.
 
     ``failed`` and ``dead``, numbers in the world, are those of the whole world; ``mortal``: a rank may die alone.
     """
@@ -142,7 +142,7 @@ def register_rank(group: ThreadGroup, member: int) -> None:
 
 
 class FailureDetector:
-    """How the rest of ``group`` fares, as its rank ``rank`` sees it."""
+    """State of the rest of ``group``, as its rank ``rank`` sees it."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name

@@ -90,12 +90,12 @@ class OneBitAdam:
 
     @property
     def worker_places(self) -> list[Range]:
-        """Where the payload for the owner of each chunk lies in the message of `encode_worker`."""
+        """Places of the payloads for the owners of the chunks in the message of `encode_worker`."""
         return places([self.compressor.payload_bytes(chunk.size) for chunk in self.chunks])
 
     @property
     def own_places(self) -> list[Range]:
-        """Where the payload of each rank for the own chunk lies in what the all-to-all brings."""
+        """Places of the ranks' payloads for the own chunk in what the all-to-all brings."""
         return places([self.compressor.payload_bytes(self.own.size)] * self.ranks)
 
     def warm(self, gradient: Array) -> None:

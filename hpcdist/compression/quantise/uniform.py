@@ -343,7 +343,7 @@ class Qsgd(Compressor):
 
     @property
     def levels(self) -> int:
-        """How many there are above 0: s."""
+        """The number of levels above 0: s."""
         return levels_of(self.bits)
 
     def variance_bound(self, n: int) -> float:

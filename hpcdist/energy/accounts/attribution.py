@@ -121,7 +121,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """What is kept of a source: the sums of the least squares problem, and the samples that wait for their spans."""
+    """State of a source: the sums of the least squares problem, and the samples that wait for their spans."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))

@@ -60,7 +60,7 @@ class StartHistory:
 
     @property
     def seconds(self) -> float:
-        """How long it was measured, on the node where that was longest."""
+        """The length of the measurement, on the node where it was longest."""
         return max((float(course.seconds[-1]) for course in self.courses if len(course.seconds)), default=0.0)
 
     @property
@@ -251,7 +251,7 @@ def delay_products(energy_j: float, seconds: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """When a loss was reached: the ``step`` (interpolated), joules and seconds until then; NaN with a reason."""
+    """Costs of a loss: the ``step`` (interpolated), joules and seconds until it was reached; NaN with a reason."""
 
     joules: float
     seconds: float

@@ -134,7 +134,7 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 @dataclass(frozen=True)
 class WorkIntervals:
-    """What a job did when, in ns of one clock: its ``steps``, and ``others`` by name; the rest is idle.
+    """Work of a job, in ns of one clock: its ``steps``, and ``others`` by name; the rest is idle.
 
     A step is a row of at least two increasing times: its begin, moments that all steps have and that may come sooner
     or later (as the end of the backward), and its end. Nothing overlaps.
@@ -315,7 +315,7 @@ def _solved(
 
 
 class SensorShift:
-    """When to wait before a step, so that a part-time sensor sees all positions in ``steps`` steps equally often.
+    """Waits before steps, so that a part-time sensor sees all positions in ``steps`` steps equally often.
 
     The period of the sensor is cut into slots of half a window. A step may begin in each of them so often; one that
     would begin in a slot that is full waits for the next that is not. Steps that drift through the period by themselves

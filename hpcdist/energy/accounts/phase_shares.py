@@ -39,7 +39,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """What is known of one rank: disjoint spans, and until when."""
+    """Spans of one rank, disjoint, and the time until which they are known."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)

@@ -26,7 +26,7 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """What was seen: ``samples`` (n, 3) int64 of time in ns, source, energy in mJ; ``powers`` (n, 3) the same in mW.
+    """Samples (n, 3) int64 of time in ns, source, energy in mJ; ``powers`` (n, 3) the same in mW.
 
     ``gaps`` (n, 2) of time and source: between the sample at that time and the one before it is not known what was
     used. ``looks`` are times in ns (n,), ``shares`` (n, columns) float64 what was seen then.

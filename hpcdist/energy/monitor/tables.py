@@ -110,7 +110,7 @@ _OF_SOURCES: Final = tuple(name for name in TABLES if name not in _OF_NODES)
 
 @dataclass(frozen=True)
 class NodeRows:
-    """What one node brings: its sources as (kind, name, about), what its sampler has seen, and closed windows.
+    """Tables of one node: its sources as (kind, name, about), what its sampler has seen, and closed windows.
 
     ``busy_s`` of ``lasted_s`` seconds went into reading, at ``now_ns`` of its clock. ``watts`` are by kind since the
     last time, NaN where they are not known, and ``lacking`` the kinds that it should have and has not.

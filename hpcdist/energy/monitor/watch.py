@@ -33,7 +33,7 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """What was drawn since the last one: watts by source and by kind, their total, and shares by resource."""
+    """Power since the last look: watts by source and by kind, their total, and shares by resource."""
 
     seconds: float
     watts: Mapping[str, float]

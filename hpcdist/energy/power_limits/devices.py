@@ -21,7 +21,7 @@ ROUNDING: Final = 0.5  # of a unit: RAPL keeps eighths of a watt, NVML whole mW
 
 @dataclass(frozen=True)
 class LimitRange:
-    """What a device takes, in W or MHz; None is what it does not tell. ``values``: only these."""
+    """Range of a device, in W or MHz; None is what it does not tell. ``values``: only these."""
 
     least: float | None = None
     most: float | None = None

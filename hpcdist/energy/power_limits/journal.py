@@ -40,13 +40,13 @@ class ChangedLimit:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What no two sweeps may change at once."""
+        """The devices that no two sweeps may change at once."""
         return self.kind, self.device
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """What one process has changed, and which process that was."""
+    """Changes of one process, and which process that was."""
 
     path: Path
     host: str

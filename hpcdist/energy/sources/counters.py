@@ -58,7 +58,7 @@ class CounterResetError(SensorReadError):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What a reader of its joules has to know of a source.
+    """Traits of a source that a reader of its joules has to know.
 
     ``model`` is the name of the device, ``ranks`` how many of this job use it (0: it belongs to the whole node), and
     ``power_field`` and ``power_scope`` say what its watts are: "instant" or "average" as the sensor has them, "usage"
@@ -88,7 +88,7 @@ class EnergyCounter(Protocol):
 
     @property
     def about(self) -> SourceInfo:
-        """What has to be known of it by now."""
+        """The traits of the source, as far as they are known by now."""
         ...
 
     def read(self) -> int:
@@ -101,7 +101,7 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """What a counter has that knows its energy at every read, and no power."""
+    """Base of a counter that knows its energy at every read, and no power."""
 
     about = SourceInfo()
     gaps = 0
@@ -113,7 +113,7 @@ class NoPowerReading:
 
 @dataclass
 class UpdateInterval:
-    """How often a counter gets a new value, as far as polling shows: an upper bound of its update interval."""
+    """Update interval of a counter, as far as polling shows: an upper bound."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -160,7 +160,7 @@ class CounterReader:
 
     @property
     def about(self) -> SourceInfo:
-        """What has to be known of the source by now."""
+        """The traits of the source, as far as they are known by now."""
         return self._counter.about
 
     @property

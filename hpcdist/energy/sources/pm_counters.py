@@ -109,7 +109,7 @@ class PmCounter:
 
     @property
     def about(self) -> SourceInfo:
-        """What has to be known of it by now."""
+        """The traits of the source, as far as they are known by now."""
         return replace(self._about, note=CAPPED) if self._group.capped else self._about
 
     def read(self) -> int:

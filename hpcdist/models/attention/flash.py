@@ -177,7 +177,7 @@ class _Memory:
 
 
 class _Forward:
-    """What the forward of a block of queries needs."""
+    """Arguments of the forward of a block of queries."""
 
     def __init__(
         self, heads: Heads, saved: Saved, inputs: tuple[Array, Array | None], y: Array, sums: Array, causal: bool
@@ -214,7 +214,7 @@ class _Forward:
 
 
 class _Backward:
-    """What the backward of a block of keys needs."""
+    """Arguments of the backward of a block of keys."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ TILE: Final = 4 * 64 * 256  # scores at a time on a CPU: three tiles of float32 
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads there are, and where. ``group`` query heads share one of the ``shared`` key and value heads."""
+    """Numbers and places of heads. ``group`` query heads share one of the ``shared`` key and value heads."""
 
     batch: int
     context: int
@@ -41,7 +41,7 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
@@ -74,7 +74,7 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """How many samples, shared heads, and query heads for each of those."""
+        """Numbers of samples, of shared heads, and of query heads for each of those."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property

@@ -40,7 +40,7 @@ class TimingSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """What was measured, in numbers. ``moves`` are (bytes, seconds) of what reads and writes memory."""
+    """Measurements, in numbers. ``moves`` are (bytes, seconds) of what reads and writes memory."""
 
     date: str
     device: str

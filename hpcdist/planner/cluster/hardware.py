@@ -159,7 +159,7 @@ class EfficiencyCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What computes: a GPU, a die of one, or a core.
+    """Computing device: a GPU, a die of one, or a core.
 
     ``peak_flops`` and ``matmul`` go by the type of the numbers. ``memory_share`` is the part of the memory's bandwidth
     that elementwise kernels reach, ``attention_share`` that of the peak in a fused attention, ``kernel_s`` what lies
@@ -245,7 +245,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """How often a node, or a device of it, ends a job, and what a restart takes beside the work that is lost."""
+    """Failure rates of a node, or of a device of it, and the length of a restart beside the work that is lost."""
 
     node_mtbf_s: float
     restart_s: float
@@ -253,7 +253,7 @@ class FailureRates:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSite:
-    """What a joule weighs and costs: PUE, carbon, prices. None: not known, and then nothing is said of it."""
+    """Weight and cost of a joule: PUE, carbon, prices. None: not known, and then nothing is said of it."""
 
     pue: float | None = None
     carbon_g_per_kwh: float | None = None

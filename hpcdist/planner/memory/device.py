@@ -96,7 +96,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """What a pipeline rank has: numbers of its parameters, and its units.
+    """Contents of a pipeline rank: numbers of its parameters, and its units.
 
     ``cut`` parameters are divided by the tensor axis, ``experts`` by the expert axis as well, ``copied`` are tied ones
     of another rank, and ``longest`` those of its largest unit, without its ``longest_experts``. ``chunks`` are (place

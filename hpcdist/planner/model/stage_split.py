@@ -140,7 +140,7 @@ class StageChunk(NamedTuple):
 
 
 class SplitKey(NamedTuple):
-    """What decides which units a rank has: of schedules and recomputation, only what moves a cut."""
+    """Key of a cut into stages: of schedules and recomputation, only what moves a cut."""
 
     pipeline: int
     chunks: int

@@ -178,7 +178,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """How many ``of`` "grids" (with all that may be laid out on them) or "layouts" a limit refused, and an example."""
+    """Number of "grids" (with all that may be laid out on them) or "layouts" that a limit refused, and an example."""
 
     limit: str
     count: int
@@ -188,7 +188,7 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found, best first.
+    """Result of a search, best first.
 
     Of all ``layouts`` on possible grids some were ``estimated``, some refused, and ``left_out`` cannot be better than
     the last one that was found. ``nothing`` says what is missing where nothing fits, and what would help.

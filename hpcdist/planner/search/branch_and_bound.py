@@ -118,7 +118,7 @@ Rank = tuple[float, float, int, int]  # both; between equal ones the order, and 
 
 
 class SearchNode(NamedTuple):
-    """What waits: a family, with all of its units; or an order with its ways, and how its micro-batches flow, later."""
+    """Open node: a family, with all of its units; or, later, an order with its variants and micro-batches."""
 
     bound: Bound
     number: int  # in the order in which they were first seen, which decides between those of one bound
@@ -129,7 +129,7 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """How often a limit refused a grid or a layout, with the first text."""
+    """Number of grids or layouts that a limit refused, with the first text."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)

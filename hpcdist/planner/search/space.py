@@ -26,7 +26,7 @@ PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """What a search is for, and what it may vary. An empty tuple: everything that is possible.
+    """Objective of a search, and the axes that it may vary. An empty tuple: everything that is possible.
 
     ``objective`` is of a step: its seconds, its joules, its price, or joules times seconds. ``memory_bytes`` is what a
     device may use; 0: what it has but for the share ``headroom``, since no plan of memory is exact. With ``fewer`` a

@@ -60,7 +60,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
 
 class PlannedSeconds(NamedTuple):
-    """What a micro-batch takes on a rank, or in a chunk of it: forward, and the gradients of inputs and of weights."""
+    """Seconds of a micro-batch on a rank, or in a chunk of it: forward, and the gradients of inputs and of weights."""
 
     forward_s: float
     input_s: float

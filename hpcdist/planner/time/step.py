@@ -85,7 +85,7 @@ TOKEN_BYTES: Final = 4  # at most, as samples are stored
 
 
 class MicrobatchFlow(NamedTuple):
-    """What the micro-batches of a step take, whichever strategy and compression the data axis has.
+    """Seconds of the micro-batches of a step, whichever strategy and compression the data axis has.
 
     ``slowest`` is the rank of the pipeline that takes longest, ``fullest`` the one with most parameters, ``hop`` a
     message between two ranks; ``terms`` are those of `Timing` up to "bubble".

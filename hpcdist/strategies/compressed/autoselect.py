@@ -41,7 +41,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """What one way to sum a bucket took, in seconds; ``codec_s`` of it without any message."""
+    """Time of one way to sum a bucket, in seconds; ``codec_s`` of it without any message."""
 
     name: str
     seconds: float
@@ -54,7 +54,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """What gradients of a run are compressed by, and why.
+    """Compression of the gradients of a run, and the reason for it.
 
     ``source`` is "recipe", "checkpoint", "measured" or "default".
     """

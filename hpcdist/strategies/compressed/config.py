@@ -30,7 +30,7 @@ _READ_BY: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """How gradients are compressed, where ``communication.compression`` names a way.
+    """Section ``[compression]``: options of the compressor that ``communication.compression`` names.
 
     With ``error_feedback`` what a compressor loses of a gradient is added to the next one. The first ``warmup_steps``
     updates are not compressed; of dgc they are the steps in which the density falls to the one asked for, of onebit

@@ -50,7 +50,7 @@ class DgcVelocities(Residuals):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the pieces of `wanted` are called; each may be missing."""
+        """The names of the pieces of `wanted`; each may be missing."""
         return tuple(map(_kind, self.old))
 
 

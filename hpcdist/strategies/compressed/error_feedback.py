@@ -41,7 +41,7 @@ class RankNumber(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of residuals."""
         ...
 
 
@@ -109,7 +109,7 @@ class Residuals:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the pieces of `wanted` are called; each may be missing."""
+        """The names of the pieces of `wanted`; each may be missing."""
         return tuple(map(_kind, self.old))
 
     def restored(self) -> None:

@@ -45,7 +45,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class LocalGradients(AllreduceExchange):
-    """What such exchanges share. The owner steps by ``optimizer``, which has no momentum of its own."""
+    """Base of compressed exchanges. The owner steps by ``optimizer``, which has no momentum of its own."""
 
     def __init__(self, seat: RankContext, optimizer: OptimizerConfig) -> None:
         super().__init__(replace(seat, optimizer=optimizer))

@@ -69,7 +69,7 @@ class ScaleGroup:
 
     @property
     def places(self) -> list[Range]:
-        """Where in the stretch each tensor lies."""
+        """Places of the tensors in the stretch."""
         starts = accumulate((where.size for _, where in self.tensors), initial=0)
         return [where.shift(start - where.start) for (_, where), start in zip(self.tensors, starts, strict=False)]
 

@@ -46,7 +46,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # elements: tensors
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """What is encoded by itself: ``where`` in the flat space, ``place`` in bytes of its message."""
+    """Unit of encoding: ``where`` in the flat space, ``place`` in bytes of its message."""
 
     where: Range
     place: Range
@@ -123,7 +123,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """How often every value is encoded and decoded by a rank, on average."""
+        """The number of times that every value is encoded and decoded by a rank, on average."""
         ...
 
     def kept(self, part: Range) -> list[Range]:
@@ -305,7 +305,7 @@ def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
 
 
 def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, shares: Sequence[Range]) -> None:
-    """Where calls are checked, raise on all ranks unless they are about to do the same. Collective over ``comm``."""
+    """Raise on all ranks unless they are about to do the same, where calls are checked. Collective over ``comm``."""
     if comm.checked and comm.size > 1:
         count = f"{part.size} in {len(shares)} shares"
         checks.compare_calls(comm, checks.CollectiveCall(f"compressed {call}", coder.compressor.name, "float32", count))

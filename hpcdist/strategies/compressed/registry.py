@@ -57,7 +57,7 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of what is encoded, whatever
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """How the gradients of a seat are summed over the ranks of ``comm``, bucket by bucket.
+    """Sum of the gradients of a rank over the ranks of ``comm``, bucket by bucket.
 
     ``codes`` holds the state between steps; ``way`` is what sums: itself, or something around it.
     """

@@ -344,12 +344,12 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """What this rank computes with, or gathers: what is decoded, where the weights themselves are elsewhere."""
+        """The parameters that this rank computes with, or gathers: the decoded ones where the weights are elsewhere."""
         return super().parameters if self._shards is None else self._shards
 
     @property
     def weights(self) -> FlatStore:
-        """What a checkpoint keeps of the parameters: never a rounded copy."""
+        """The parameters that a checkpoint keeps: never a rounded copy."""
         return super().weights if self._shards is None else self.owner.parameters
 
     @property

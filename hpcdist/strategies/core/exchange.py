@@ -39,7 +39,7 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """What is under way over the axis ``data``, by any key, and what of it the rank had to wait for.
+    """Operations that are under way over the axis ``data``, by any key, and the time that the rank had to wait for.
 
     Construction is collective. ``kind`` is one of `nonblocking.KINDS`: with "thread" nothing has to be polled.
     """
@@ -134,7 +134,7 @@ Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
 class Exchange(Protocol):
-    """How replicas turn their gradients into the next parameters.
+    """Exchange of an architecture: it turns the gradients of replicas into the next parameters.
 
     ``plan`` contributes operations to the step, and ``handlers`` has the function for each kind of them; the
     executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
@@ -156,7 +156,7 @@ class Exchange(Protocol):
 
     @property
     def parameters(self) -> FlatStore:
-        """What this rank keeps between steps."""
+        """The parameters that this rank keeps between steps."""
         ...
 
     def plan(self) -> list[Operation]:

@@ -266,7 +266,7 @@ class MixedPrecisionViews(ParameterViews):
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """What is widened stays as it is until the next list begins."""
+        """Do nothing: widened parameters stay as they are until the next list begins."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)

@@ -33,7 +33,7 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What an architecture needs to know of the rank it works for.
+    """Place of a rank, for the architecture: its communicators, its model, its optimizer and its settings.
 
     ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
     replica, ``tensor`` those who compute these stages together, each with its part of the tensors, which ``model``
@@ -60,7 +60,7 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """Which stages each rank of the pipeline computes."""
+        """The stages that each rank of the pipeline computes."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
@@ -75,7 +75,7 @@ class RankContext:
 
     @property
     def members(self) -> Communicator:
-        """Who computes these stages and who serves their parameters: the world, but for the replicas in a product."""
+        """The ranks that compute and serve these stages: the world, but for the replicas in a product."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property

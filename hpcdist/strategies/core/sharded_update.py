@@ -128,7 +128,7 @@ class ShardedUpdate:
 
 
 class ShardedUpdateExchange:
-    """What exchanges in lock-step share: one store of parameters and gradients each, and an `Owner` of parts of them.
+    """Base of exchanges in lock-step: one store of parameters and gradients each, and an `Owner` of parts of them.
 
     See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds
     how gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
@@ -150,17 +150,17 @@ class ShardedUpdateExchange:
 
     @property
     def parameters(self) -> FlatStore:
-        """What this rank keeps between steps."""
+        """The parameters that this rank keeps between steps."""
         return self.owner.parameters
 
     @property
     def gradients(self) -> FlatStore:
-        """What this rank keeps of the gradients until the update."""
+        """The gradients that this rank keeps until the update."""
         return self.owner.gradients
 
     @property
     def weights(self) -> FlatStore:
-        """What a checkpoint keeps of the parameters: never a rounded copy."""
+        """The parameters that a checkpoint keeps: never a rounded copy."""
         return self.parameters if self.owner.master is None else self.owner.master.weights
 
     def begin(self, operations: Sequence[Operation]) -> None:

@@ -38,7 +38,7 @@ IN_PRODUCTS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
-    """Who serves the parameters, and how far workers may run apart.
+    """Section ``[parameter_server]``: the servers, and the distance between workers.
 
     ``dedicated``: the last ``servers`` ranks only serve, the others only compute (0: one server). ``colocated``: every
     rank computes and the first ``servers`` ranks serve too (0: all).
@@ -70,7 +70,7 @@ class ParameterServerConfig:
 
     @property
     def bound(self) -> float:
-        """How many steps a worker may be ahead of the slowest."""
+        """The number of steps that a worker may be ahead of the slowest."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property

@@ -107,7 +107,7 @@ class LockStepExchange(ShardedUpdateExchange):
 
     @property
     def loaded_bytes(self) -> int:
-        """What this rank has read so far of memory that others of its node wrote; not part of what it sent (local)."""
+        """The bytes read so far of memory that others of the node wrote; not part of the sent ones (local)."""
         return self.transport.loaded_bytes
 
     def plan(self) -> list[Operation]:

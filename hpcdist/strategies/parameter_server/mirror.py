@@ -33,7 +33,7 @@ STATE: Final = SUM + 1  # tag
 
 
 class Mirror(ShardedUpdate):
-    """What a server keeps of another one's, and the steps it takes with that. ``owner`` is what it serves itself.
+    """Copy that a server keeps of another one's part, and its steps with it. ``owner`` is what it serves itself.
 
     Making it is collective over ``servers``.
     """

@@ -91,7 +91,7 @@ class KeyPartition:
 
     @property
     def fullest(self) -> float:
-        """What the server that holds most has, over an even share: 1 is even."""
+        """The share of the server that holds most, over an even share: 1 is even."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 

@@ -152,7 +152,7 @@ BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: it stays in the ca
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Who works, who serves what, and which of them this rank is. ``comm`` is for gradients and parameters alone.
+    """Roles of the ranks: workers, servers and their parts. ``comm`` is for gradients and parameters alone.
 
     ``shards`` logical shards are summed in their fixed tree; 0: gradients are, in the order of the workers.
     """
@@ -179,7 +179,7 @@ class ServerTopology:
 
     @cached_property
     def partition(self) -> KeyPartition:
-        """Which server owns what."""
+        """The owner of each part."""
         return partition_keys(self.seat.layout, len(self.roles.servers), within=self.seat.parts)
 
     @cached_property
@@ -195,7 +195,7 @@ class ServerTopology:
 
     @cached_property
     def own(self) -> list[Range]:
-        """What of `messages` this rank serves."""
+        """The parts of `messages` that this rank serves."""
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
@@ -238,7 +238,7 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """What carries a step: between `push` and `collect`, and between `publish` and `pull`, the bytes have moved.
+    """Carrier of a step: between `push` and `collect`, and between `publish` and `pull`, the bytes have moved.
 
     A rank calls these in the order of the plan, and `settle` before it lets others go on: after `agree` nobody reads
     gradients of this step any more, and after the last operation nobody reads parameters of the one before.

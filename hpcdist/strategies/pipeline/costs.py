@@ -189,7 +189,7 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """How the tensor axis cuts a unit: over how many ranks, and whether tokens between the products too."""
+    """Cut of a unit on the tensor axis: the number of ranks, and whether tokens between the products are cut too."""
 
     ranks: int = 1
     by_tokens: bool = False
@@ -246,7 +246,7 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """What is told of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
+    """Counts of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
 
     ``products`` are the operations of attention forward, with scores that are computed needlessly; ``additions`` those
     of an embedding. ``joint``: all of its backward is in the first of two passes.

@@ -44,7 +44,7 @@ Moment = tuple[LiveMicroBatches, ...]  # by local chunk
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What a rank keeps of each parameter, with its gradient and its optimizer state, in bytes.
+    """Bytes that a rank keeps of each parameter, with its gradient and its optimizer state.
 
     Where parameters, or gradients, are cut over the data axis, ``gathered`` and ``reduced`` units are whole at once,
     with ``itemsize`` bytes an element. ``widened``: bytes an element that the parameters, and the gradients, of a unit

@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """What one rank of the pipeline got. Work is that of a micro-batch, on a rank of speed 1."""
+    """Part of one rank of the pipeline. Work is that of a micro-batch, on a rank of speed 1."""
 
     units: tuple[range, ...]
     parameters: int
@@ -59,7 +59,7 @@ class PartitionPlan:
 
     @property
     def balance(self) -> float:
-        """How busy the ranks are on average while the slowest works: no schedule keeps them busier."""
+        """The mean share of time that the ranks work while the slowest does: no schedule keeps them busier."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:

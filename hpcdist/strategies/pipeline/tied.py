@@ -46,7 +46,7 @@ def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
 
 
 class TiedCopies:
-    """What this rank does for tensors that are tied across the pipeline.
+    """Copies of tensors that are tied across the pipeline, on this rank.
 
     The gradient of a copy travels to the owner, which adds it to its own before any reduction; the owner alone updates,
     and its new value travels back. So norms and checkpoints count the tensor once, and copies never drift.

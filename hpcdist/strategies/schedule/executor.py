@@ -42,7 +42,7 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """What a second computation of a step found: why there was one ("" for no ``suspicion``), and who was at fault."""
+    """Result of a second computation of a step: its reason ("" for no ``suspicion``), and the ranks at fault."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class RecomputeVerdict:
 
 @dataclass
 class StepResult:
-    """What a step found out: the mean loss over the whole batch, who wants to stop, seconds by phase on this rank.
+    """Result of a step: the mean loss over the whole batch, requests to stop, seconds by phase on this rank.
 
     ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated.
     """

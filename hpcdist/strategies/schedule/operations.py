@@ -83,7 +83,7 @@ def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
 
 
 class Kind(Enum):
-    """What an operation does."""
+    """Kind of an operation."""
 
     FORWARD = "forward"  # (microbatch, unit): one unit of the model
     BACKWARD = "backward"  # (microbatch, unit): both gradients of one unit

@@ -29,7 +29,7 @@ Skip = tuple[int, int, int]  # micro-batch, unit whose output it is, unit that t
 
 
 class SkipExchange:
-    """What goes over the skip connections of one rank. All of it is local, but for the messages it asks for."""
+    """Exchange of the skip connections of one rank. All of it is local, but for the messages it asks for."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours

@@ -139,7 +139,7 @@ class TensorAxis:
 
 
 class Borders(Protocol):
-    """What a rank has of the activations outside of the parallel parts; inside it has all tokens."""
+    """The activations of a rank outside of the parallel parts; inside it has all tokens."""
 
     axis: TensorAxis
     by_rows: bool  # whether a rank has only some of the tokens

@@ -290,7 +290,7 @@ class ZeroExchange(ShardedUpdateExchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """What this rank keeps between steps; during an update, of shared ones, still the old."""
+        """The parameters that this rank keeps between steps; during an update, of shared ones, still the old."""
         return self.owner.parameters if self._node is None else self._node.front
 
     def norm_squared(self) -> float:

@@ -111,7 +111,7 @@ class Levels:
 
     @property
     def comms(self) -> tuple[Communicator | None, ...]:
-        """Who cuts at each level together with this rank; None where it is alone (local)."""
+        """The ranks that cut at each level together with this one; None where it is alone (local)."""
         return tuple(self._comms)
 
     def shares_at(self, layer: int, level: int) -> list[Range]:

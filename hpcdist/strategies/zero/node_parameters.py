@@ -77,7 +77,7 @@ class NodeParameters:
 
     @property
     def front(self) -> FlatStore:
-        """What all ranks read."""
+        """The parameters that all ranks read."""
         return self._stores[0]
 
     def begin(self) -> FlatStore:

@@ -34,7 +34,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.
 
 
 class LockStepGuard:
-    """What is due on this rank. A step and an evaluation, which has no AGREE, each have an order of their own."""
+    """Order of the gathers on this rank: one of a step, and one of an evaluation, which has no AGREE."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm

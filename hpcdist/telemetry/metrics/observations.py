@@ -47,7 +47,7 @@ _NOTES: Final = (
 
 
 class ObservableEvent(Protocol):
-    """What is needed of an event of the stream."""
+    """Protocol of an event of the stream."""
 
     @property
     def kind(self) -> str:

@@ -119,7 +119,7 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 
 @dataclass(frozen=True)
 class StepRow:
-    """What all ranks measured of one step; NaN, or left out of ``ranks``, is what nobody measured.
+    """Figures of all ranks for one step; NaN, or left out of ``ranks``, is what nobody measured.
 
     ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``data_s`` is waiting for the batch;
     ``exposed_s`` is what a rank gave to reductions that go on beside the computation, ``overlapped_s`` what these took

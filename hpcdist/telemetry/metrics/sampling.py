@@ -26,7 +26,7 @@ MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no boun
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """What a metrics file holds.
+    """Content of a metrics file.
 
     ``steps`` has the narrow columns of all steps, ``sample`` every column of the rows ``chosen`` among them, ``tables``
     those of other services by name, where there are any.

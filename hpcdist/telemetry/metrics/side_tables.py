@@ -43,7 +43,7 @@ CLOCK_READING_COLUMNS: Final = (
 
 @dataclass(frozen=True)
 class ClockSession:
-    """What one start of a run has measured. ``wall_ns`` is rank 0's wall clock minus its monotonic one, at the last."""
+    """Clock readings of one start of a run. ``wall_ns`` is rank 0's wall clock minus its monotonic one, at the last."""
 
     number: int
     hosts: HostTable

@@ -34,7 +34,7 @@ NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its s
 
 @dataclass(frozen=True)
 class RankLane:
-    """What a rank did in the step: spans (begin_s, end_s, span) with times since the first rank began it."""
+    """Spans of a rank in the step: (begin_s, end_s, span) with times since the first rank began it."""
 
     rank: int
     host: str
@@ -200,7 +200,7 @@ NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it h
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """What a phase took over all starts; ``joules`` None: not known."""
+    """Totals of a phase over all starts; ``joules`` None: not known."""
 
     name: str
     joules: float | None
@@ -233,7 +233,7 @@ class RunEnergy:
 
     @property
     def seconds(self) -> float:
-        """What all starts took."""
+        """Totals of all starts."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 

@@ -44,7 +44,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class LastRecord:
-    """What a rank said last: ``kind`` raised, deadline, frozen or finished; wall clock."""
+    """Last entry of a rank: ``kind`` raised, deadline, frozen or finished; wall clock."""
 
     rank: int
     kind: str
@@ -64,7 +64,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class RunState:
-    """How the run stands. ``kind`` is one of the words above; ``detail`` a sentence, "" where there is none."""
+    """State of the run. ``kind`` is one of the words above; ``detail`` a sentence, "" where there is none."""
 
     kind: str
     detail: str
@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """When the first start began; None: nobody knows."""
+        """The begin of the first start; None: nobody knows."""
         return self.starts[0].began if self.starts else None
 
     @property

@@ -60,7 +60,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ExternalData:
-    """What services know that this one must not ask: the caller does."""
+    """Data of services that this one must not ask: the caller does."""
 
     settings: Sequence[RecipeSetting] = ()
     settings_reason: str = ""

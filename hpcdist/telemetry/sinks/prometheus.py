@@ -39,7 +39,7 @@ INFO: Final = quantities.PREFIX + "job_info"
 
 
 class CounterTotals:
-    """What counters showed last, kept in ``path`` for the next start of the run.
+    """Last values of the counters, kept in ``path`` for the next start of the run.
 
     A run that is killed and goes on from a checkpoint makes steps again. Prometheus would take a counter that falls for
     one that began anew at zero, and count all of it a second time. It does where ``path`` is gone or damaged, which is

@@ -105,7 +105,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What sinks know of the run. ``resumed_step`` is None in its first start; ``owner`` is that of `jobs.owner`."""
+    """Run of the events. ``resumed_step`` is None in its first start; ``owner`` is that of `jobs.owner`."""
 
     name: str
     directory: Path

@@ -63,7 +63,7 @@ class HostClock:
 
     @property
     def drift_ppm(self) -> float | None:
-        """How much faster than rank 0's it went from the first to the last reading; None where that is not known."""
+        """The drift against rank 0's clock from the first to the last reading; None where that is not known."""
         if len(self._knots) < 2:
             return None
         first, last = self._knots[0], self._knots[-1]
@@ -176,7 +176,7 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """What is known of how far one clock is ahead of another about one time."""
+    """Difference of one clock from another about one time, as far as it is known."""
 
     at_ns: list[int] = field(default_factory=list)  # of the one clock
     least_ns: list[int] = field(default_factory=list)
@@ -258,7 +258,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """How causes and effects lie in one time: ``wrong`` of ``pairs`` are the wrong way round, by ``most_ns`` at most.
+    """Order of causes and effects: ``wrong`` of ``pairs`` are the wrong way round, by ``most_ns`` at most.
 
     ``beyond`` of them are so by more than the bounds of the clocks allow; None where these are not known.
     """

@@ -97,7 +97,7 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """What is hidden of all that is not waiting; None where nothing was communicated."""
+        """The hidden share of all that is not waiting; None where nothing was communicated."""
         whole = self.hidden_ns + self.exposed_ns - self.waited_ns
         return self.hidden_ns / whole if whole > 0 else None
 

@@ -44,7 +44,7 @@ class MatchedCollective:
 
 @dataclass(frozen=True)
 class Matches:
-    """What belongs together, and how many messages have no counterpart in the records."""
+    """Records that belong together, and the number of messages that have no counterpart in the records."""
 
     messages: tuple[MatchedMessage, ...]
     meetings: tuple[MatchedCollective, ...]

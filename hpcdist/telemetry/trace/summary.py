@@ -51,7 +51,7 @@ class Trace:
 
     @property
     def waits(self) -> dict[tuple[int, int], int]:
-        """Who waited for whom, in ns."""
+        """Waits of one rank for another, in ns."""
         return critical_path.waited_for(self.pieces)
 
 

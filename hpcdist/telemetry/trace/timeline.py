@@ -38,7 +38,7 @@ class TimelinePiece:
 
     @property
     def waited_ns(self) -> int:
-        """How long it did nothing but wait for another rank."""
+        """The time in which it did nothing but wait for another rank."""
         return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
 
 
@@ -66,7 +66,7 @@ class RunTimeline:
 
     @cached_property
     def begin_ns(self) -> int:
-        """When the first thing began."""
+        """The begin of the first entry."""
         found = []
         for line in self.lines.values():
             found += [begin for begin, _ in line.steps.values()]

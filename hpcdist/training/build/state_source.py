@@ -79,7 +79,7 @@ class StateSource(Protocol):
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """What was kept beside the pieces (local)."""
+        """The scalars that were kept beside the pieces (local)."""
         ...
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
@@ -104,7 +104,7 @@ class CheckpointSource:
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
-        """What its manifest says. Raises StorageError."""
+        """The scalars of its manifest. Raises StorageError."""
         return scalars_of(self.path) if self.read is None else self.read
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:

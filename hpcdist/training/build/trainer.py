@@ -60,7 +60,7 @@ class Trainer:
 
     @property
     def speed_unit(self) -> str:
-        """What a speed counts: "tokens" of a text, or "samples" of which each has one target."""
+        """The unit of speeds: "tokens" of a text, or "samples" of which each has one target."""
         texts = self.model.tokens_per_sample > 1 or self.recipe.model.kind in ("gpt", "encoder")
         return "tokens" if texts else "samples"
 

@@ -26,7 +26,7 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """What happens to ``rank`` in ``step``, counted from 1: ``how`` is the phase, the place, or what a disk does."""
+    """Fault of ``rank`` in ``step``, counted from 1: ``how`` is the phase, the place, or what a disk does."""
 
     kind: str
     rank: int
@@ -172,7 +172,7 @@ class ChaosConfig:
 
     @property
     def faults(self) -> list[ChaosFault]:
-        """What happens once, in the order of the steps. Raises ConfigurationError for an entry that says nothing."""
+        """The faults, in the order of the steps. Raises ConfigurationError for an entry that says nothing."""
         found = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
         return sorted(found + overflow_faults(self.overflow), key=lambda fault: fault.step)
 

@@ -46,7 +46,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """How much longer the operations of a step must take.
+    """Timer of the sleeps that make the operations of a step longer.
 
     A step of ``count`` operations takes ``least_s``, spread evenly over them, or what they need themselves if that is
     more, and then ``factor`` times that.
@@ -167,7 +167,7 @@ def kill_process() -> None:
 
 
 class FaultPlan:
-    """What happens to ``rank`` in the run of ``directory``. Local."""
+    """Faults of ``rank`` in the run of ``directory``. Local."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]

@@ -208,7 +208,7 @@ def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
 
 
 class SampleShares:
-    """Which samples of the batch of each step are those of each replica. Local: all ranks hold equal ones.
+    """Shares of the replicas in the batch of each step. Local: all ranks hold equal ones.
 
     Batches are counted from 0: that of step s is ``s - 1``.
     """

@@ -28,7 +28,7 @@ Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targe
 
 
 class Sliceable(Protocol):
-    """What an array and an HDF5 dataset have in common: elements are read when a slice is asked for."""
+    """Protocol of an array and an HDF5 dataset: elements are read when a slice is asked for."""
 
     @property
     def dtype(self) -> np.dtype:

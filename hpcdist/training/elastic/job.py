@@ -121,7 +121,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass
 class Incarnation:
-    """What a rank has of the life that it is in, as far as it has come."""
+    """State of a rank in the life that it is in, as far as it has come."""
 
     session: Session
     loop: TrainingLoop | None = None

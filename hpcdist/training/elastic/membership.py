@@ -25,7 +25,7 @@ JOINER: Final = ("-m", "hpcdist.training.elastic.joiner")
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """What became of the ranks of a life: places of it that are ``lost``, and how many processes were ``added``.
+    """Changes of the ranks of a life: places of it that are ``lost``, and how many processes were ``added``.
 
     ``grown``: there was a wish for more, and whoever could be added was.
     """

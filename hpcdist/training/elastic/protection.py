@@ -51,7 +51,7 @@ class SurvivorState:
 
 @dataclass
 class RankMemory:
-    """What this process remembers of ``life``, in which it had ``place``: its own state or copies, if any."""
+    """Copies that this process has of ``life``, in which it had ``place``: its own state or copies, if any."""
 
     life: int
     place: int

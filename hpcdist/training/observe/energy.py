@@ -134,7 +134,7 @@ USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:
-    """What `Monitor` measures of a run, and the step after which it began. Construction is collective.
+    """Energy of a run, measured by `Monitor`, and the step after which it began. Construction is collective.
 
     ``directory`` is that of the run, None where no record is kept. ``spans`` returns what this rank did since it was
     last called, as `comm.spans.Spans.drain`; without it, nobody knows what training consists of. ``host`` is for tests.

@@ -66,7 +66,7 @@ def _mixed_microbatches(operations: Sequence[Operation]) -> str:
 
 
 class NoiseMeter:
-    """What `Executor.meter` asks of this rank, and the means over the steps. All of it is local."""
+    """Meter for `Executor.meter`, and the means over the steps. All of it is local."""
 
     def __init__(self, executor: Executor, every_steps: int) -> None:
         self._executor, self._seat, self._exchange = executor, executor.seat, executor.exchange

@@ -42,7 +42,7 @@ LEAST_STEPS: Final = 10  # of them, before anything is suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """What one computation of a step gave: this rank's own part, before any exchange, and what came of all parts."""
+    """Digests of one computation of a step: this rank's own part, before any exchange, and that of all parts."""
 
     own: bytes
     summed: bytes

@@ -29,7 +29,7 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on.
+    """Section ``[data]``: the data that is trained on.
 
     ``path`` names a text file, a directory of them, tokens (uint8, uint16 or uint32) in a .npy file or in the dataset
     ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an HDF5 file with datasets ``x`` (rows, ...), pictures as
@@ -181,7 +181,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long a run is, what a step is, and what is looked at on the way.
+    """Section ``[run]``: the length of a run, the batch of a step, and the measurements on the way.
 
     A step takes ``global_batch`` samples, whatever the number of ranks; ``seed`` decides the initial parameters and the
     order of the samples. Replicas are compared every ``sentinel_every_steps`` steps and before each save (0: not), and
@@ -277,7 +277,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivalConfig:
-    """What a job that `hpcdist run --survive` started does to outlive its ranks; without that it has no effect.
+    """Section ``[survival]``: how a job of `hpcdist run --survive` outlives its ranks; without that it has no effect.
 
     Where ranks have parts of the state, each keeps a copy of its own, and its partner another, renewed every
     ``every_steps`` steps: so many steps are repeated after a death at the most. They are compared with their digests

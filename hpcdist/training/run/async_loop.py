@@ -100,7 +100,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """What is moved inside belongs to no step (local)."""
+        """Count no message inside as part of a step (local)."""
         sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent

@@ -39,7 +39,7 @@ from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describ
 
 @dataclass
 class TrainingJob:
-    """What stays the same while a run goes on, whoever trains it."""
+    """Settings that stay the same while a run goes on, whoever trains it."""
 
     recipe: Recipe
     run: run_directory.RunDirectory
@@ -173,7 +173,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of the steps, and how good the model is then; NaN where nobody looked."""
+    """Outcome of the steps, and the validation of the model; NaN where nobody looked."""
 
     outcome: RunOutcome
     val_loss: float

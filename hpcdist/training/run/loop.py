@@ -108,7 +108,7 @@ class StepStatistics:
 
 @dataclass
 class RunOutcome:
-    """What a run did in this process: steps from ``first`` to ``done``, and why it ended early, if it did."""
+    """Outcome of a run in this process: steps from ``first`` to ``done``, and why it ended early, if it did."""
 
     first: int
     done: int
@@ -122,7 +122,7 @@ class RunOutcome:
 
 
 class StateKeeper(Protocol):
-    """What keeps the state safe from the death of a rank: `hpcdist.training.elastic.protection.StateProtection`."""
+    """Protection of the state from the death of a rank: `hpcdist.training.elastic.protection.StateProtection`."""
 
     def keep(self, step: int, *, now: bool = False) -> None:
         """Take note that ``step`` is done. Collective."""

@@ -47,7 +47,7 @@ class StartEntry:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted; 0 where the clock was put back."""
+        """The length of the start; 0 where the clock was put back."""
         return max(0.0, self.seen - self.began)
 
 
@@ -71,12 +71,12 @@ class StartRecord:
 
     @property
     def failures(self) -> int:
-        """How many of the starts before this one ended by nobody's wish."""
+        """The number of starts before this one that ended without a request."""
         return sum(not start.end for start in self.before)
 
     @property
     def seconds(self) -> float:
-        """How long all starts have lasted together, this one up to now."""
+        """The length of all starts together, this one up to now."""
         now = replace(self.own, seen=self._clock())
         return sum(start.seconds for start in (*self.before, now))
 

@@ -81,7 +81,7 @@ class CheckpointTimer:
 
     @property
     def cost_s(self) -> float:
-        """What a save takes: the median, so that one on a busy disk does not count for all."""
+        """The length of a save: the median, so that one on a busy disk does not count for all."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property
@@ -146,7 +146,7 @@ GROW_FILE = "grow"
 
 
 class StopReason(IntEnum):
-    """Why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
+    """Reason why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
 
     REQUEUE = (
         0  # SIGTERM, SIGHUP, SIGUSR1, the stop file, the job's time: save, and let the scheduler start the job again

@@ -36,7 +36,7 @@ Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its s
 
 @dataclass(frozen=True)
 class StepThroughput:
-    """How fast the steps of this start were; NaN where none was made, or where nobody knows."""
+    """Speed of the steps of this start; NaN where none was made, or where nobody knows."""
 
     tokens_per_s: float = math.nan
     step_s: float = math.nan

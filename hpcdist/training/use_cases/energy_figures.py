@@ -34,7 +34,7 @@ INTENSITY_PIECES: Final = 500  # of a start, over which an intensity that varies
 
 @dataclass(frozen=True)
 class EnergyReportOptions:
-    """What the command line says; None: as the recipe of the run."""
+    """Options of the command line; None: as the recipe of the run."""
 
     target_loss: float | None = None
     pue: float | None = None

@@ -16,7 +16,7 @@ from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
 from hpcdist.telemetry.sinks.prometheus import INFO
 
-FOLDER = job.folder(job.TEMPLATES) / "monitoring"
+FOLDER = job.folder(job.MONITORING)
 ALWAYS = {"jobid", "run"}  # labels of every metric
 ADDED = {"instance", "job"}  # by Prometheus
 METRICS = {quantity.prometheus: quantity for quantity in QUANTITIES.values()}

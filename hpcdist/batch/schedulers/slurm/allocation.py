@@ -74,7 +74,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Where too few nodes are left, wait until enough are back; return the signal that ended that, if one did.
+        """Wait until enough nodes are back where too few are left; return the signal that ended that, if one did.
 
         A node that Slurm has declared down does not come back: it waits until Slurm has had the time to do so.
         """

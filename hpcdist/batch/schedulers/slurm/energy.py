@@ -29,7 +29,7 @@ _WHOLE: Final = re.compile(r"(?:[^,\[\]]+|\[[\d,-]+\])+", re.ASCII)
 
 
 class AccountedStep(NamedTuple):
-    """What Slurm has of a step, or of a job (``name`` ""): ``begin`` and ``end`` in seconds since 1970, 0: not yet.
+    """Slurm's record of a step, or of a job (``name`` ""): ``begin`` and ``end`` in seconds since 1970, 0: not yet.
 
     ``joules`` is None where they were not measured. ``of_nodes`` are those nodes whose own joules are known: sacct has
     the least and the most, with the names.

@@ -174,7 +174,7 @@ CPU: Final = "cpu"
 
 
 class LimitedDevices:
-    """What ``axes`` limit, on this node; nothing where they limit nothing. A context manager, which holds the driver.
+    """Devices that ``axes`` limit on this node, if they limit any. A context manager, which holds the driver.
 
     ``on`` is "gpu" or "cpu", None for the GPUs that the trials of ``recipe`` hold, or else the processors. Raises
     MissingCapabilityError, UsageError or ConfigurationError on entry where that cannot be; nothing is changed by it.

@@ -30,7 +30,7 @@ OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
 
 @dataclass(frozen=True)
 class PowerOutput:
-    """How the results are told."""
+    """Form of the results that are printed."""
 
     objective: str
     max_slowdown: float | None

@@ -28,7 +28,7 @@ LONGEST_S: Final = 1e-3
 
 
 class ControlKind(IntEnum):
-    """What a note says."""
+    """Kind of a control message."""
 
     PUSH = 0  # worker to server: the gradient for the update to ``clock`` is complete; multiply it by ``scale``
     REPLY = 1  # server to worker: go on at ``clock``; the values follow, after ``updates``. ``called``: let us meet
@@ -43,7 +43,7 @@ class ControlKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ControlFields:
-    """What a note says it of. ``workers`` stand behind the other fields, as many as there are."""
+    """Fields of a control message. ``workers`` stand behind the other fields, as many as there are."""
 
     clock: int = 0
     scale: float = 1.0

@@ -37,7 +37,7 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """What a file has: the name of its placement, the chunks of every rank, and the passes of each."""
+    """Content of a schedule file: the name of its placement, the chunks of every rank, and the passes of each."""
 
     placement: str
     chunks: int

@@ -153,7 +153,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """When each entry began and ended: a RECV, AWAIT or MEET begins when its rank comes there.
+    """Times of the entries, begin and end: a RECV, AWAIT or MEET begins when its rank comes there.
 
     ``cause`` is the entry that an entry waited for: a SEND, or who joined a meeting last; -1 where it waited for none
     but the one before it on its rank. ``before`` is, for one of these that found its link or its axis taken, who had

@@ -26,7 +26,7 @@ from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Prog
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one rank does in a simulated step.
+    """Entry of one rank in a simulated step.
 
     ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
     in receives, ``exchange_s`` what it spends in collectives and their like, waiting included.
@@ -53,7 +53,7 @@ class StepTimeline:
 
     @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
-        """What each rank does."""
+        """The entries of each rank."""
         return tuple(self._stage(self.program.row(rank)) for rank in range(self.program.ranks))
 
     def _stage(self, row: slice) -> StageTimes:

@@ -36,7 +36,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Who talks to whom on ``grid``; the ``ranks`` beyond it are parameter servers, in no pipeline."""
+    """Peers of the ranks on ``grid``; the ``ranks`` beyond it are parameter servers, in no pipeline."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks

@@ -149,7 +149,7 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
+    """List of a rank, and ``units``, the range of each stage of the model that it computes.
 
     A parameter server has no units, and no ``place``: which rank of which pipeline this is. ``needs`` maps a unit to
     all units whose parameters it uses. ``accumulates``: gradients are exchanged once a step, not after every
@@ -307,7 +307,7 @@ def _check_residence(share: RankProgram) -> None:
 
 
 def _check_freshness(share: RankProgram) -> None:
-    """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
+    """Check that all units of a rank are new at the end: applied here, gathered after that, or pulled from a server."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
         if unit in freed and not share.refreshes:

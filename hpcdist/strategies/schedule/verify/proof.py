@@ -24,7 +24,7 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proven step costs.
+    """Costs of a proven step.
 
     For each rank of a pipeline, the most micro-batches at once, counted for each chunk that they are in: ``live``
     between forward and backward, or its first half where it is split; ``whole`` those of them whose activations are all

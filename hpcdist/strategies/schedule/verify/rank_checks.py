@@ -166,7 +166,7 @@ def _check_gradients(share: RankProgram) -> None:
 
 
 def _check_rounds(share: RankProgram) -> None:
-    """Where every micro-batch's gradients are exchanged, those of no other are among them: backwards do not overlap."""
+    """Check that an exchange of one micro-batch has gradients of no other: backwards do not overlap."""
     if share.accumulates:
         return
     found: dict[int, set[int]] = {unit: set() for unit in share.units}  # whose gradients are in memory, by unit
@@ -190,7 +190,7 @@ def _check_rounds(share: RankProgram) -> None:
 
 
 def _check_sums(share: RankProgram) -> None:
-    """What is added up is reduced once, and what a reduction sums only in part is combined once."""
+    """Check that a sum is reduced once, and that partial sums of a reduction are combined once."""
     combined = share.ranges(Kind.COMBINE)
     for unit, whole in share.units.items() if share.combines else ():
         for piece, times in coverage(whole, combined):
@@ -205,7 +205,7 @@ def _check_sums(share: RankProgram) -> None:
 
 
 def _check_waits(share: RankProgram) -> None:
-    """What is started is waited for, once, as it was started: until then nobody may write in its range."""
+    """Check that a started operation is waited for once: until then nobody may write in its range."""
     under_way: list[Operation] = []
     for _, op in share.where(Kind.START, Kind.WAIT, *WRITES):
         if op.kind is Kind.START:
@@ -225,7 +225,7 @@ def _check_waits(share: RankProgram) -> None:
 
 
 def _check_settled(share: RankProgram) -> None:
-    """What is deferred is settled once in the next step, whose list is the same."""
+    """Check that a deferred gradient is settled once in the next step, whose list is the same."""
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
     for one, others, why in ((deferred, settled, "is never settled"), (settled, deferred, "settles what none defers")):
         for op in one:
@@ -234,7 +234,7 @@ def _check_settled(share: RankProgram) -> None:
 
 
 def _check_rows(share: RankProgram) -> None:
-    """What the tensor axis sums is complete, and summed once."""
+    """Check that the sums of the tensor axis are complete, and summed once."""
     found = share.where(Kind.SUM_ROWS)
     if len(found) > 1:
         raise share.refuse("SUM_ROWS() comes twice in one step")
@@ -273,7 +273,7 @@ def _check_update(share: RankProgram) -> None:
 
 
 def _check_compressed(share: RankProgram) -> None:
-    """Where gradients travel only once all have agreed, somebody agrees, and all that is stepped by has travelled."""
+    """Check that gradients which travel after the agreement are agreed on, and have all travelled before the update."""
     found = share.where(Kind.COMPRESS)
     if found and not share.where(Kind.AGREE):
         raise share.refuse(f"{found[0][1]} sends what nobody has agreed on: no AGREE() comes before it")

@@ -16,7 +16,7 @@ from hpcdist.batch import job
 from hpcdist.cli.doctor import command
 
 CLONE = Path(hpcdist.__file__).resolve().parents[1]
-SITE = job.folder(job.TEMPLATES) / "site"
+SITE = job.folder(job.INSTALL)
 SPACK = SITE / "spack_repo" / "hpcdist" / "packages"
 EASYCONFIGS = sorted(SITE.glob("*.eb"))
 DEFINITION = SITE / "hpcdist.def"

@@ -17,7 +17,7 @@ from hpcdist.batch import job as batch_job
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.launch.exit_file import is_segment
 
-EPILOG = batch_job.folder(batch_job.TEMPLATES) / "site" / "epilog.sh"
+EPILOG = batch_job.folder(batch_job.INSTALL) / "epilog.sh"
 IS_ROOT = os.geteuid() == 0
 USER, OTHER = (54321, 54322) if IS_ROOT else (os.getuid(), os.getuid())
 HOLDS = "import mmap, os, sys; file = open(sys.argv[1], 'r+b'); {hold}; print('ready', flush=True); sys.stdin.read()"

@@ -41,7 +41,7 @@ def own(tmp_path):
 
 def test_what_is_shipped_loads_and_says_what_of_it_was_run():
     assert sorted(search.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
-    readme = (batch_job.folder(batch_job.TEMPLATES) / "README.md").read_text()
+    readme = (batch_job.folder(batch_job.TEMPLATES).parent / "README.md").read_text()
     for name in SHIPPED:
         site = search.load(name)
         assert site.name == name and site.description and site.proven
@@ -71,7 +71,7 @@ def test_no_profile_says_what_slurm_excludes(name):
 
 
 def test_every_field_is_described():
-    readme = (batch_job.folder(batch_job.TEMPLATES) / "README.md").read_text()
+    readme = (batch_job.folder(batch_job.TEMPLATES).parent / "README.md").read_text()
     for item in dataclasses.fields(SiteProfile):
         if item.name not in search.INTERNAL_FIELDS:
             assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
