@@ -67,7 +67,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Numbers that lead from an element to its counter: groups, pitch, rows of a sample, first row, counters a row."""
+        """Numbers from an element to its counter: groups, pitch, rows of a sample, first row, counters a row."""
         assert fits_counter(self.rows_per_sample, self.columns), "the model should have been refused"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
