@@ -45,6 +45,7 @@ class AllreduceExchange(ShardedUpdateExchange):
     """Buckets of gradients reduced by one of the algorithms of `hpcdist.collectives`. Collective over the data axis."""
 
     replicas_identical = True
+    whole_state = True
 
     def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
         super().__init__(seat, shards)

@@ -45,6 +45,8 @@ class DelayedExchange(AllreduceExchange):
     """
 
     alternates = True
+    whole_state = False  # the sums under way belong to the step before
+    restores: Collection[str] = ("pending",)
 
     def __init__(self, seat: RankContext) -> None:
         super().__init__(seat)

@@ -275,6 +275,18 @@ def poor_docstrings(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{getattr(node, 'lineno', 1)}: begins with a relative word: {headline}"
 
 
+def exchange_checks(tree: Tree) -> Iterator[str]:
+    """Yield the `isinstance` on exchanges outside of strategies: they are asked by the methods of their protocol."""
+    for path in tree.paths:
+        if tree.package_of(tree.name_of(path)) == "strategies":
+            continue
+        for node in ast.walk(tree.trees[path]):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                value, kinds = (ast.unparse(argument) for argument in node.args)
+                if value.endswith("exchange") or "Exchange" in kinds:
+                    yield f"{path}:{node.lineno}: isinstance({value}, {kinds})"
+
+
 TREE = Tree(Path(hpcdist.__file__).parent)
 RULES = (
     upward_imports,
@@ -286,6 +298,7 @@ RULES = (
     small_modules,
     shared_class_names,
     poor_docstrings,
+    exchange_checks,
 )
 
 
@@ -357,6 +370,17 @@ PLANTED: dict[str, tuple[Mapping[str, str], list[str]]] = {
             "{root}/comm/a.py:2: begins with a relative word: Which one.",
             "{root}/comm/a.py:4: begins with a relative word: Where, and why.",
             "{root}/comm/b.py: no docstring",
+        ],
+    ),
+    "exchange_checks": (
+        {
+            "training/a.py": "isinstance(trainer.exchange, Replicas)\nisinstance(it, ZeroExchange | Other)\n"
+            "isinstance(1, int)\n",
+            "strategies/a.py": "isinstance(exchange, Replicas)\n",
+        },
+        [
+            "{root}/training/a.py:1: isinstance(trainer.exchange, Replicas)",
+            "{root}/training/a.py:2: isinstance(it, ZeroExchange | Other)",
         ],
     ),
 }

@@ -132,6 +132,8 @@ _FLOAT32: Final = np.dtype(np.float32)
 class OneBitExchange(LocalGradients):
     """Signs of momenta over the data axis. Collective over it, but where it says local."""
 
+    restores: Collection[str] = (FROZEN,)
+
     def __init__(self, seat: RankContext, config: CompressionConfig, seed: int = 0) -> None:
         given = seat.optimizer
         # What is left of AdamW for the owner: the decay, and the rate.

@@ -133,6 +133,46 @@ class BackgroundCollectives:
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
+class ExchangeDefaults:
+    """Answers of an exchange that has nothing special to say; see `Exchange`. Local."""
+
+    accumulates = True
+    degrees: ShardingDegrees | None = None
+    gathers: Mapping[int, Sequence[int]] = {}
+    keeps_parameters = False
+    alternates = False
+    ahead = 0
+    overlap: BackgroundCollectives | None = None
+    whole_state = False
+    serves_beside = False
+    drops_late = False
+    fullest: float | None = None
+    restores: Collection[str] = ()
+
+    def describe(self) -> str:
+        """Return nothing."""
+        return ""
+
+    def describe_sums(self) -> str:
+        """Return nothing: sums follow the ranks."""
+        return ""
+
+    def new_consensus_distances(self) -> dict[int, float]:
+        """Return none: the replicas are one model."""
+        return {}
+
+    def consensus(self) -> Mapping[str, float]:
+        """Return nothing: the replicas are one model."""
+        return {}
+
+    def summed_gradients(self) -> Iterable[Array]:
+        """Return none: no two ranks share a step."""
+        return ()
+
+    def close(self) -> None:
+        """Give nothing back."""
+
+
 class Exchange(Protocol):
     """Exchange of an architecture: it turns the gradients of replicas into the next parameters.
 
@@ -152,6 +192,11 @@ class Exchange(Protocol):
     alternates: bool  # whether gradients of a step go elsewhere than those of the step before
     ahead: int  # how many gathers are started before their turn
     overlap: BackgroundCollectives | None  # the reductions that go on beside the computation, where there are any
+    whole_state: bool  # whether every data rank holds the whole state and updates all of it
+    serves_beside: bool  # whether this rank answers workers (COLLECT) beside its own computation
+    drops_late: bool  # whether gradients that come too late are dropped
+    fullest: float | None  # the parameters of the server that has most, over an even share; None without such servers
+    restores: Collection[str]  # special entries of `state` of a checkpoint that it understands: "pending", ...
     handlers: Handlers
 
     @property
@@ -213,6 +258,30 @@ class Exchange(Protocol):
 
         Called before a run saves or evaluates.
         """
+        ...
+
+    def describe(self) -> str:
+        """Return how the replicas come together, in words; "" where they make each step together (local)."""
+        ...
+
+    def describe_sums(self) -> str:
+        """Return the order of sums that does not follow the ranks, in words; "" where it does (local)."""
+        ...
+
+    def new_consensus_distances(self) -> dict[int, float]:
+        """Return the consensus distances, by step, that are new since the last call, and let them go (local)."""
+        ...
+
+    def consensus(self) -> Mapping[str, float]:
+        """Return "spectral_gap" and "consensus_distance" of replicas that differ, NaN unknown; {} of others (local)."""
+        ...
+
+    def summed_gradients(self) -> Iterable[Array]:
+        """Return the gradients that this rank updates by, summed, part by part (local)."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is not memory alone; no step can be made afterwards. Collective over the world."""
         ...
 
     def finish(self) -> bool:

@@ -5,12 +5,13 @@ of layer-wise rates between). `ShardedUpdateExchange` is the base class of lock-
 parameters and gradients each, agreement on norm and loss, and the pieces of a checkpoint.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -20,12 +21,11 @@ from hpcdist.optim import norms
 from hpcdist.optim.master_weights import MasterWeights, rounded
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.optim.update import exact
-from hpcdist.strategies.core.exchange import BackgroundCollectives, pieces_of
+from hpcdist.strategies.core.exchange import ExchangeDefaults, pieces_of
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, sum_norms
-from hpcdist.strategies.zero.config import ShardingDegrees
 
 
 class ShardedUpdate:
@@ -127,7 +127,7 @@ class ShardedUpdate:
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
 
 
-class ShardedUpdateExchange:
+class ShardedUpdateExchange(ExchangeDefaults):
     """Base of exchanges in lock-step: one store of parameters and gradients each, and an `Owner` of parts of them.
 
     See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds
@@ -135,18 +135,19 @@ class ShardedUpdateExchange:
     """
 
     lock_step = True
-    accumulates = True
-    degrees: ShardingDegrees | None = None
-    gathers: Mapping[int, Sequence[int]] = {}
-    keeps_parameters = False
-    alternates = False
-    ahead = 0
-    overlap: BackgroundCollectives | None = None
     owner: ShardedUpdate
 
     def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
         self.seat, self.shards = seat, shards
         self.algorithm = seat.algorithm if shards is None else ALGORITHM
+
+    def summed_gradients(self) -> Iterable[Array]:
+        """Return the summed gradients of the owned parts (local)."""
+        return (self.owner.gradients.contents(part) for part in self.owner.parts)
+
+    def describe_sums(self) -> str:
+        """Return the logical shards and their arithmetic, if there are any (local)."""
+        return "" if self.shards is None else f"{self.shards.count} logical shards, arithmetic {self.shards.arithmetic}"
 
     @property
     def parameters(self) -> FlatStore:
@@ -242,9 +243,6 @@ class ShardedUpdateExchange:
         if self.owner.master is not None:
             self.owner.master.round_into(self.parameters)
             self.spread()
-
-    def close(self) -> None:
-        """Give back what is not memory alone; no step can be made afterwards. Collective over the world."""
 
     def spread(self) -> None:
         """Bring the parameters of the owned parts to all who keep them: here each rank has made its own (local)."""

@@ -21,7 +21,7 @@ bucket by bucket (`NeighbourMixing`); what comes takes d Psi of memory. The comp
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -314,6 +314,10 @@ class GossipExchange(Replicas):
 
         return carry_out
 
-    def described(self) -> str:
+    def consensus(self) -> Mapping[str, float]:
+        """Return the spectral gap of the graph, and the last consensus distance (local)."""
+        return {**super().consensus(), "spectral_gap": self.graph.gap}
+
+    def describe(self) -> str:
         """Return graph, spectral gap and order (local)."""
         return f"{self.graph.described()}, {self.config.order.replace('_', ' ')}"

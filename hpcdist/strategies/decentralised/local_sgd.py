@@ -140,7 +140,7 @@ class LocalSgdExchange(Replicas):
         """Return what is saved beside the parameters, by kind (local)."""
         return super().kept() | (self._outer.slots if self._outer is not None else {})
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return period, moments and the outer optimizer (local)."""
         parts = [f"averaging every {self.config.period} steps"]
         if self.owner.slots():

@@ -17,7 +17,7 @@ the mean that such an averaging takes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class Replicas(ShardedUpdateExchange):
         apart = float(self.agree(squares[:1].copy())[0]) / self.seat.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
-    def taken(self) -> dict[int, float]:
+    def new_consensus_distances(self) -> dict[int, float]:
         """Return the consensus distances, by step, that are new since the last call, and let them go (local)."""
         new, self.distances = self.distances, {}
         return new
@@ -162,6 +162,10 @@ class Replicas(ShardedUpdateExchange):
         """Return all parameters and all state: every rank restores the whole."""
         return pieces_of({"parameters": self.parameters, **self.kept()}, [self.seat.part])
 
-    def described(self) -> str:
+    def consensus(self) -> Mapping[str, float]:
+        """Return the last consensus distance; the spectral gap is not known (local)."""
+        return {"spectral_gap": math.nan, "consensus_distance": self.distance}
+
+    def describe(self) -> str:
         """Return how the replicas come together, in words (local)."""
         raise NotImplementedError

@@ -32,8 +32,7 @@ from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, DataError, StorageError
-from hpcdist.strategies.compressed.onebit import FROZEN, OneBitExchange
-from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.compressed.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.state_source import StateSource
@@ -126,12 +125,12 @@ def restore_state(trainer: Trainer, origin: StateSource) -> None:
         raise StorageError(
             f"{origin} takes samples by the rule {order!r}, of which this hpcdist knows {RULES}; update it"
         )
-    if resumed["optimizer"].get("pending") and not isinstance(trainer.exchange, DelayedExchange):
+    if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.restores:
         raise ConfigurationError(
             f"{origin} has a gradient that is still to be applied, since it was written with communication.delayed = "
             "true; go on with that, to the end of the run at the least"
         )
-    if resumed["optimizer"].get(FROZEN) and not isinstance(trainer.exchange, OneBitExchange):
+    if resumed["optimizer"].get(FROZEN) and FROZEN not in trainer.exchange.restores:
         raise ConfigurationError(
             f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would take for one that grows; go "
             "on with communication.compression = 'onebit' (after a step on one data rank it is that of AdamW again), "

@@ -16,7 +16,6 @@ from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import Operation
@@ -134,8 +133,7 @@ class Trainer:
         """End what runs beside the steps. Collective; no step can be made afterwards."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
-        if isinstance(self.exchange, ShardedUpdateExchange):
-            self.exchange.close()
+        self.exchange.close()
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:

@@ -26,7 +26,6 @@ from hpcdist.checkpoint.saving.two_phase import group_of
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
@@ -113,11 +112,10 @@ class SlowedExecutor(Executor):
     def _sleep(self, seconds: float) -> None:
         """Sleep; where other ranks are served beside the own work, look meanwhile what has come."""
         exchange = self.exchange
-        serves = isinstance(exchange, AsynchronousServerExchange) and exchange.shard is not None
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
-            time.sleep(min(left, SLEEP_SLICE_S) if serves else left)
-            if serves:
+            time.sleep(min(left, SLEEP_SLICE_S) if exchange.serves_beside else left)
+            if exchange.serves_beside:
                 exchange.handlers[Kind.COLLECT](Operation(Kind.COLLECT))
 
 

@@ -19,8 +19,6 @@ from hpcdist.checkpoint.partner.redundancy import HeldCopies, PartnerStore
 from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.communicator import Communicator
 from hpcdist.reporting.units import counted
-from hpcdist.strategies.allreduce import AllreduceExchange, FixedTreeExchange
-from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
@@ -111,7 +109,7 @@ class StateProtection:
 def holds_whole_state(trainer: Trainer) -> bool:
     """Whether this rank has the whole state, and sends nothing once a step is agreed on (local)."""
     exchange, operations = trainer.exchange, trainer.operations
-    if not isinstance(exchange, AllreduceExchange | FixedTreeExchange) or isinstance(exchange, DelayedExchange):
+    if not exchange.whole_state:
         return False
     if trainer.data_axis.size < trainer.comm.size or not any(op.kind is Kind.AGREE for op in operations):
         return False

@@ -17,11 +17,6 @@ from hpcdist.arrays.matmul_peak import matmul_flops_per_s
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
-from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
-from hpcdist.strategies.decentralised.gossip import GossipExchange
-from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
-from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.tensor.model import CutModel
@@ -57,8 +52,8 @@ def describe_architecture(trainer: Trainer) -> str:
         parts.append(f"transport {servers.transport}")
     if servers.mirrored:
         parts.append("mirrored")
-    if isinstance(trainer.exchange, Replicas):
-        parts.insert(1, trainer.exchange.described())
+    if words := trainer.exchange.describe():
+        parts.insert(1, words)
     parts += _state_placement(recipe.zero, trainer)
     if recipe.communication.overlap != "none":
         parts.append(
@@ -72,9 +67,8 @@ def describe_architecture(trainer: Trainer) -> str:
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")
-    if isinstance(trainer.exchange, ShardedUpdateExchange) and trainer.exchange.shards is not None:
-        shards = trainer.exchange.shards
-        parts.append(f"{shards.count} logical shards, arithmetic {shards.arithmetic}")
+    if words := trainer.exchange.describe_sums():
+        parts.append(words)
     if isinstance(trainer.model, CutModel):
         rows = ", activations by rows" if parallel.sequence_parallel else ""
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
@@ -185,10 +179,8 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 def write_consensus(metrics: RunMetrics, trainer: Trainer) -> None:
     """Write the consensus distances that were measured since the last call (rank 0 does, the others forget them)."""
-    if isinstance(trainer.exchange, Replicas):
-        new = trainer.exchange.taken()
-        if new:
-            metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
+    if new := trainer.exchange.new_consensus_distances():
+        metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
@@ -196,11 +188,7 @@ def consensus_figures(trainer: Trainer) -> dict[str, Any]:
 
     ``consensus_distance`` is the last one, measured before the replicas became one model. What nobody knows is None.
     """
-    exchange = trainer.exchange
-    if not isinstance(exchange, Replicas):
-        return {}
-    gap = exchange.graph.gap if isinstance(exchange, GossipExchange) else math.nan
-    return {"spectral_gap": _number(gap), "consensus_distance": _number(exchange.distance)}
+    return {name: _number(value) for name, value in trainer.exchange.consensus().items()}
 
 
 def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
@@ -223,10 +211,10 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
     """
     exchange = trainer.exchange
     found: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
-    if not isinstance(exchange, AsynchronousServerExchange):
+    if exchange.fullest is None:
         return found
     found["servers_fullest"] = exchange.fullest
-    if isinstance(exchange, BackupExchange):
+    if exchange.drops_late:
         return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
     count = sum(rank["count"] for rank in workers)
     if not count:

@@ -31,7 +31,6 @@ from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.mixed_precision import FixedLossScale
-from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.schedule.executor import Executor, RecomputeVerdict
 from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
 from hpcdist.training.recipe.config import RunConfig
@@ -58,7 +57,6 @@ class SdcCheck:
     """Watches the steps of ``executor``. Every rank of ``comm``, the world, has one; `agreed` is collective over it."""
 
     def __init__(self, executor: Executor, comm: Communicator, factor: float, every_steps: int) -> None:
-        assert isinstance(executor.exchange, ShardedUpdateExchange)
         self._executor, self._exchange, self._comm = executor, executor.exchange, comm
         self._factor, self._every_steps = factor, every_steps
         self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
@@ -152,10 +150,10 @@ class SdcCheck:
         """Return what the computation that has just been agreed on gave (local)."""
         self._begin()
         self._digest.update(np.array(self._executor.own_losses).tobytes())
-        outcome, owner = self._executor.outcome, self._exchange.owner
+        outcome = self._executor.outcome
         sums = xxhash.xxh3_128(np.array([outcome.loss, outcome.gradient_norm]).tobytes())
-        for part in owner.parts:
-            for block in blocks_of(owner.gradients.contents(part)):
+        for gradients in self._exchange.summed_gradients():
+            for block in blocks_of(gradients):
                 sums.update(block.data)
         return ComputationDigest(self._digest.digest(), sums.digest())
 

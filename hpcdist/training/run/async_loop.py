@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 
@@ -48,9 +49,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     def run(self) -> RunOutcome:
         """Train until every worker has made the steps of the recipe, or until somebody wishes to stop."""
-        exchange = self.trainer.exchange
-        assert isinstance(exchange, AsynchronousExchange | BackupExchange)
-        self.exchange = exchange
+        exchange = self.exchange = cast(AsynchronousExchange | BackupExchange, self.trainer.exchange)
         self.metrics.begin(dict(zip(exchange.roles.workers, exchange.clocks, strict=True)))
         self._begins = list(exchange.clocks)
         self._operations = exchange.attended(self.trainer.operations)

@@ -103,6 +103,8 @@ class Quorum:
 class BackupExchange(AsynchronousServerExchange):
     """One rank of it; ``spare`` workers are not waited for."""
 
+    drops_late = True
+
     def __init__(self, seat: RankContext, roles: Roles, spare: int) -> None:
         super().__init__(seat, roles, seat)
         self._notes.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}

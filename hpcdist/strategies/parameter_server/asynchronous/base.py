@@ -28,7 +28,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Request
 from hpcdist.optim import norms
-from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import ExchangeDefaults, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     SHORTEST_S,
@@ -39,7 +39,6 @@ from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
 )
 from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.zero.config import ShardingDegrees
 
 
 def per_push_context(seat: RankContext, workers: int) -> RankContext:
@@ -91,7 +90,7 @@ GRADIENT: Final = 0  # tags of the values
 PARAMETER: Final = 1
 
 
-class AsynchronousServerExchange:
+class AsynchronousServerExchange(ExchangeDefaults):
     """One rank of them. ``together``: it is in a meeting; then `agree` is collective over the world, else local.
 
     A meeting is called once the slowest worker's clock is ``meet_at`` (0: never). ``clock`` is this worker's,
@@ -102,13 +101,6 @@ class AsynchronousServerExchange:
 
     lock_step = False
     replicas_identical = False
-    accumulates = True
-    degrees: ShardingDegrees | None = None
-    gathers: Mapping[int, Sequence[int]] = {}
-    keeps_parameters = False
-    alternates = False
-    ahead = 0
-    overlap: BackgroundCollectives | None = None
     taken = True  # whether the last gradient of this worker was
     staleness = 0  # of that gradient
 
@@ -133,6 +125,7 @@ class AsynchronousServerExchange:
         self._parts = {rank: found.parts(index) for index, rank in enumerate(roles.servers)}
         own = self._parts.get(self.rank)
         self.shard = None if own is None else ServerShard(serving, own)
+        self.serves_beside = self.shard is not None
         self.parameters = seat.store("parameters") if self.shard is None or self.works else self.shard.parameters
         self.gradients = seat.store("gradients") if self.shard is None or self.works else self.shard.inbox
         self._pushed: list[Request] = []

@@ -549,7 +549,7 @@ def test_what_is_told_of_a_run() -> None:
     def body(comm: Communicator) -> list[str]:
         gossip = GossipExchange(seat_of(comm, SGD), DecentralisedConfig(graph="torus"))
         local = LocalSgdExchange(seat_of(comm, {"name": "adamw"}), DecentralisedConfig(outer_momentum=0.9))
-        return [gossip.described(), local.described()]
+        return [gossip.describe(), local.describe()]
 
     for gossip, local in run_threads(4, body):
         assert gossip == "torus of 2 x 2 ranks, spectral gap 0.667, combine first"
