@@ -43,30 +43,30 @@ SAME: Final = 1e-4  # norm of the difference of weights over their norm
 CATEGORIES: Final = ("parameters", "gradients", "optimizer")
 
 
-def zero(seat: RankContext, stage: int, **config: Any) -> Exchange:
+def zero(context: RankContext, stage: int, **config: Any) -> Exchange:
     """Return ZeRO with these keys of its section. Collective."""
-    return ZeroExchange(seat, stage, ZeroConfig(**config))
+    return ZeroExchange(context, stage, ZeroConfig(**config))
 
 
-def served(seat: RankContext, transport: str) -> Exchange:
+def served(context: RankContext, transport: str) -> Exchange:
     """Return a parameter server on every rank. Collective."""
-    return parameter_server.server_exchange(seat, ParameterServerConfig(placement="colocated", transport=transport))
+    return parameter_server.server_exchange(context, ParameterServerConfig(placement="colocated", transport=transport))
 
 
-# name -> (algorithm, exchange of a seat); the first is what the others are compared with
+# name -> (algorithm, exchange of a context); the first is what the others are compared with
 CONTENDERS: Final[Mapping[str, tuple[str, Any]]] = {
     "allreduce": ("node_shared", AllreduceExchange),
     "allreduce, native": ("native", AllreduceExchange),
-    "zero1": ("node_shared", lambda seat: zero(seat, 1)),
-    "zero2": ("node_shared", lambda seat: zero(seat, 2)),
-    "zero3": ("node_shared", lambda seat: zero(seat, 3)),
-    "zero1, native": ("native", lambda seat: zero(seat, 1)),
-    "zero3, native": ("native", lambda seat: zero(seat, 3)),
-    "shared parameters": ("node_shared", lambda seat: zero(seat, 1, shared_parameters=True)),
-    "shared parameters, zero2": ("node_shared", lambda seat: zero(seat, 2, shared_parameters=True)),
-    "parameter server, messages": ("native", lambda seat: served(seat, "messages")),
-    "parameter server, shared": ("native", lambda seat: served(seat, "shared")),
-    "parameter server, rma": ("native", lambda seat: served(seat, "rma")),
+    "zero1": ("node_shared", lambda context: zero(context, 1)),
+    "zero2": ("node_shared", lambda context: zero(context, 2)),
+    "zero3": ("node_shared", lambda context: zero(context, 3)),
+    "zero1, native": ("native", lambda context: zero(context, 1)),
+    "zero3, native": ("native", lambda context: zero(context, 3)),
+    "shared parameters": ("node_shared", lambda context: zero(context, 1, shared_parameters=True)),
+    "shared parameters, zero2": ("node_shared", lambda context: zero(context, 2, shared_parameters=True)),
+    "parameter server, messages": ("native", lambda context: served(context, "messages")),
+    "parameter server, shared": ("native", lambda context: served(context, "shared")),
+    "parameter server, rma": ("native", lambda context: served(context, "rma")),
 }
 
 
@@ -96,7 +96,7 @@ class Contender:
         self.comm, self.number, self.ledger = comm, 0, Ledger()
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=max(1, options.hidden // 64))
         self.model = models.build(config, "float32", context=options.context)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -106,12 +106,12 @@ class Contender:
             algorithm=algorithm,
             ledger=self.ledger,
         )
-        self.exchange: Exchange = build(seat)
-        self.executor = build_executor(seat, self.exchange)
-        self.operations = operations(seat, self.exchange, self.executor.copies, ParallelConfig())
+        self.exchange: Exchange = build(context)
+        self.executor = build_executor(context, self.exchange)
+        self.operations = operations(context, self.exchange, self.executor.copies, ParallelConfig())
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=1)
-        self.exchange.take(initial)
+        self.exchange.load_initial(initial)
 
     def step(self, samples: np.ndarray) -> list[float]:
         """Make a step; return its time and that of its communication. Collective."""

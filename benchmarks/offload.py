@@ -131,7 +131,7 @@ def trainer_of(session: start.Session, wanted: argparse.Namespace, folder: Path 
 def stores(trainer: Trainer) -> list[FileStore]:
     """Return what this rank keeps in files."""
     exchange = trainer.exchange
-    kept = [exchange.parameters, exchange.gradients, *exchange.owner.optimizer.slots.values()]
+    kept = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]
     return [store for store in kept if isinstance(store, FileStore)]
 
 

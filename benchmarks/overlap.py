@@ -74,11 +74,11 @@ class Way:
     ahead: int = 0
     delayed: bool = False
 
-    def exchange(self, seat: RankContext) -> ShardedUpdateExchange:
+    def exchange(self, context: RankContext) -> ShardedUpdateExchange:
         """Return the exchange. Collective."""
         if self.strategy in STAGES:
-            return ZeroExchange(seat, STAGES[self.strategy], ZeroConfig(prefetch=self.ahead))
-        return DelayedExchange(seat) if self.delayed else AllreduceExchange(seat)
+            return ZeroExchange(context, STAGES[self.strategy], ZeroConfig(prefetch=self.ahead))
+        return DelayedExchange(context) if self.delayed else AllreduceExchange(context)
 
 
 class Contender:
@@ -88,7 +88,7 @@ class Contender:
         self.comm, self.way, self.number = comm, way, 0
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=max(1, options.hidden // 64))
         self.model = models.build(config, "float32", context=options.context)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -99,13 +99,13 @@ class Contender:
             bucket_bytes=options.bucket_bytes,
             overlap=way.overlap,
         )
-        self.exchange = way.exchange(seat)
-        for unit, part in seat.ranges.items():
+        self.exchange = way.exchange(context)
+        for unit, part in context.ranges.items():
             initial = FlatStore(self.model.layout, self.model.dtype, part)
             self.model.initialise_stage(unit, initial, 1)
-            self.exchange.take(initial)
-        self.executor = build_executor(seat, self.exchange)
-        self.operations = operations(seat, self.exchange, self.executor.copies, ParallelConfig())
+            self.exchange.load_initial(initial)
+        self.executor = build_executor(context, self.exchange)
+        self.operations = operations(context, self.exchange, self.executor.copies, ParallelConfig())
 
     def step(self, samples: np.ndarray) -> list[float]:
         """Make a step and return its figures, NaN for what is not measured. Collective."""

@@ -72,7 +72,7 @@ class Contender:
         check_tensor_parallel(config, comm.size if over_tensor else 1, options.context, by_rows)
         whole = models.build(config, "float32", context=options.context)
         self.whole = whole.layout.parameters
-        seat = RankContext(
+        context = RankContext(
             world=own,
             data=solo() if over_tensor else own,
             tensor=own if over_tensor else solo(),
@@ -84,13 +84,13 @@ class Contender:
             ledger=self.ledger,
         )
         self.share = slice(None) if over_tensor else slice(comm.rank, None, comm.size)
-        self.exchange = AllreduceExchange(seat)
-        self.executor = build_executor(seat, self.exchange)
-        parallel = ParallelConfig(tensor=seat.tensor.size, sequence_parallel=by_rows)
-        self.operations = operations(seat, self.exchange, self.executor.copies, parallel)
-        initial = FlatStore(seat.model.layout, seat.model.dtype)
-        seat.model.initialise(initial, seed=1)
-        self.exchange.take(initial)
+        self.exchange = AllreduceExchange(context)
+        self.executor = build_executor(context, self.exchange)
+        parallel = ParallelConfig(tensor=context.tensor.size, sequence_parallel=by_rows)
+        self.operations = operations(context, self.exchange, self.executor.copies, parallel)
+        initial = FlatStore(context.model.layout, context.model.dtype)
+        context.model.initialise(initial, seed=1)
+        self.exchange.load_initial(initial)
 
     def step(self, samples: np.ndarray) -> float:
         """Make a step; return its time. Collective."""

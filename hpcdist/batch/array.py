@@ -153,7 +153,7 @@ class MergeJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(BatchJob):
-    """One of the SUITES on nodes that nobody else uses; ``arguments`` are those of `hpcdist bench SUITE`.
+    """Benchmark, one of the SUITES, on nodes that nobody else uses; ``arguments`` are those of `hpcdist bench SUITE`.
 
     ``sweep`` is the sweep file that the suite "sweep" measures, one trial after the other, and ``trial_ranks`` has
     the ranks of its trials.

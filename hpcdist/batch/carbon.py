@@ -41,11 +41,14 @@ _INTENSITY: Final = tuple(
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _US: Final = timedelta(microseconds=1)
+_DURATION: Final = re.compile(r"(\d{1,6})([dhm])", re.ASCII)
+_UNIT_S: Final = {"d": 86400, "h": 3600, "m": 60}
+_BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # of sbatch --begin, and of qsub -a
 
 
 @dataclass(frozen=True)
 class CarbonForecast:
-    """Piecewise constant: ``g_per_kwh[i]`` gCO2/kWh from ``times[i]`` (aware, increasing) to the next; two or more."""
+    """Piecewise constant forecast: ``g_per_kwh[i]`` gCO2/kWh from ``times[i]`` (aware, increasing) to the next."""
 
     path: Path
     times: tuple[datetime, ...]
@@ -131,33 +134,33 @@ def _parsed(path: Path, lines: Iterable[list[str]]) -> CarbonForecast:
     return CarbonForecast(path, tuple(times), tuple(values))
 
 
-def _column(path: Path, header: list[str], wanted: tuple[str, ...]) -> int:
-    """Return which column has one of the names that are ``wanted``."""
+def _column(path: Path, header: list[str], accepted: tuple[str, ...]) -> int:
+    """Return which column has one of the names that are ``accepted``."""
     names = [name.strip().casefold() for name in header]
-    found = [index for index, name in enumerate(names) if name in wanted]
-    if len(found) == 1:
-        return found[0]
-    got = ", ".join(header) or "nothing"
-    if found:
-        raise ConfigurationError(f"{path} line 1: more than one column may be meant: {got}; keep one of them")
-    near = [name for name in names if difflib.get_close_matches(name, wanted, 1)]
-    said = f" ({near[0]!r} is close)" if near else ""
+    columns = [index for index, name in enumerate(names) if name in accepted]
+    if len(columns) == 1:
+        return columns[0]
+    present = ", ".join(header) or "nothing"
+    if columns:
+        raise ConfigurationError(f"{path} line 1: more than one column may be meant: {present}; keep one of them")
+    near = [name for name in names if difflib.get_close_matches(name, accepted, 1)]
+    hint = f" ({near[0]!r} is close)" if near else ""
     raise ConfigurationError(
-        f"{path} line 1: no column named {wanted[0]} or {wanted[1]}, in any case, but {got}{said}: say its unit"
+        f"{path} line 1: no column named {accepted[0]} or {accepted[1]}, in any case, but {present}{hint}: say its unit"
     )
 
 
 def _moment(where: str, text: str) -> datetime:
     try:
-        found = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigurationError(f"{where}: {text!r} is no time; expected ISO 8601: 2026-11-22T14:00:00Z") from None
-    if found.tzinfo is None:
+    if moment.tzinfo is None:
         raise ConfigurationError(
             f"{where}: {text!r} has no time zone, and an hour that is off moves the job; write Z for UTC, or +01:00"
         )
     try:
-        return found.astimezone(UTC)
+        return moment.astimezone(UTC)
     except OverflowError:
         raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC") from None
 
@@ -167,11 +170,6 @@ def _intensity(where: str, text: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise ConfigurationError(f"{where}: intensity {text!r}; expected a number of gCO2/kWh, 0 or more")
     return value
-
-
-_DURATION: Final = re.compile(r"(\d{1,6})([dhm])", re.ASCII)
-_UNIT_S: Final = {"d": 86400, "h": 3600, "m": 60}
-_BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # of sbatch --begin, and of qsub -a
 
 
 @dataclass(frozen=True)
@@ -260,8 +258,8 @@ def _comparison_text(window: CarbonWindow, power_w: float | None) -> str:
     grams = None if power_w is None else window.saving_g(power_w)
     if window.saving_percent is None:
         return f"the saving is not known: a job that begins now is not all forecast, {window.why_not_now}"
-    said = f"{window.saving_percent:.1f} % less than {window.now_g_per_kwh:.1f} gCO2/kWh of a job that begins now"
-    return said if grams is None else f"{said}: {grams:.0f} g of CO2 less, at {power_w:g} W all the time"
+    comparison = f"{window.saving_percent:.1f} % less than {window.now_g_per_kwh:.1f} gCO2/kWh of a job that begins now"
+    return comparison if grams is None else f"{comparison}: {grams:.0f} g of CO2 less, at {power_w:g} W all the time"
 
 
 def deadline_of(text: str, now: datetime) -> datetime:

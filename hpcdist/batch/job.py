@@ -190,17 +190,17 @@ class BatchJob:
         self._check_times()
 
     def _check_further(self, argument: str) -> None:
-        found = _SBATCH_ARGUMENT.fullmatch(argument)
-        if found is None:
+        match = _SBATCH_ARGUMENT.fullmatch(argument)
+        if match is None:
             raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
         with_gpu = _OWNED_WITH_GPU if self.gpus_per_node else {}
         with_begin = {} if self.begin is None else _OWNED_WITH_BEGIN
         with_mem = {} if self.mem is None else _OWNED_WITH_MEM
-        said = {f"--{name}": f"use --{name}" for name in RESOURCES if getattr(self, name) is not None}
-        for owned, cure in (_OWNED | with_gpu | with_begin | said | with_mem).items():
-            if owned in ("--requeue", "--no-requeue") and owned.startswith(found["option"]):
+        with_own_options = {f"--{name}": f"use --{name}" for name in RESOURCES if getattr(self, name) is not None}
+        for owned, cure in (_OWNED | with_gpu | with_begin | with_own_options | with_mem).items():
+            if owned in ("--requeue", "--no-requeue") and owned.startswith(match["option"]):
                 raise UsageError(f"--sbatch-arg {argument!r}: the script says whether the job is requeued; {cure}")
-            if owned.startswith(found["option"]):  # sbatch takes abbreviations
+            if owned.startswith(match["option"]):  # sbatch takes abbreviations
                 raise UsageError(f"--sbatch-arg {argument!r} contradicts {owned} of the script; {cure}")
 
     def _check_times(self) -> None:
@@ -249,18 +249,18 @@ def walltime_s(text: str, option: str = "--time") -> int:
 
     Slurm reads 10:00 as ten minutes, which is easily meant as ten hours: so two fields are refused.
     """
-    match, found = _WALLTIME.fullmatch(text), 0
+    match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
-        found = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
+        seconds = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
     elif match["days"] is None or int(match["hours"]) < 24:
         hours = int(match["days"] or 0) * 24 + int(match["hours"])
-        found = (hours * 60 + int(match["minutes"])) * 60 + int(match["seconds"])
-    if found < 60:
+        seconds = (hours * 60 + int(match["minutes"])) * 60 + int(match["seconds"])
+    if seconds < 60:
         raise UsageError(
             f"{option} {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute in all; "
             "for example 1-12:00:00, 00:30:00 or 90"
         )
-    return found
+    return seconds
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:

@@ -60,7 +60,7 @@ class LedgerEntry:
     def texts(self, name: str) -> list[str]:
         """Return a value that is a list of texts, and of it what is."""
         value = self.values.get(name)
-        return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+        return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LedgerJob:
 
     def text(self, name: str) -> str:
         """Return what the newest entry says that has ``name``; "" where none has."""
-        return next((found for entry in reversed(self.entries) if (found := entry.text(name))), "")
+        return next((value for entry in reversed(self.entries) if (value := entry.text(name))), "")
 
     @property
     def is_ended(self) -> bool:
@@ -115,7 +115,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 def read(run_dir: Path) -> list[LedgerEntry]:
     """Return the ledger of ``run_dir``, none where there is none. Raises StorageError where it cannot be read."""
     try:
-        return [found for value in _lines(run_dir / FILE_NAME) if (found := _entry(value)) is not None]
+        return [entry for value in _lines(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
     except OSError as error:
         failure = StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}")
         failure.errno = error.errno
@@ -124,10 +124,10 @@ def read(run_dir: Path) -> list[LedgerEntry]:
 
 def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
     """Return the jobs of a ledger by id, in the order in which each is mentioned first."""
-    found: dict[str, list[LedgerEntry]] = {}
+    entries_of: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
-        found.setdefault(entry.job, []).append(entry)
-    return {job: LedgerJob(job, tuple(own)) for job, own in found.items()}
+        entries_of.setdefault(entry.job, []).append(entry)
+    return {job: LedgerJob(job, tuple(own)) for job, own in entries_of.items()}
 
 
 def unfinished_jobs(run_dir: Path) -> list[LedgerJob]:
@@ -138,13 +138,13 @@ def unfinished_jobs(run_dir: Path) -> list[LedgerJob]:
     return [job for job in jobs(read(run_dir)).values() if not job.is_ended]
 
 
-def later_links(found: Mapping[str, LedgerJob], job: str) -> list[str]:
+def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
     """Return the jobs of a run that were submitted to go on after ``job``: the later links of its chain, in order."""
     links: list[str] = []
-    for each in found.values():
-        submitted = each.last(SUBMITTED)
+    for other in jobs.values():
+        submitted = other.last(SUBMITTED)
         chain = [] if submitted is None else submitted.texts("chain")
-        whole = chain if each.id in chain else [*chain, each.id]
+        whole = chain if other.id in chain else [*chain, other.id]
         if job in whole:
             links += [link for link in whole[whole.index(job) + 1 :] if link not in links]
     return links
@@ -221,7 +221,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _entry(value: dict[str, Any]) -> LedgerEntry | None:
     """Return a line as an entry; None where it is none."""
     known = {name: value.pop(name, None) for name in ("time", "event", "job")}
-    if not all(isinstance(each, str) and each for each in known.values()):
+    if not all(isinstance(value_of_key, str) and value_of_key for value_of_key in known.values()):
         return None
     try:
         time = datetime.fromisoformat(known["time"])

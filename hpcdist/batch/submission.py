@@ -1,6 +1,8 @@
-"""Submit a job: write its files beside the run, hand the script to the scheduler, and enter it in the ledger.
+"""Render the script of a job, write it beside the run, submit it to the scheduler, and enter it in the ledger.
 
-The modules that talk to a scheduler are imported late: printing a script is instant.
+Rendering is pure. Templates are Jinja in a sandbox, since a site profile may replace blocks of them, and every value is
+quoted for the language it lands in: bash, #SBATCH lines or #PBS lines. The modules that talk to a scheduler are
+imported late: printing a script is instant.
 """
 
 import difflib
@@ -9,7 +11,7 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -31,6 +33,8 @@ from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
 TEMPLATE: Final = "train.sbatch.j2"
+# Scheduler of a site -> the template of a training, from whose name that of the script in the run directory is made.
+TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
 CODES: Final = SimpleNamespace(
     failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE, storage=errors.STORAGE
 )
@@ -47,19 +51,21 @@ def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values:
     template has, or that is no Jinja.
     """
     job = site.complete(job)
-    found = environment()
+    templates = environment()
     name = template
     if site.blocks:
-        _check_blocks(found, site)
-        own = [key for key in site.blocks if key in _blocks(found, template)]
+        _check_blocks(templates, site)
+        own = [key for key in site.blocks if key in _blocks(templates, template)]
+        # The blocks of the profile become a template that extends the shipped one: {{ super() }} is the shipped block.
+        # A block of another template is left out here: Jinja would silently never render it.
         text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
-        shipped = found.loader
+        shipped = templates.loader
         assert shipped is not None
         over = jinja2.DictLoader({_SITE_PREFIX: f'{{% extends "{template}" %}}\n{text}'})
-        found = found.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
+        templates = templates.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
         name = _SITE_PREFIX
     try:
-        return found.get_template(name).render(
+        return templates.get_template(name).render(
             job=job,
             site=site,
             codes=CODES,
@@ -80,10 +86,10 @@ def environment() -> jinja2.Environment:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """An environment whose templates, blocks of profiles among them, render text and reach nothing else.
+    """Jinja environment whose templates, blocks of profiles among them, render text and reach nothing else.
 
-    That of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files, are
-    refused besides.
+    The sandbox of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files,
+    are refused besides.
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -94,7 +100,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 @functools.cache
 def _environment(folder: Path) -> jinja2.Environment:
-    found = TemplateSandbox(
+    templates = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote
@@ -102,7 +108,7 @@ def _environment(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters |= {
+    templates.filters |= {
         "directive": directive,
         "sh": lambda value: shlex.quote(str(value)),
         "words": shlex.join,
@@ -114,7 +120,7 @@ def _environment(folder: Path) -> jinja2.Environment:
         "seconds": walltime_s,
         "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
     }
-    return found
+    return templates
 
 
 def _begin(moment: datetime, scheduler: str = "slurm") -> str:
@@ -194,21 +200,20 @@ def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
     return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
 
 
-def _blocks(found: jinja2.Environment, template: str) -> set[str]:
+def _blocks(templates: jinja2.Environment, template: str) -> set[str]:
     """Return the names of the blocks of ``template`` and of all that it extends."""
-    assert found.loader is not None
-    tree = found.parse(found.loader.get_source(found, template)[0])
+    assert templates.loader is not None
+    tree = templates.parse(templates.loader.get_source(templates, template)[0])
     names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
     for parent in tree.find_all(jinja2.nodes.Extends):
         assert isinstance(parent.template, jinja2.nodes.Const)
-        names |= _blocks(found, parent.template.value)
+        names |= _blocks(templates, parent.template.value)
     return names
 
 
-def _check_blocks(found: jinja2.Environment, site: SiteProfile) -> None:
-    assert found.loader is not None
-    templates: Iterable[str] = [name for name in found.list_templates(["j2"]) if "/" not in name]
-    known = sorted(set().union(*(_blocks(found, name) for name in templates)))
+def _check_blocks(templates: jinja2.Environment, site: SiteProfile) -> None:
+    """Raise ConfigurationError for a block of the profile that no template has, with the nearest one."""
+    known = sorted(set().union(*(_blocks(templates, name) for name in templates.list_templates(["j2"]))))
     for name in site.blocks:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -216,13 +221,9 @@ def _check_blocks(found: jinja2.Environment, site: SiteProfile) -> None:
             raise ConfigurationError(f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {cure}")
 
 
-# By scheduler: the template of a training, and where the script of a run is kept.
-TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
-
-
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job in the queue: its number, and where its log goes."""
+    """Job in the queue: its number, and where its log goes."""
 
     number: str
     log: Path
@@ -244,15 +245,15 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
         from hpcdist.batch.schedulers.slurm import submit
 
         submit.check_folder(folder)
-    done: list[SubmittedJob] = []
+    submitted: list[SubmittedJob] = []
     ledger.register_run(links[0][0].run_dir)
     for job, text in links:
         path = script_path(job, site)
         if job.input_text:
             _write(job.input_file, job.input_text)
         _write(path, text)
-        number, log = _submit_one(job, text, site, folder, done[-1].number if done else None)
-        done.append(SubmittedJob(number, log))
+        number, log = _submit_one(job, text, site, folder, submitted[-1].number if submitted else None)
+        submitted.append(SubmittedJob(number, log))
         values = {
             "scheduler": _scheduler_name(site),
             "site": site.name,
@@ -260,11 +261,14 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
             "log": str(log),
             "script": str(path),
         }
+        # The chain so far is entered with each link: `jobs cancel` finds the later links by the newest entry.
         try:
-            ledger.record(job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[each.number for each in done])
+            ledger.record(
+                job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[earlier.number for earlier in submitted]
+            )
         except StorageError as error:
             raise StorageError(f"job {number} is submitted, but {error}") from error
-        yield done[-1]
+        yield submitted[-1]
 
 
 def script_with_input(job: BatchJob, text: str) -> str:
@@ -289,8 +293,8 @@ def exclusive(run_dir: Path) -> Iterator[None]:
             f"{run_dir / ledger.FILE_NAME} cannot be written: {error.strerror}; choose another --out"
         ) from error
     try:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: better two jobs than none
+            fcntl.flock(fd, fcntl.LOCK_EX)  # on the ledger itself: no lock file is left behind
         yield
     finally:
         os.close(fd)

@@ -14,11 +14,14 @@ from hpcdist.errors import FAILURE, OK, STORAGE
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.checkpoint.convert.importing import ImportedCheckpoint
-if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.checkpoint.verify import VerifyResult
 
 
-def _shard_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+
+
+def _byte_count(context: click.Context, parameter: click.Parameter, value: str) -> int:
     from hpcdist.reporting.units import parse_bytes
 
     try:
@@ -32,7 +35,7 @@ def _shard_size(context: click.Context, parameter: click.Parameter, value: str) 
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
 @click.option(
-    "--shard-bytes", callback=_shard_size, default="5G", help="safetensors: cut into files of at most so many bytes."
+    "--shard-bytes", callback=_byte_count, default="5G", help="safetensors: cut into files of at most so many bytes."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
@@ -60,7 +63,7 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     else:
         known = ", ".join((safetensors.SUFFIX, *torch_state.SUFFIXES))
         raise UsageError(f"{out}: unknown format {out.suffix}; end it with one of {known}")
-    nbytes = sum(one.nbytes for one in tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     if as_json:
         figures: dict[str, Any] = {"checkpoint": str(checkpoint), "tensors": len(tensors), "bytes": nbytes}
         click.echo(json.dumps(figures | {"files": [str(file) for file in files]}))
@@ -100,61 +103,48 @@ def import_(
         raise UsageError("--set changes a key of --recipe; give that too")
     inputs, keys = None, None
     if recipe is not None:
-        from hpcdist.training.use_cases import import_checkpoint as use_cases_import_checkpoint
+        from hpcdist.training.use_cases import import_checkpoint as imported_run
 
         with ForeignFile(source) as file:
             known = file.metadata.get("scalars", {}).get("model_inputs", {})
-            inputs, keys = use_cases_import_checkpoint.prepare_imported_run(
-                run_dir, recipe, overrides, file.tensors, known
-            )
-    found = import_checkpoint(source, run_dir, step, inputs, keys)
+            inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, known)
+    imported = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
-        click.echo(json.dumps(_import_figures(found)))
+        click.echo(json.dumps(_import_figures(imported)))
     else:
-        _warn_of_import(found)
+        _warn_of_import(imported)
 
 
-def _import_figures(found: "ImportedCheckpoint") -> dict[str, Any]:
+def _import_figures(imported: "ImportedCheckpoint") -> dict[str, Any]:
     return {
-        "checkpoint": str(found.path),
-        "format": found.format,
-        "step": found.step,
-        "tensors": len(found.tensors),
-        "bytes": sum(one.nbytes for one in found.tensors),
-        "left_out": list(found.left_out),
-        "not_confined": found.not_confined,
-        "resumable": found.resumable,
+        "checkpoint": str(imported.path),
+        "format": imported.format,
+        "step": imported.step,
+        "tensors": len(imported.tensors),
+        "bytes": sum(tensor.nbytes for tensor in imported.tensors),
+        "left_out": list(imported.left_out),
+        "not_confined": imported.not_confined,
+        "resumable": imported.resumable,
     }
 
 
-def _warn_of_import(found: "ImportedCheckpoint") -> None:
+def _warn_of_import(imported: "ImportedCheckpoint") -> None:
     from hpcdist.reporting.units import counted, format_bytes
 
-    nbytes = sum(one.nbytes for one in found.tensors)
-    click.echo(found.path)
-    click.echo(f"{counted(len(found.tensors), 'tensor')}, {format_bytes(nbytes)}, from {found.format}", err=True)
-    if found.left_out:
-        click.echo(f"left out, being no tensors of a known type: {', '.join(found.left_out[:8])}", err=True)
-    if found.not_confined:
-        click.echo(f"the process that opened it had limits, but a network: {found.not_confined}", err=True)
-    if not found.resumable:
+    nbytes = sum(tensor.nbytes for tensor in imported.tensors)
+    click.echo(imported.path)
+    click.echo(f"{counted(len(imported.tensors), 'tensor')}, {format_bytes(nbytes)}, from {imported.format}", err=True)
+    if imported.left_out:
+        click.echo(f"left out, being no tensors of a known type: {', '.join(imported.left_out[:8])}", err=True)
+    if imported.not_confined:
+        click.echo(f"the process that opened it had limits, but a network: {imported.not_confined}", err=True)
+    if not imported.resumable:
         click.echo("it has no state of an optimizer: a training cannot go on from it", err=True)
-
-
-def _checkpoint_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    from hpcdist.reporting.units import parse_bytes
-
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 @click.command("stripe")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
-    "--bytes", "nbytes", callback=_checkpoint_size, default="1G", help="Size of a checkpoint, e.g. 500M or 40G."
-)
+@click.option("--bytes", "nbytes", callback=_byte_count, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
 @click.option("--writers", type=click.IntRange(min=1), default=1, help="How many write at once.")
 @click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
@@ -169,22 +159,22 @@ def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: boo
     """
     from hpcdist.checkpoint import stripe as stripes
 
-    found = stripes.plan(directory, nbytes, writers, wish)
+    striping = stripes.plan(directory, nbytes, writers, wish)
     failure = ""
-    if not plan_only and found.command:
+    if not plan_only and striping.command:
         directory.mkdir(parents=True, exist_ok=True)
-        failure = stripes.apply(found)
+        failure = stripes.apply(striping)
     if as_json:
-        figures = {"file_system": found.system.kind, "mount": found.system.mount, "command": list(found.command)}
-        click.echo(json.dumps({**figures, "why": found.why, "failure": failure, "done": bool(not plan_only)}))
+        figures = {
+            "file_system": striping.system.kind,
+            "mount": striping.system.mount,
+            "command": list(striping.command),
+        }
+        click.echo(json.dumps({**figures, "why": striping.why, "failure": failure, "done": bool(not plan_only)}))
     else:
-        click.echo(found.text or "nothing to do")
-        click.echo(f"{found.why}{f'; failed: {failure}' if failure else ''}", err=True)
+        click.echo(striping.text or "nothing to do")
+        click.echo(f"{striping.why}{f'; failed: {failure}' if failure else ''}", err=True)
     return STORAGE if failure else OK
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-_PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
 
 
 @click.group()
@@ -208,15 +198,19 @@ def ls(run_dir: Path, as_json: bool) -> None:
     from hpcdist.checkpoint import listing
     from hpcdist.reporting.units import counted, format_bytes
 
-    found = listing.list_checkpoints(run_dir)
+    checkpoints = listing.list_checkpoints(run_dir)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [listing.summary(one) for one in found]}))
+        click.echo(json.dumps({"checkpoints": [listing.summary(checkpoint) for checkpoint in checkpoints]}))
         return
-    for one in found:
-        ranks = "" if one.manifest is None else f"  {counted(one.manifest.world, 'rank')}, {format_bytes(one.nbytes)}"
-        reason = f": {one.reason}" if one.reason else ""
-        click.echo(f"{one.path.name:<16} {one.written_utc:<25}  {one.state}{ranks}{reason}")
-    click.echo(f"{counted(len(found), 'checkpoint')} in {listing.checkpoints_directory(run_dir)}", err=True)
+    for checkpoint in checkpoints:
+        ranks = (
+            ""
+            if checkpoint.manifest is None
+            else f"  {counted(checkpoint.manifest.world, 'rank')}, {format_bytes(checkpoint.nbytes)}"
+        )
+        reason = f": {checkpoint.reason}" if checkpoint.reason else ""
+        click.echo(f"{checkpoint.path.name:<16} {checkpoint.written_utc:<25}  {checkpoint.state}{ranks}{reason}")
+    click.echo(f"{counted(len(checkpoints), 'checkpoint')} in {listing.checkpoints_directory(run_dir)}", err=True)
 
 
 @command.command("show")
@@ -228,15 +222,21 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
     from hpcdist.checkpoint import listing
     from hpcdist.errors import StorageError
 
-    found = listing.inspect(listing.select(path))
-    loaded = found.manifest
+    checkpoint = listing.inspect(listing.select(path))
+    loaded = checkpoint.manifest
     if loaded is None:
-        raise StorageError(found.reason)
-    figures: dict[str, Any] = listing.summary(found) | {"scalars": loaded.scalars}
+        raise StorageError(checkpoint.reason)
+    figures: dict[str, Any] = listing.summary(checkpoint) | {"scalars": loaded.scalars}
     if tensors:
         figures["tensors"] = [
-            {"kind": one.kind, "name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.nbytes}
-            for one in listing.stored_tensors(loaded)
+            {
+                "kind": tensor.kind,
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+            }
+            for tensor in listing.stored_tensors(loaded)
         ]
     if as_json:
         click.echo(json.dumps(figures))
@@ -255,8 +255,8 @@ def _print_figures(figures: dict[str, Any]) -> None:
     for kind, sums in figures["kinds"].items():
         size = f"{sums['elements']:>15,} elements  {format_bytes(sums['bytes']):>10}"
         click.echo(f"  {kind:<20} {sums['tensors']:>6} tensors  {size}")
-    for one in figures.get("tensors", ()):
-        click.echo(f"  {one['kind']:<20} {one['name']:<28} {one['dtype']:<9} {one['shape']}")
+    for tensor in figures.get("tensors", ()):
+        click.echo(f"  {tensor['kind']:<20} {tensor['name']:<28} {tensor['dtype']:<9} {tensor['shape']}")
 
 
 @command.command("verify")
@@ -271,36 +271,38 @@ def verify(path: Path, as_json: bool) -> int:
     Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
     """
     from hpcdist.checkpoint import listing
-    from hpcdist.checkpoint.verify import verify as verified
+    from hpcdist.checkpoint.verify import verify as verify_checkpoint
     from hpcdist.reporting.units import format_bytes
 
     single = path.is_dir() and path.name.startswith("step-")
-    paths = [path] if single else [one.path for one in listing.list_checkpoints(path)]
-    verdicts = [verified(one) for one in paths]
+    paths = [path] if single else [verdict.path for verdict in listing.list_checkpoints(path)]
+    verdicts = [verify_checkpoint(verdict) for verdict in paths]
     if as_json:
         click.echo(
-            json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _jsonable_verdicts(verdicts)})
+            json.dumps(
+                {"damaged": any(verdict.damage for verdict in verdicts), "checkpoints": _jsonable_verdicts(verdicts)}
+            )
         )
     else:
-        for one in verdicts:
-            click.echo(f"{one.path}: {one.state}, {format_bytes(one.read_bytes)} read")
-            for line in one.damage:
+        for verdict in verdicts:
+            click.echo(f"{verdict.path}: {verdict.state}, {format_bytes(verdict.read_bytes)} read")
+            for line in verdict.damage:
                 click.echo(f"  {line}")
-            for line in one.not_covered:
+            for line in verdict.not_covered:
                 click.echo(f"  not covered: {line}; an earlier version of hpcdist saved no digest of it")
-    return FAILURE if any(one.damage for one in verdicts) else OK
+    return FAILURE if any(verdict.damage for verdict in verdicts) else OK
 
 
 def _jsonable_verdicts(verdicts: "list[VerifyResult]") -> list[dict[str, Any]]:
     return [
         {
-            "path": str(one.path),
-            "state": one.state,
-            "damage": list(one.damage),
-            "read_bytes": one.read_bytes,
-            "not_covered": list(one.not_covered),
+            "path": str(verdict.path),
+            "state": verdict.state,
+            "damage": list(verdict.damage),
+            "read_bytes": verdict.read_bytes,
+            "not_covered": list(verdict.not_covered),
         }
-        for one in verdicts
+        for verdict in verdicts
     ]
 
 
@@ -326,17 +328,17 @@ def prune(
     rule = Retention(keep, keep_every, keep_best)
     if dry_run:
         plan = checkpoint_verify.plan(run_dir, rule, damaged)
-        removed, failed = [one.path for one in plan.doomed], dict[Path, str]()
+        removed, failed = [checkpoint.path for checkpoint in plan.doomed], dict[Path, str]()
     else:
         with checkpoint_verify.exclude_jobs(run_dir):
             plan = checkpoint_verify.plan(run_dir, rule, damaged)
             removed, failed = checkpoint_verify.remove(plan)
     if as_json:
         figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
-        kept = [str(one.path) for one in plan.kept]
-        click.echo(json.dumps({**figures, "kept": kept, "failed": {str(path): why for path, why in failed.items()}}))
+        names = [str(checkpoint.path) for checkpoint in plan.kept]
+        click.echo(json.dumps({**figures, "kept": names, "failed": {str(path): why for path, why in failed.items()}}))
     else:
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
-        click.echo(f"kept {', '.join(one.path.name for one in plan.kept)}", err=True)
+        click.echo(f"kept {', '.join(checkpoint.path.name for checkpoint in plan.kept)}", err=True)
     checkpoint_verify.check_removed(failed)

@@ -48,7 +48,7 @@ COMMANDS: Final = {
 
 
 class MainGroup(LazyGroup):
-    """All commands, in the order of a user's day."""
+    """Group of all commands, in the order in which a user needs them."""
 
     lazy = COMMANDS
 
@@ -97,12 +97,12 @@ def _print_error(text: str) -> None:
     Another rank than 0 lets that one speak first: it most likely has the same to say, and when it has left, the
     launcher ends the others.
     """
-    said = environment.launch_environment()
-    rank = said.rank or 0 if said is not None else 0
+    launched = environment.launch_environment()
+    rank = launched.rank or 0 if launched is not None else 0
     if rank:
         time.sleep(GIVE_WAY_S)
     with suppress(OSError):
-        if said is not None and failfast.write_for_launcher(rank, text):
+        if launched is not None and failfast.write_for_launcher(rank, text):
             return
     click.echo(text, nl=False, err=True)
 

@@ -285,10 +285,10 @@ def _check(command: tuple[str, ...]) -> bool:
             f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
             f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
         )
-    said = launch_environment()
-    if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
+    launched = launch_environment()
+    if launched is not None and launched.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(
-            f"this process is already one of {said.size} ranks of {said.launcher}; "
+            f"this process is already one of {launched.size} ranks of {launched.launcher}; "
             f"start `{'' if script else 'hpcdist '}{command[0]}` there, without `hpcdist run`"
         )
     return script
@@ -303,17 +303,17 @@ def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
         )
 
 
-def _run_dir(command: Sequence[str], script: bool, given: Path | None, resume: str | None) -> Path | None:
+def _run_dir(command: Sequence[str], script: bool, out_option: Path | None, resume: str | None) -> Path | None:
     """Return the directory of a training: the --out of a script, or of a `train` that shall be started again.
 
     Raises UsageError for another command, without one where it is needed, or where it is said in the wrong place.
     """
     if script:
-        if given is None:
+        if out_option is None:
             raise UsageError("--restarts and --resume need to know where checkpoints are; add --out DIR")
-        return given
-    if given is not None or resume is not None:
-        word = "--out" if given is not None else "--resume"
+        return out_option
+    if out_option is not None or resume is not None:
+        word = "--out" if out_option is not None else "--resume"
         raise UsageError(f"{word} before {command[0]} is for scripts; write: {command[0]} ... {word}")
     if command[0] != "train":
         raise UsageError(f"--restarts: only train goes on from a checkpoint, not {command[0]}; leave it out")
@@ -387,13 +387,13 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
 
     By their names alone: this process forks, so it loads nothing that starts threads.
     """
-    found = {}
+    written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")
         if step.isascii() and step.isdecimal():
             with suppress(OSError):  # just removed
-                found[int(step)] = path.stat().st_mtime_ns
-    return {f"step-{step}": found[step] for step in sorted(found, reverse=True)}
+                written_ns[int(step)] = path.stat().st_mtime_ns
+    return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
 
 
 def _show_first_failure(folder: Path) -> None:

@@ -72,22 +72,26 @@ def modulefile(
         raise UsageError("--in-place looks from where the modulefile lies: leave out --prefix, or --in-place")
     if force and output is None:
         raise UsageError("--force replaces files: name their folder, --output DIR")
-    found = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
-    if found and not environment:
-        found.check_alone()
+    installation = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
+    if installation and not environment:
+        installation.check_alone()
     chosen = modulefile.Modulefile(
-        installation=found,
+        installation=installation,
         mpi=mpi,
         depends_on=depends_on,
         variables=parse_variables(setenv),
         environment=environment,
     )
-    version = found.version if found else __version__
-    texts = {each: modulefile.render(each, chosen) for each in modulefile.KINDS if kind in (each, "both")}
+    version = installation.version if installation else __version__
+    texts = {
+        kind_of_file: modulefile.render(kind_of_file, chosen)
+        for kind_of_file in modulefile.KINDS
+        if kind in (kind_of_file, "both")
+    }
     if output is None:
-        for each, text in texts.items():
+        for kind_of_file, text in texts.items():
             if len(texts) > 1:
-                click.echo(f"==> {modulefile.NAME}/{version}{modulefile.KINDS[each]} <==")
+                click.echo(f"==> {modulefile.NAME}/{version}{modulefile.KINDS[kind_of_file]} <==")
             click.echo(text, nl=False)
         return
     for path in modulefile.write(output, version, texts, force=force):
@@ -96,15 +100,15 @@ def modulefile(
 
 def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
     """Return the variables in texts NAME=VALUE; a name may be there once. Raises UsageError."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--setenv {text}: expected NAME=VALUE, for example HPCDIST_TUNING=off")
-        if name in found:
-            raise UsageError(f"--setenv {name}: is there twice, {found[name]!r} and {value!r}; keep one")
-        found[name] = value
-    return found
+        if name in variables:
+            raise UsageError(f"--setenv {name}: is there twice, {variables[name]!r} and {value!r}; keep one")
+        variables[name] = value
+    return variables
 
 
 @click.command("wheelhouse")
@@ -145,17 +149,19 @@ def wheelhouse(**order: Any) -> None:
     order["output"] = order["output"].absolute()
     if order["wheel"] is not None:
         order["wheel"] = order["wheel"].absolute()
-    found = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
-    click.echo(f"{counted(found.files, 'file')}, {format_bytes(found.nbytes)}", err=True)
+    collected = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
+    click.echo(f"{counted(collected.files, 'file')}, {format_bytes(collected.nbytes)}", err=True)
     if order["mpi4py_source"]:
-        click.echo(f'mpi4py: MPICC="cc -shared" {found.folder}/install.sh VENV builds it on the MPI there', err=True)
+        click.echo(
+            f'mpi4py: MPICC="cc -shared" {collected.folder}/install.sh VENV builds it on the MPI there', err=True
+        )
     else:
         click.echo(
             "mpi4py: this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build "
             'it on the MPI of the site (MPICC="cc -shared"), collect again with --with-mpi4py-source',
             err=True,
         )
-    click.echo(found.folder)
+    click.echo(collected.folder)
 
 
 @click.group("site")
@@ -172,16 +178,16 @@ def profiles() -> None:
     """
     from hpcdist.batch.sites import search
 
-    found, shipped = search.names(), search.shipped_folders()
-    width = max(len(name) for name in found)
-    for name, path in sorted(found.items()):
+    paths, shipped = search.names(), search.shipped_folders()
+    width = max(len(name) for name in paths)
+    for name, path in sorted(paths.items()):
         try:
-            said = search.load(name).description or str(path)
+            text = search.load(name).description or str(path)
         except HpcdistError as error:  # the others can be used all the same
-            said = f"cannot be used: {error}"
+            text = f"cannot be used: {error}"
         if path.parent not in shipped:
-            said += f" [{path.parent}]"
-        click.echo(f"{name:{width}}  {said}")
+            text += f" [{path.parent}]"
+        click.echo(f"{name:{width}}  {text}")
 
 
 @command.command("show")

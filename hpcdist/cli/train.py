@@ -110,15 +110,15 @@ def check_can_grow(run_dir: Path) -> None:
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} holds no run of hpcdist; give the --out of the training")
     try:
-        found = start_record.read_starts(run_dir / start_record.STARTS_FILE)
+        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
     except (OSError, ValueError, TypeError):
-        found = []
-    if not found or found[-1].end or not (run_dir / LOCK_FILE).exists():
+        starts = []
+    if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(
             f"nothing trains in {run_dir} now; start it with that many ranks: hpcdist run -n RANKS train ... --resume "
             "auto"
         )
-    if not found[-1].survives:
+    if not starts[-1].survives:
         raise ConfigurationError(
             f"the training in {run_dir} has a fixed number of ranks; stop it (touch {run_dir}/stop), and start it with "
             "more, or with `hpcdist run --survive`"

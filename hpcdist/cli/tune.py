@@ -21,8 +21,11 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.comm.start import Session
 
 
+KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")  # with kernels
+
+
 class ByteSize(click.ParamType):
-    """A number of bytes: 4096, 16K, 1M, 2G."""
+    """Click type of a number of bytes: 4096, 16K, 1M, 2G."""
 
     name = "size"
 
@@ -79,17 +82,17 @@ def _show_cache(clear: bool, as_json: bool) -> None:
         count = cache.clear()
         click.echo(json.dumps({"removed": count}) if as_json else f"{count} files removed")
         return
-    found: dict[Path, dict[str, Any]] = {}
+    contents: dict[Path, dict[str, Any]] = {}
     for path in sorted(cache.directory().glob("*.json")):
         try:
             key, tuning = cache.load(path)
-            found[path] = cache.content_of(tuning, key)
+            contents[path] = cache.content_of(tuning, key)
         except (OSError, ValueError) as error:
-            found[path] = {"error": str(error)}
+            contents[path] = {"error": str(error)}
     if as_json:
-        click.echo(json.dumps({str(path): content for path, content in found.items()}))
+        click.echo(json.dumps({str(path): content for path, content in contents.items()}))
         return
-    for path, content in found.items():
+    for path, content in contents.items():
         click.echo(path)
         if "error" in content:
             click.echo(f"  not used: {content['error']}")
@@ -97,7 +100,7 @@ def _show_cache(clear: bool, as_json: bool) -> None:
         about = {name: value for name, value in content["key"].items() if value}
         click.echo("".join(f"  {name}: {value}\n" for name, value in about.items()), nl=False)
         click.echo(f"  chosen on {content['created_utc']}: {content['text']}")
-    click.echo(f"{len(found)} in {cache.directory()}")
+    click.echo(f"{len(contents)} in {cache.directory()}")
 
 
 def _measure(
@@ -120,7 +123,7 @@ def _measure(
 
     session = start("gpu" if buffer == "device" else "cpu", ranks_per_node)
     of = np.dtype(dtype)
-    wanted = autotune.TuningRequest(
+    request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=of,
         kind=autotune.SHARDED_KIND if sharded else autotune.ALLREDUCE_KIND,
@@ -129,49 +132,39 @@ def _measure(
         budget_s=budget_s or autotune.BUDGET_S,
     )
     comm = session.comm
-    found = autotune.select(comm, comm, wanted, session.library, cached=not no_cache, renewed=True)
+    tuning = autotune.select(comm, comm, request, session.library, cached=not no_cache, renewed=True)
     if comm.rank == 0:
-        click.echo(json.dumps(_as_json(found, session)) if as_json else _table(found, session))
+        click.echo(json.dumps(_as_json(tuning, session)) if as_json else _table(tuning, session))
     session.leave(OK)
 
 
-def _as_json(found: "Tuning", session: "Session") -> dict[str, Any]:
+def _as_json(tuning: "Tuning", session: "Session") -> dict[str, Any]:
     from hpcdist.collectives.tuning import cache
 
-    content = cache.content_of(found, {})
+    content = cache.content_of(tuning, {})
     del content["key"]
-    return {**content, "ranks": session.comm.size, "mpi_library": session.library, "note": found.note or None}
+    return {**content, "ranks": session.comm.size, "mpi_library": session.library, "note": tuning.note or None}
 
 
-def _table(found: "Tuning", session: "Session") -> str:
+def _table(tuning: "Tuning", session: "Session") -> str:
     """Return predicted and measured times, in us, with a star at the choice."""
     lines = [f"{counted(session.comm.size, 'rank')} on {counted(session.place.nodes, 'node')}; {session.library}"]
-    if found.machine is not None:
-        for name, link in found.machine.links.items():
+    if tuning.machine is not None:
+        for name, link in tuning.machine.links.items():
             lines.append(f"link {name}: {link.latency_s * 1e6:.1f} us and {_rate(link.s_per_byte)}")
-        lines.append(f"sums: {_rate(found.machine.reduce_s_per_byte)}")
-    for row in found.rows:
+        lines.append(f"sums: {_rate(tuning.machine.reduce_s_per_byte)}")
+    for row in tuning.rows:
         lines.append(f"{row.nbytes} bytes                  measured   predicted us")
         for name in sorted(row.measured, key=row.measured.__getitem__):
             predicted = f"{row.predicted[name] * 1e6:11.1f}" if name in row.predicted else f"{'-':>11}"
             star = "*" if name == row.chosen else " "
             lines.append(f"  {star} {name:22s}{row.measured[name] * 1e6:11.1f} {predicted}")
-    lines.append(f"communication.algorithm = {found.text!r} ({found.source} in {found.seconds:.2f} s)")
-    return "\n".join([*lines, found.note] if found.note else lines)
+    lines.append(f"communication.algorithm = {tuning.text!r} ({tuning.source} in {tuning.seconds:.2f} s)")
+    return "\n".join([*lines, tuning.note] if tuning.note else lines)
 
 
 def _rate(s_per_byte: float) -> str:
     return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "too fast to measure"
-
-
-KERNEL_PACKAGES: Final = (
-    "arrays",
-    "collectives",
-    "models",
-    "optim",
-    "strategies",
-    "training.data",
-)  # those with kernels
 
 
 @click.command("warmup")

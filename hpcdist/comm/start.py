@@ -27,7 +27,7 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.comm.mpi import cuda_aware, spawn
 from hpcdist.comm.mpi.communicator import MpiCommunicator
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.threads.communicator import solo
@@ -61,7 +61,7 @@ class Session:
         if self.comm.rank == 0:
             try:
                 atomic.own_directory(folder)
-                flight_file.remove_others(folder, self.comm.size)
+                flight_recorder.remove_others(folder, self.comm.size)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
         self.comm.barrier()

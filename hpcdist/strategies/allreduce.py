@@ -32,13 +32,13 @@ def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Ra
     """
     longest = max(1, bucket_bytes // itemsize)
     part = part or Range(0, layout.size)
-    found: list[Range] = []
+    buckets: list[Range] = []
     stop = part.stop
     for unit in sorted(layout.units.values(), reverse=True):
         if part.start <= unit.start < stop and (stop - unit.start >= longest or unit.start == part.start):
-            found += reversed(list(cut(Range(unit.start, stop), longest)))
+            buckets += reversed(list(cut(Range(unit.start, stop), longest)))
             stop = unit.start
-    return found
+    return buckets
 
 
 class AllreduceExchange(ShardedUpdateExchange):
@@ -47,38 +47,43 @@ class AllreduceExchange(ShardedUpdateExchange):
     replicas_identical = True
     whole_state = True
 
-    def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
-        super().__init__(seat, shards)
-        if seat.overlap != "none" and seat.data.size > 1:
-            self.overlap = BackgroundCollectives(seat.data, seat.overlap)
-        over = seat.data if self.overlap is None else self.overlap.over
-        stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients", over))
-        self.owner = ShardedUpdate(
-            *stores,
-            seat.build_optimizer(seat.parts),
-            seat.parts,
-            None,
-            seat.agree_algorithm,
-            exactly=shards is not None,
-            tensor=seat.tensor,
+    def __init__(self, context: RankContext, shards: LogicalShards | None = None) -> None:
+        super().__init__(context, shards)
+        if context.overlap != "none" and context.data.size > 1:
+            self.overlap = BackgroundCollectives(context.data, context.overlap)
+        over = context.data if self.overlap is None else self.overlap.over
+        stores = (
+            context.store("parameters"),
+            context.store("gradients", allocate=context.for_replicas("gradients", over)),
         )
-        self.handlers: Handlers = {Kind.REDUCE: self.reduce, **self.owner.handlers}
+        self.sharded_update = ShardedUpdate(
+            *stores,
+            context.build_optimizer(context.parts),
+            context.parts,
+            None,
+            context.agree_algorithm,
+            exactly=shards is not None,
+            tensor=context.tensor,
+        )
+        self.handlers: Handlers = {Kind.REDUCE: self.reduce, **self.sharded_update.handlers}
         self.handlers |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
-        sizes = self.gradients.array.itemsize, self.seat.bucket_bytes
-        found = [
-            bucket for part in reversed(self.seat.parts) for bucket in buckets_of_layers(self.seat.layout, *sizes, part)
+        sizes = self.gradients.array.itemsize, self.context.bucket_bytes
+        buckets = [
+            bucket
+            for part in reversed(self.context.parts)
+            for bucket in buckets_of_layers(self.context.layout, *sizes, part)
         ]
         kinds = (Kind.REDUCE,) if self.overlap is None else (Kind.START, Kind.WAIT)
-        reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in found]
-        return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
+        reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in buckets]
+        return [*reduces, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of the range in place. Collective over the data axis."""
         assert op.range is not None
-        collectives.allreduce(self.seat.data, self.gradients.range(op.range), self.algorithm)
+        collectives.allreduce(self.context.data, self.gradients.range(op.range), self.algorithm)
 
     def start(self, op: Operation) -> None:
         """Begin to sum the gradients of the range in place. Collective over the data axis."""
@@ -97,18 +102,18 @@ class AllreduceExchange(ShardedUpdateExchange):
 
     def norm_squared(self) -> float:
         """Return this stage's share of the squared norm; one of the replicas, which all hold the same, speaks."""
-        own = self.owner.norm_squared()
-        return own if self.seat.data.rank == 0 else 0.0
+        own = self.sharded_update.norm_squared()
+        return own if self.context.data.rank == 0 else 0.0
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of parameters and optimizer state: replicas are written once."""
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.shares())
+        return pieces_of({"parameters": self.weights, **self.sharded_update.slots()}, self.shares())
 
     def shares(self) -> list[Range]:
         """Return the ranges that this rank saves of what all replicas have (local)."""
-        data, itemsize = self.seat.data, self.weights.array.itemsize
-        mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.seat.parts]
-        return counted(self.seat.layout, mine, self.seat.tensor)
+        data, itemsize = self.context.data, self.weights.array.itemsize
+        mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.context.parts]
+        return counted(self.context.layout, mine, self.context.tensor)
 
 
 class FixedTreeExchange(AllreduceExchange):
@@ -121,8 +126,8 @@ class FixedTreeExchange(AllreduceExchange):
 
     accumulates = False  # each shard's gradients are taken before the next one overwrites them
 
-    def __init__(self, seat: RankContext, shards: LogicalShards) -> None:
-        super().__init__(seat, shards)
+    def __init__(self, context: RankContext, shards: LogicalShards) -> None:
+        super().__init__(context, shards)
         self.handlers = {**self.handlers, Kind.ADD: self.add}
         self._logical = shards
         self._trees = {
@@ -132,13 +137,13 @@ class FixedTreeExchange(AllreduceExchange):
     @property
     def _longest(self) -> int:
         """The number of elements that travel at once."""
-        return max(1, self.seat.bucket_bytes // self.seat.dtype.itemsize)
+        return max(1, self.context.bucket_bytes // self.context.dtype.itemsize)
 
     def _reduced(self) -> Iterator[Range]:
         """Yield ranges of whole layers, last layers first, each of a bucket's size or more, but for the last."""
-        for part in reversed(self.seat.parts):
+        for part in reversed(self.context.parts):
             stop = part.stop
-            for unit in sorted(filter(part.intersect, self.seat.ranges.values()), reverse=True):
+            for unit in sorted(filter(part.intersect, self.context.ranges.values()), reverse=True):
                 if stop - unit.start >= self._longest or unit.start == part.start:
                     yield Range(unit.start, stop)
                     stop = unit.start
@@ -146,7 +151,7 @@ class FixedTreeExchange(AllreduceExchange):
     def plan(self) -> list[Operation]:
         """Return ADD and REDUCE of whole layers, AGREE, then the update of everything."""
         sums = [Operation(kind, range=reduced) for kind in (Kind.ADD, Kind.REDUCE) for reduced in self._trees]
-        return [*sums, Operation(Kind.AGREE), *self.owner.plan()]
+        return [*sums, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def reduce(self, op: Operation) -> None:
         """Put the sum over all shards in the place of the last one's gradients. Collective over the data axis."""

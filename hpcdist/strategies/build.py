@@ -1,7 +1,7 @@
 """Construction from a recipe: the exchange, the executor and the proven operations of one rank.
 
-Tables and functions by the names of the recipe: `EXCHANGES` (allreduce, ZeRO), `DECENTRALISED_EXCHANGES`,
-`server_exchange` (parameter servers). `operations` joins the schedule, the exchange and the tied copies into the list
+Exchanges by the names of a recipe: `EXCHANGES` (allreduce, ZeRO), `DECENTRALISED_EXCHANGES`, `server_exchange`
+(parameter servers). `operations` joins the schedule, the exchange and the tied copies into the list
 of a step; `prove` gathers the lists of all ranks on one of them and verifies them before anything runs.
 """
 
@@ -45,57 +45,59 @@ from hpcdist.strategies.schedule.verify.proof import Proof, verify
 from hpcdist.strategies.zero.config import ShardingDegrees
 from hpcdist.strategies.zero.exchange import ZeroExchange
 
-# By strategy. Each is collective over the data axis, and raises ConfigurationError on every rank for a graph that is
-# none of its ranks.
+# By strategy. Each is collective over the data axis, and raises ConfigurationError on every rank for a graph that does
+# not fit the ranks.
 DECENTRALISED_EXCHANGES: Final[dict[str, Callable[[RankContext, DecentralisedConfig], Replicas]]] = {
     "gossip": GossipExchange,
     "local_sgd": LocalSgdExchange,
 }
 
 
-SERVER_ALGORITHMS: Final = ("native", "ring")  # workers that reduce nothing among themselves
+SERVER_ALGORITHMS: Final = ("native", "ring")  # of workers, which reduce nothing among themselves
 
 
 def server_algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
-    """Return the algorithms that such workers and servers know."""
+    """Return the values of ``communication.algorithm`` that go with the servers of ``config``."""
     return (*SERVER_ALGORITHMS, "hierarchical") if config.lock_step else SERVER_ALGORITHMS
 
 
 def server_exchange(
-    seat: RankContext,
+    context: RankContext,
     config: ParameterServerConfig,
     shards: LogicalShards | None = None,
     compression: PushCompression | None = None,
 ) -> Exchange:
-    """Return the exchange of the rank in ``seat``, whose members have the roles of ``config``. Collective.
+    """Return the exchange of the rank of ``context``, whose members have the roles of ``config``. Collective.
 
-    ``shards``: in lock-step, sums follow these, or gradients are pushed with ``compression``. Raises ConfigurationError
-    for an algorithm that says nothing about messages between workers and servers, and for servers that take no
-    payloads.
+    In lock-step sums may follow the logical ``shards``, or gradients be pushed with ``compression``. Raises
+    ConfigurationError for an algorithm without meaning for messages between workers and servers, and for servers that
+    take no payloads.
     """
     known = server_algorithms(config)
-    if shards is None and seat.algorithm not in known:
+    if shards is None and context.algorithm not in known:
         raise ConfigurationError(
-            f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.described}): workers do "
+            f"communication.algorithm = {context.algorithm!r} with a parameter server ({config.described}): workers do "
             f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
             f"of {', '.join(known)}"
         )
-    roles = Roles.of(config, seat.members.size)
+    roles = Roles.of(config, context.members.size)
     if compression is not None:
         assert shards is None
-        config.check_compressed(compression.name, seat.algorithm, across_nodes=compression.config.across_nodes)
+        config.check_compressed(compression.name, context.algorithm, across_nodes=compression.config.across_nodes)
     if config.backup_workers:
-        return BackupExchange(seat, roles, config.backup_workers)
+        return BackupExchange(context, roles, config.backup_workers)
     if not config.lock_step:
-        return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
-    serves = seat.members.rank in roles.servers
-    servers = seat.members.split(0 if serves else None, seat.members.rank, "servers")
+        return AsynchronousExchange(context, roles, config.bound, staleness_aware=config.staleness_aware)
+    serves = context.members.rank in roles.servers
+    servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return CompressedServerExchange(seat, roles, servers, compression, mirrored=config.mirrored)
-    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards)
+        return CompressedServerExchange(context, roles, servers, compression, mirrored=config.mirrored)
+    return LockStepExchange(
+        context, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards
+    )
 
 
-PROVEN_RANKS: Final = 64  # the lists of all ranks meet on one
+PROVEN_RANKS: Final = 64  # the lists of at most so many ranks are gathered on one, and proven there
 IN_FLIGHT: Final = 2  # whole layers of gradients that are reduced behind a backward, where they are freed afterwards
 EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
     "allreduce": AllreduceExchange,
@@ -106,33 +108,39 @@ EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
 
 
 def build_executor(
-    seat: RankContext,
+    context: RankContext,
     exchange: Exchange,
     kind: Callable[..., Executor] = Executor,
     *,
     loss_scale: NoLossScale | None = None,
     seed: int = 0,
 ) -> Executor:
-    """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike.
+    """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike.
 
     ``kind`` is `Executor`, or takes the same arguments.
     """
-    found = tied_tensors(seat.model, seat.placed)
-    parts = seat, exchange, TiedCopies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
+    ties = tied_tensors(context.model, context.placed)
+    parts = (
+        context,
+        exchange,
+        TiedCopies(context, ties, exchange),
+        Arena(context.ledger, context.on),
+        context.optimizer.clip_norm,
+    )
     return kind(*parts, loss_scale=loss_scale, seed=seed)
 
 
 def operations(
-    seat: RankContext,
+    context: RankContext,
     exchange: Exchange,
     copies: TiedCopies,
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
-    """Return the step of the rank in ``seat`` (local). ``schedule`` may have the passes of all pipeline ranks."""
+    """Return the step of the rank of ``context`` (local). ``schedule`` may have the passes of all pipeline ranks."""
     steps: list[Operation] = []
-    if seat.computes:
-        place = seat.placed, seat.pipeline.rank
+    if context.computes:
+        place = context.placed, context.pipeline.rank
         steps = compute_operations(
             schedule or parallel.order, parallel.microbatches, *place, recompute=parallel.recompute
         )
@@ -142,17 +150,17 @@ def operations(
     plan = exchange.plan()
     if parallel.sequence_parallel:
         plan.insert(plan.index(Operation(Kind.AGREE)), Operation(Kind.SUM_ROWS))
-    whole = insert_exchange(steps, plan, seat.ranges, every_microbatch=not exchange.accumulates)
+    whole = insert_exchange(steps, plan, context.ranges, every_microbatch=not exchange.accumulates)
     if exchange.overlap is not None:
         most = None if exchange.accumulates else IN_FLIGHT
-        whole = prefetch_gathers(overlap_reductions(whole, seat.ranges, seat.model.needs, most), exchange.ahead)
+        whole = prefetch_gathers(overlap_reductions(whole, context.ranges, context.model.needs, most), exchange.ahead)
     if Kind.MIX_START in exchange.handlers or (exchange.overlap is not None and exchange.overlap.polls):
         whole = insert_polls(whole)
     return whole + copies.after_update()
 
 
 def prove(
-    seat: RankContext,
+    context: RankContext,
     grid: ProcessGrid,
     steps: list[Operation],
     microbatches: int,
@@ -166,26 +174,26 @@ def prove(
     and 32 micro-batches, a second with four chunks on each under zero3; 3 s for 64 ranks and 1024 micro-batches, 11 s
     with four chunks.
     """
-    if seat.world.size > PROVEN_RANKS:
+    if context.world.size > PROVEN_RANKS:
         return None
-    written = seat.world.allgather_object(pickle.dumps(steps))  # read by one rank: there can be millions
+    written = context.world.allgather_object(pickle.dumps(steps))  # read by one rank: there can be millions
     verdict: Proof | ScheduleError | None = None
-    if seat.world.rank == 0:
-        units = {unit: seat.layout.units[stage.layer] for unit, stage in enumerate(seat.model.stages)}
+    if context.world.rank == 0:
+        units = {unit: context.layout.units[stage.layer] for unit, stage in enumerate(context.model.stages)}
         try:
             verdict = verify(
                 list(map(pickle.loads, written)),
                 grid=grid,
                 units=units,
                 microbatches=microbatches,
-                needs=seat.model.needs,
-                placement=seat.placed,
+                needs=context.model.needs,
+                placement=context.placed,
                 accumulates=accumulates,
                 degrees=degrees,
             )
         except ScheduleError as error:
             verdict = error
-    verdict = seat.world.broadcast_object(verdict)
+    verdict = context.world.broadcast_object(verdict)
     if isinstance(verdict, ScheduleError):
         raise verdict
     return verdict

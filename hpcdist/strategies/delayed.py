@@ -48,20 +48,20 @@ class DelayedExchange(AllreduceExchange):
     whole_state = False  # the sums under way belong to the step before
     restores: Collection[str] = ("pending",)
 
-    def __init__(self, seat: RankContext) -> None:
-        super().__init__(seat)
-        over = seat.data if self.overlap is None else self.overlap.over
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        over = context.data if self.overlap is None else self.overlap.over
         # The owner has the store of the step before; there is none in the first step.
-        self._written = seat.store("gradients", allocate=seat.for_replicas("gradients", over))
-        sizes = self._written.array.itemsize, seat.bucket_bytes
+        self._written = context.store("gradients", allocate=context.for_replicas("gradients", over))
+        sizes = self._written.array.itemsize, context.bucket_bytes
         self._buckets = [
-            found for part in reversed(seat.parts) for found in buckets_of_layers(seat.layout, *sizes, part)
+            bucket for part in reversed(context.parts) for bucket in buckets_of_layers(context.layout, *sizes, part)
         ]
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
         self.handlers = {
             Kind.POLL: self.poll,
-            **self.owner.handlers,
+            **self.sharded_update.handlers,
             Kind.DEFER: self.defer,
             Kind.SETTLE: self.settle,
             Kind.DIRECTION: self.direction,
@@ -72,7 +72,7 @@ class DelayedExchange(AllreduceExchange):
     def plan(self) -> list[Operation]:
         """Return DEFER per bucket of this step, SETTLE per bucket of the one before, AGREE, the update by those."""
         deferred = [Operation(kind, range=bucket) for kind in (Kind.DEFER, Kind.SETTLE) for bucket in self._buckets]
-        return [*deferred, Operation(Kind.AGREE), *self.owner.plan()]
+        return [*deferred, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def gradients_at(self, layer: int) -> FlatStore:
         """Return the store of this step's gradients."""
@@ -119,20 +119,20 @@ class DelayedExchange(AllreduceExchange):
     def direction(self, op: Operation) -> None:
         """Turn gradients into directions (local)."""
         if self._is_pending:
-            self.owner.direction(op)
+            self.sharded_update.direction(op)
 
     def norms(self, op: Operation) -> None:
         """Take the norms of whole tensors (local)."""
         if self._is_pending:
-            self.owner.norms(op)
+            self.sharded_update.norms(op)
 
     def apply(self, op: Operation) -> None:
         """Step the parameters; once all are, the gradients of this step are those of the step before (local)."""
         if self._is_pending:
-            self.owner.apply(op)
-        if op.range != self.owner.parts[-1]:
+            self.sharded_update.apply(op)
+        if op.range != self.sharded_update.parts[-1]:
             return
-        self.owner.gradients, self._written = self._written, self.owner.gradients
+        self.sharded_update.gradients, self._written = self._written, self.sharded_update.gradients
         self._is_pending, self._is_deferred = self._is_deferred, False
 
     def finish(self) -> bool:
@@ -143,15 +143,15 @@ class DelayedExchange(AllreduceExchange):
         norm_squared = float(self.agree(np.array([self.norm_squared()]))[0])
         if not math.isfinite(norm_squared):
             raise NonFiniteError(
-                f"step {self.owner.optimizer.count + 1}: the gradient of this last step has the squared norm "
+                f"step {self.sharded_update.optimizer.count + 1}: the gradient of this last step has the squared norm "
                 f"{norm_squared}, summed over all ranks. It was not applied: lower optimizer.learning_rate, or set "
                 "optimizer.clip_norm"
             )
-        limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
+        limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         bounded = limit or normalizes
         self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
-        for op in self.owner.plan():
-            self.owner.handlers[op.kind](op)
+        for op in self.sharded_update.plan():
+            self.sharded_update.handlers[op.kind](op)
         self._is_pending = False
         return True
 
@@ -176,7 +176,7 @@ class DelayedExchange(AllreduceExchange):
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where the gradient that is pending goes."""
-        return [*super().wanted(), *pieces_of({PENDING: self.gradients}, self.seat.parts)]
+        return [*super().wanted(), *pieces_of({PENDING: self.gradients}, self.context.parts)]
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's clock, and whether a gradient is pending."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hpcdist.comm.record.flight_file import FINAL, RankRecord, RecordedEvent, read
+from hpcdist.comm.record.flight_recorder import FINAL, RankRecord, RecordedEvent, read
 from hpcdist.errors import StorageError, UsageError
 
 EQUAL_COUNT_COLLECTIVES: Final = (

@@ -21,7 +21,7 @@ The step:
     models/transformer.py                        the backward of a block, layer by layer
     models/layers/linear.py                      a matrix product writes the gradient of a weight
     strategies/core/parameter_views.py           where that gradient lies in the flat store
-    strategies/zero/exchange.py                  `reduce`: the own shard of the sum
+    strategies/zero/plain.py                     `reduce`: the own shard of the sum
     strategies/zero/levels.py                    over which ranks, node by node where there are several
     collectives/sharded.py                       reduce-scatter, and all-gather, by the name of the algorithm
     collectives/algorithms/ring.py               the loop over segments: send one, receive one, add
@@ -32,5 +32,5 @@ And back:
     strategies/core/sharded_update.py            agree on loss and norm, clip, and update the own shard
     optim/adam.py                                the formula
 
-then the executor's GATHER goes through exchange, levels, sharded and ring once more.
+then the executor's GATHER goes through plain, levels, sharded and ring once more.
 """

@@ -4,8 +4,7 @@ Collects `hpcdist.training.script.Training` and the adapters of `hpcdist.adapter
 public API.
 """
 
-from hpcdist.adapters.torch.model import load, wrap
-from hpcdist.adapters.torch.recipe import recipe_of
+from hpcdist.adapters.torch.model import load, recipe_of, wrap
 from hpcdist.training.script import Training
 
 __all__ = ["Training", "load", "recipe_of", "wrap"]

@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from hpcdist.adapters.torch.recipe import DEFAULTS
+from hpcdist.adapters.torch.model import DEFAULTS
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range

@@ -51,11 +51,11 @@ def padded(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), zero w
 def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
     """Take one step, as the executor does; return the gradient norm. Collective."""
     exchange.begin([])
-    exchange.gradients.array[...] = backend.place(gradient, exchange.seat.on)
+    exchange.gradients.array[...] = backend.place(gradient, exchange.context.on)
     for op in exchange.plan():
         if op.kind is Kind.AGREE:
             norm_squared = float(exchange.agree(np.array([exchange.norm_squared()]))[0])
-            exchange.begin_update(norms.clip_scale(norm_squared, exchange.seat.optimizer.clip_norm))
+            exchange.begin_update(norms.clip_scale(norm_squared, exchange.context.optimizer.clip_norm))
         else:
             exchange.handlers[op.kind](op)
     return float(norm_squared**0.5)

@@ -85,7 +85,7 @@ class Job:
         model: Any = SimpleNamespace(layout=case.layout, dtype=np.dtype(np.float32), stages=layers, skips=())
         part = case.roles.part_of(comm)
         self.case, self.comm = case, comm
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -98,10 +98,10 @@ class Job:
             on=case.on,
         )
         compression = None if case.name == "none" else PushCompression(case.name, case.config, SEED)
-        self.exchange = server_exchange(self.seat, case.servers, None, compression)
+        self.exchange = server_exchange(self.context, case.servers, None, compression)
         initial = FlatStore(case.layout, np.dtype(np.float32))
         initial.array[...] = start(case.layout)
-        self.exchange.take(initial)
+        self.exchange.load_initial(initial)
         for name in ("compressed.widened", "parameter_server.sum"):  # as another run would leave it
             scratch(name, case.layout.size, np.dtype(np.float32), self.exchange.parameters.array)[...] = np.nan
         self.sums: list[np.ndarray] = []
@@ -111,7 +111,7 @@ class Job:
         this = self.exchange
         this.begin(this.plan())
         this.scaled_by(self.case.loss_scale)
-        if self.seat.computes:
+        if self.context.computes:
             scaled = (gradient + np.float32(0.1) * float32(this.parameters.array)) * np.float32(self.case.loss_scale)
             kept = np.empty(scaled.shape, this.gradients.dtype)
             round_into(kept, scaled)
@@ -123,7 +123,7 @@ class Job:
             if not np.isfinite(this.agree(np.array([this.norm_squared()]))[0]):
                 return False
             self.sums.append(np.zeros(self.case.layout.size, np.float32))
-            for part in this.owner.parts:
+            for part in this.sharded_update.parts:
                 self.sums[-1][part.slice] = float32(this.gradients.range(part))
             this.begin_update(1.0 / self.case.loss_scale)
         return True

@@ -58,8 +58,8 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     """What a step of one rank transfers and waits for, and where."""
     trainer = run.trainer
     samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
-    last, seat = len(trainer.model.stages) - 1, trainer.seat
-    normed = any(op.kind is Kind.APPLY for op in trainer.operations) and seat.parts  # be they counted or watched
+    last, context = len(trainer.model.stages) - 1, trainer.seat
+    normed = any(op.kind is Kind.APPLY for op in trainer.operations) and context.parts  # be they counted or watched
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
     phases = [phase_of(op.kind) for op in trainer.operations]
     to_host = sum(messages[op] for op in TO_HOST)

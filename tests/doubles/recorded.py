@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.record import flight_recorder, spans
 from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
-from hpcdist.comm.record.flight_file import POINT_TO_POINT
+from hpcdist.comm.record.flight_recorder import POINT_TO_POINT
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import side_tables as table
 
@@ -72,11 +72,11 @@ class Rank:
         return data
 
     def _record(self, capacity: int, finished: bool) -> bytearray:
-        data = bytearray(flight_file.size_bytes(capacity))
-        flight_file.HEADER.pack_into(
-            data, 0, flight_file.MAGIC, flight_file.VERSION, self.rank, self.world, 1, capacity, 0, self.host.wall_ns,
-            self.host.own_ns(0), self.host.name.encode(),
-        )  # fmt: skip
+        data = bytearray(flight_recorder.size_bytes(capacity))
+        kind = flight_recorder.MAGIC, flight_recorder.VERSION
+        clocks = self.host.wall_ns, self.host.own_ns(0)
+        fields = *kind, self.rank, self.world, 1, capacity, 0, *clocks, self.host.name.encode()
+        flight_recorder.HEADER.pack_into(data, 0, *fields)
         labels: dict[str, int] = {}
         numbers: Counter[tuple[str, bool]] = Counter()
         used, last = 0, 0
@@ -84,23 +84,23 @@ class Rank:
             text = f"{comm}\t{op}\tfloat32"
             if text not in labels:
                 labels[text] = len(labels) + 1
-                at = flight_file.TEXTS + used
-                flight_file.TEXT.pack_into(data, at, flight_file.LABEL, len(text))
-                data[at + flight_file.TEXT.size : at + flight_file.TEXT.size + len(text)] = text.encode()
-                used += flight_file.TEXT.size + len(text)
+                at = flight_recorder.TEXTS + used
+                flight_recorder.TEXT.pack_into(data, at, flight_recorder.LABEL, len(text))
+                data[at + flight_recorder.TEXT.size : at + flight_recorder.TEXT.size + len(text)] = text.encode()
+                used += flight_recorder.TEXT.size + len(text)
             numbers[comm, op in POINT_TO_POINT] += 1
             own_begin, own_end = self.host.own_ns(begin), 0 if end is None else self.host.own_ns(end)
             last = max(last, own_begin, own_end)
-            at = flight_file.RING + index % capacity * flight_file.RECORD.size
-            flight_file.RECORD.pack_into(
+            at = flight_recorder.RING + index % capacity * flight_recorder.RECORD.size
+            flight_recorder.RECORD.pack_into(
                 data, at, index, own_begin, own_end, numbers[comm, op in POINT_TO_POINT], sent // 4, sent, 0,
                 labels[text], peer, tag,
             )  # fmt: skip
-        data[flight_file.BEAT * 8 : flight_file.BEAT * 8 + 8] = last.to_bytes(8, "little", signed=True)
-        data[flight_file.TEXT_USED * 8 : flight_file.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
+        data[flight_recorder.BEAT * 8 : flight_recorder.BEAT * 8 + 8] = last.to_bytes(8, "little", signed=True)
+        data[flight_recorder.TEXT_USED * 8 : flight_recorder.TEXT_USED * 8 + 8] = used.to_bytes(8, "little")
         if finished:
-            at = flight_file.NOTES + flight_file.KINDS.index("finished") * flight_file.NOTE_BYTES
-            flight_file.NOTE.pack_into(data, at, last + 1, 0)
+            at = flight_recorder.NOTES + flight_recorder.KINDS.index("finished") * flight_recorder.NOTE_BYTES
+            flight_recorder.NOTE.pack_into(data, at, last + 1, 0)
         return data
 
 

@@ -68,7 +68,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
     """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors."""
     built = model()
-    seat = RankContext(
+    context = RankContext(
         world=comm,
         data=comm.split(comm.rank),
         pipeline=comm,
@@ -78,14 +78,14 @@ def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, 
         total_steps=1,
         on=on,
     )
-    exchange = AllreduceExchange(seat)
-    for unit, part in seat.ranges.items():
+    exchange = AllreduceExchange(context)
+    for unit, part in context.ranges.items():
         initial = FlatStore(built.layout, built.dtype, part)
         built.initialise_stage(unit, initial, seed=3)
-        exchange.take(initial)
-    executor = build_executor(seat, exchange)
+        exchange.load_initial(initial)
+    executor = build_executor(context, exchange)
     steps = expand(plan.passes[comm.rank], plan.placement, comm.rank)
-    steps = insert_exchange(steps, exchange.plan(), seat.ranges)
+    steps = insert_exchange(steps, exchange.plan(), context.ranges)
     everyone = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
     grid = ProcessGrid(pipeline=comm.size)

@@ -152,7 +152,7 @@ class Training:
         self.grid = ProcessGrid.of(comm.size, data=0, pipeline=layout.pipeline)
         axes = GridCommunicators(self.grid, comm)
         has_norms = any("norm" in segment.key for segment in model.layout.segments)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -163,8 +163,8 @@ class Training:
             working=None if layout.working is None else dtype_of(layout.working),
             placement=self._placement(),
         )
-        self.exchange = EXCHANGES[layout.strategy](self.seat)
-        self.executor: Executor = build_executor(self.seat, self.exchange)
+        self.exchange = EXCHANGES[layout.strategy](self.context)
+        self.executor: Executor = build_executor(self.context, self.exchange)
         self.executor.seed = seed
         parallel = ParallelConfig(
             strategy=layout.strategy,
@@ -174,12 +174,12 @@ class Training:
             chunks=layout.chunks,
             recompute=layout.recompute,
         )
-        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
-        prove(self.seat, self.grid, self.operations, layout.microbatches, accumulates=self.exchange.accumulates)
-        for unit, part in self.seat.ranges.items():
+        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
+        prove(self.context, self.grid, self.operations, layout.microbatches, accumulates=self.exchange.accumulates)
+        for unit, part in self.context.ranges.items():
             initial = FlatStore(model.layout, model.dtype, part)
             model.initialise_stage(unit, initial, seed)
-            self.exchange.take(initial)
+            self.exchange.load_initial(initial)
         self.executor.copies.refresh()
         self.done = 0
 
@@ -193,13 +193,13 @@ class Training:
 
     def mine(self, values: np.ndarray) -> np.ndarray:
         """This replica's share of a batch."""
-        share: np.ndarray = np.array_split(values, self.seat.data.size)[self.seat.data.rank]
+        share: np.ndarray = np.array_split(values, self.context.data.size)[self.context.data.rank]
         return share
 
     def step(self, x: np.ndarray, y: np.ndarray) -> StepResult:
         """Make a step on a batch that all ranks have. Collective."""
         parts = [np.array_split(self.mine(values), self.layout.microbatches) for values in (x, y)]
-        first = sum(len(part) for part in np.array_split(x, self.seat.data.size)[: self.seat.data.rank])
+        first = sum(len(part) for part in np.array_split(x, self.context.data.size)[: self.context.data.rank])
         self.done += 1
         return self.executor.run(
             self.operations, list(zip(*parts, strict=True)), len(x), self.done, np.zeros(0), first_sample=first

@@ -49,7 +49,7 @@ class Driven:
         self.comm, self.microbatches, self.draw, self.step = comm, microbatches, draw, 0
         model = models.build(MODEL, "float32", context=8)
         self.layout = model.layout
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -62,10 +62,10 @@ class Driven:
             working=None if working is None else dtype_of(working),
             on=on,
         )
-        self.exchange = CompressedZero(self.seat, stage, zero, name, CompressionConfig(**keys), SEED)
+        self.exchange = CompressedZero(self.context, stage, zero, name, CompressionConfig(**keys), SEED)
         initial = FlatStore(self.layout, np.dtype(np.float32))
         initial.array[...] = weights(self.layout)
-        self.exchange.take(initial)
+        self.exchange.load_initial(initial)
 
     def gradients(self, step: int, micro: int, bad: int | None = None) -> np.ndarray:
         made = drawn(self.layout, step, micro, self.comm.rank, self.comm.size, self.draw)
@@ -117,10 +117,10 @@ class Driven:
         gathers = sorted({used for needs in self.exchange.gathers.values() for used in needs})
         self.exchange.begin([Operation(Kind.GATHER, 0, unit) for unit in gathers])
         found = np.zeros(self.layout.size, np.float32)
-        for unit, part in self.seat.ranges.items():
+        for unit, part in self.context.ranges.items():
             if unit in gathers:
                 self.do(Kind.GATHER, microbatch=0, unit=unit)
-            store = self.exchange.parameters_at(self.seat.model.stages[unit].layer)
+            store = self.exchange.parameters_at(self.context.model.stages[unit].layer)
             for _, where in self.layout.within(part):
                 found[where.slice] = backend.to_host(store.range(where))
             if unit in gathers:

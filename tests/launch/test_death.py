@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.comm.record.flight_file import read, start_ticks
+from hpcdist.comm.record.flight_recorder import read, start_ticks
 from hpcdist.telemetry.hang import Finding, analyse, load
 
 PROGRAM = """

@@ -61,7 +61,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         weight_decay=0.0,
         clip_norm=0.0,
     )
-    seat = RankContext(
+    context = RankContext(
         world=comm,
         data=comm,
         pipeline=solo(),
@@ -71,7 +71,7 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         algorithm="ring",
         bucket_bytes=20_000,
     )
-    exchange = DECENTRALISED_EXCHANGES["gossip"](seat, DecentralisedConfig(graph=graph, order=order, report_every=0))
+    exchange = DECENTRALISED_EXCHANGES["gossip"](context, DecentralisedConfig(graph=graph, order=order, report_every=0))
     x, goals = rng.standard_normal((2, comm.size, model.layout.size))  # the same draws on every rank
     mask = np.zeros(model.layout.size)
     for segment in model.layout.segments:

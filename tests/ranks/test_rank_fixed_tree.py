@@ -59,7 +59,7 @@ def _losses(trainer: Trainer, last: int) -> list[tuple[float, float]]:
 
 
 def _digest(trainer: Trainer) -> str:
-    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.owner.slots()}  # type: ignore[attr-defined]
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
 
 

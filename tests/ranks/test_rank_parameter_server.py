@@ -147,7 +147,7 @@ def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None
             for step, batch in enumerate(batches, start=1):
                 if step == FEW // 2:
                     if comm.rank == comm.size - 1:
-                        for owner in (served.exchange.owner, served.exchange.mirror):
+                        for owner in (served.exchange.sharded_update, served.exchange.mirror):
                             for store in (owner.parameters, *owner.slots().values()):
                                 for part in owner.parts:
                                     store.range(part)[...] = np.nan

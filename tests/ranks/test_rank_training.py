@@ -83,8 +83,8 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     assert first + _losses(resumed) == losses
     assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
     assert all(
-        store.array.tobytes() == whole.exchange.owner.slots()[slot].array.tobytes()
-        for slot, store in resumed.exchange.owner.slots().items()
+        store.array.tobytes() == whole.exchange.sharded_update.slots()[slot].array.tobytes()
+        for slot, store in resumed.exchange.sharded_update.slots().items()
     )
 
 

@@ -5,7 +5,6 @@ binds their parameters, `stage` is forward, backward and loss, `recipe` translat
 Begin with `model.wrap` and `recipe.recipe_of`.
 """
 
-from hpcdist.adapters.torch.model import load, wrap
-from hpcdist.adapters.torch.recipe import recipe_of
+from hpcdist.adapters.torch.model import load, recipe_of, wrap
 
 __all__ = ["load", "recipe_of", "wrap"]

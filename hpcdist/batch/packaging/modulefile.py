@@ -21,13 +21,24 @@ from hpcdist.batch import job
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 
+NAME: Final = "hpcdist"
+KINDS: Final = {"tcl": "", "lua": ".lua"}  # kind -> what the file's name has after the version
+
 _PACKAGES: Final = ("lib/python3.*/site-packages", "lib64/python3.*/site-packages", "lib/python3.*/dist-packages")
 _VERSION: Final = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+# What the modulefile sets itself, and what module systems live by.
+_TAKEN: Final = ("HPCDIST_ROOT", "PATH", "PYTHONPATH", "MODULEPATH", "LOADEDMODULES", "_LMFILES_")
+_ANY_KEY: Final = "HPCDIST_SET__"
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Lmod hands the names in a Tcl file to Lua in a way that only such names survive.
+_MODULE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+_LUA: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
+_TCL: Final = {letter: "\\" + letter for letter in '\\"$[]{}'} | {"\n": "\\n"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """Absolute paths as they were given: a site's symbolic links stay."""
+    """Installation of hpcdist, by absolute paths as they were given: a site's symbolic links stay."""
 
     home: Path  # the folder that holds the package hpcdist
     bin: Path  # the folder that holds the command hpcdist
@@ -88,21 +99,21 @@ def _in_environment(prefix: Path) -> Path:
             f"{', '.join(_PACKAGES)}); name the environment, the folder of `pip install --target` or the clone"
         )
     if len(different) > 1:
-        found = ", ".join(map(str, different.values()))
-        raise ConfigurationError(f"{prefix}: hpcdist is there more than once, in {found}; remove all but one")
+        folders = ", ".join(map(str, different.values()))
+        raise ConfigurationError(f"{prefix}: hpcdist is there more than once, in {folders}; remove all but one")
     return next(iter(different.values()))
 
 
 def _version(home: Path) -> str:
     try:
-        found = _VERSION.search(_package(home).read_text(encoding="utf-8"))
+        match = _VERSION.search(_package(home).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"{_package(home)} cannot be read: {error}; install hpcdist again, or make it readable"
         ) from error
-    if found is None:
+    if match is None:
         raise ConfigurationError(f"{_package(home)}: has no line __version__ = ...; install hpcdist again")
-    return found[1]
+    return match[1]
 
 
 def _check_text(prefix: Path) -> None:
@@ -112,21 +123,9 @@ def _check_text(prefix: Path) -> None:
         raise UsageError(f'--prefix {text!r}: a modulefile cannot put a path with : " \\ or control characters on PATH')
 
 
-NAME: Final = "hpcdist"
-KINDS: Final = {"tcl": "", "lua": ".lua"}  # what the file's name has after the version
-
-# What the modulefile sets itself, and what module systems live by.
-_TAKEN: Final = ("HPCDIST_ROOT", "PATH", "PYTHONPATH", "MODULEPATH", "LOADEDMODULES", "_LMFILES_")
-_ANY_KEY: Final = "HPCDIST_SET__"
-
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Lmod hands the names in a Tcl file to Lua in a way that only such names survive.
-_MODULE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Modulefile:
-    """Choices of a site. Raises UsageError for a name that a module system or hpcdist would not understand."""
+    """Choices of a site for its modulefile; UsageError for names that module systems or hpcdist do not understand."""
 
     installation: Installation | None = None  # None: found at load, from where the file lies
     mpi: str = ""  # module of the MPI that mpi4py was built for
@@ -168,9 +167,9 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     try:
-        other = [str(path) for path, text in paths.items() if path.exists() and regular.read(path) != text.encode()]
-        if other and not force:
-            raise UsageError(f"{', '.join(other)}: exists with another content; --force replaces it")
+        differing = [str(path) for path, text in paths.items() if path.exists() and regular.read(path) != text.encode()]
+        if differing and not force:
+            raise UsageError(f"{', '.join(differing)}: exists with another content; --force replaces it")
         (folder / NAME).mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             # Not in place: somebody's `module load` may be reading the old one.
@@ -203,10 +202,6 @@ def tcl(value: object) -> str:
     return '"' + "".join(_TCL.get(letter) or _control(letter, "\\u{:04x}") for letter in text) + '"'
 
 
-_LUA: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
-_TCL: Final = {letter: "\\" + letter for letter in '\\"$[]{}'} | {"\n": "\\n"}
-
-
 def _control(letter: str, code: str) -> str:
     """Return ``letter``, or its code where it is a control character."""
     return code.format(ord(letter)) if ord(letter) < 32 or ord(letter) == 127 else letter
@@ -228,15 +223,15 @@ def _fits_braces(text: str) -> bool:
 
 def _environment() -> jinja2.Environment:
     """Return the templates, in which an unknown name is an error and not an empty text."""
-    found = ImmutableSandboxedEnvironment(
+    templates = ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(job.folder(job.MODULEFILES)),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters |= {"lua": lua, "tcl": tcl}
-    return found
+    templates.filters |= {"lua": lua, "tcl": tcl}
+    return templates
 
 
 def _check_variable(name: str, value: str, known: Iterable[str]) -> None:

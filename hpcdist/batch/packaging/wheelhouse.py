@@ -23,9 +23,16 @@ import hpcdist
 from hpcdist.batch import job
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
+REQUIREMENTS: Final = "requirements.txt"
+SUMS: Final = "SHA256SUMS"
+SCRIPT: Final = "install.sh"
+LIMIT_S: Final = 3600.0  # of one download; the CUDA wheels are gigabytes
+# What mpi4py's source is built with, in an environment that pip makes: mpi4py asks for the last two while it is built.
+MPI4PY_BUILD: Final = ("setuptools >= 42", "build", "cython >= 3.0.1")
 BUILT_FROM: Final = ("LICENSE", "README.md", "hpcdist", "modulefiles", "pyproject.toml", "setup.cfg", "slurm")
 
 _OWN: Final = "hpcdist"
+_MPI4PY: Final = "mpi4py"
 _PLATFORM: Final = re.compile(r"manylinux_2_(\d+)_(x86_64|aarch64|ppc64le)")
 _OLDEST: Final = {"x86_64": 5, "aarch64": 17, "ppc64le": 17}  # minor version of glibc in the oldest tag
 _ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
@@ -108,16 +115,6 @@ def pip_options(platform: str, python_version: str) -> list[str]:
     return words
 
 
-REQUIREMENTS: Final = "requirements.txt"
-SUMS: Final = "SHA256SUMS"
-SCRIPT: Final = "install.sh"
-LIMIT_S: Final = 3600.0  # of one download; the CUDA wheels are gigabytes
-
-# What mpi4py's source is built with, in an environment that pip makes: mpi4py asks for the last two while it is built.
-MPI4PY_BUILD: Final = ("setuptools >= 42", "build", "cython >= 3.0.1")
-_MPI4PY: Final = "mpi4py"
-
-
 @dataclass(frozen=True, kw_only=True)
 class WheelhouseOrder:
     """Packages to collect, and the machine: this one where ``platform`` and ``python_version`` are empty."""
@@ -158,8 +155,8 @@ def collect(order: WheelhouseOrder) -> CollectedWheels:
             folder = Path(scratch) / "wheelhouse"
             folder.mkdir()
             _fill(folder, order)
-            found = [path for path in folder.iterdir() if path.is_file()]
-            nbytes = sum(path.stat().st_size for path in found)
+            files = [path for path in folder.iterdir() if path.is_file()]
+            nbytes = sum(path.stat().st_size for path in files)
             folder.rename(order.output)
     except OSError as error:
         if isinstance(error, StorageError):
@@ -167,7 +164,7 @@ def collect(order: WheelhouseOrder) -> CollectedWheels:
         raise StorageError(
             f"the wheelhouse {order.output} cannot be written: {error}; give a folder of yours"
         ) from error
-    return CollectedWheels(order.output, len(found), nbytes)
+    return CollectedWheels(order.output, len(files), nbytes)
 
 
 def _check(order: WheelhouseOrder) -> None:
@@ -187,11 +184,11 @@ def _fill(folder: Path, order: WheelhouseOrder) -> None:
     own = Wheel.read(_own_wheel(folder, order.wheel))
     own.check(extras=order.extras, python=order.python)
     extras = f"[{','.join(order.extras)}]" if order.extras else ""
-    wanted = [f"hpcdist{extras} @ {own.path.as_uri()}"]
+    requirements = [f"hpcdist{extras} @ {own.path.as_uri()}"]
     for path in order.requirements:
-        wanted += ["--requirement", str(path)]
+        requirements += ["--requirement", str(path)]
     target = pip_options(order.platform, order.python_version)
-    _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *wanted)
+    _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *requirements)
     listed = sorted(folder.glob("*.whl"), key=lambda path: path.name.lower())
     if order.mpi4py_source:
         version = next(wheel.version for wheel in map(Wheel.named, listed) if wheel.name == _MPI4PY)
@@ -224,14 +221,14 @@ def _requirements(listed: list[Path], order: WheelhouseOrder) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _own_wheel(folder: Path, given: Path | None) -> Path:
+def _own_wheel(folder: Path, wheel: Path | None) -> Path:
     """Put hpcdist's own wheel into ``folder`` and return its path there."""
-    if given is not None:
-        Wheel.named(given)  # raises for another name
+    if wheel is not None:
+        Wheel.named(wheel)  # raises for another name
         try:
-            return Path(shutil.copy(given, folder))
+            return Path(shutil.copy(wheel, folder))
         except FileNotFoundError as error:
-            raise UsageError(f"--wheel {given}: there is no such file") from error
+            raise UsageError(f"--wheel {wheel}: there is no such file") from error
     installed = Path(hpcdist.__file__).resolve().parents[1]
     clone = next((place for place in (installed, Path.cwd()) if _is_clone(place)), None)
     if clone is None:
@@ -259,21 +256,21 @@ def _is_clone(place: Path) -> bool:
 
 def _pip(*words: str) -> None:
     """Run this Python's pip. Raises MissingCapabilityError with its last words when it fails."""
-    line = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     # A job of ours sets PYTHONPATH: nothing of it may stand in for what pip imports.
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(f"pip {words[0]} did not end within {LIMIT_S:g} s; is the network up?") from error
-    if done.returncode == 0:
+    if result.returncode == 0:
         return
-    said = done.stderr.strip().splitlines()
-    errors = [text for text in said if text.startswith("ERROR")] or said
+    messages = result.stderr.strip().splitlines()
+    errors = [text for text in messages if text.startswith("ERROR")] or messages
     raise MissingCapabilityError(
-        f"pip {words[0]} failed (exit code {done.returncode}): {' '.join(errors[-3:])}; this needs pip, and a network "
-        "or an index of the site (PIP_INDEX_URL, PIP_FIND_LINKS); a version without a wheel for the machine asked for "
-        "counts as missing"
+        f"pip {words[0]} failed (exit code {result.returncode}): {' '.join(errors[-3:])}; this needs pip, and a "
+        "network or an index of the site (PIP_INDEX_URL, PIP_FIND_LINKS); a version without a wheel for the machine "
+        "asked for counts as missing"
     )
 
 

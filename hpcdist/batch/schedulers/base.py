@@ -12,7 +12,7 @@ from hpcdist.errors import MissingCapabilityError
 
 
 class SchedulerState(StrEnum):
-    """The states that hpcdist knows. A scheduler's other words are kept as they are."""
+    """States of jobs that hpcdist knows; a scheduler's other words are kept as they are."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"  # its nodes boot
@@ -59,11 +59,11 @@ FINAL_STATES: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job, or one task of an array, as its scheduler has it now; None and "" are what it does not say.
+    """State of one job, or of one task of an array, as its scheduler has it; None and "" are what it does not say.
 
-    ``state`` is one of `State`, or the scheduler's own word. ``exit_code`` is that of a shell: 128 + the signal where
-    one ended the job. ``energy_j`` is of all nodes of the job, None with the reason where it was not measured.
-    ``ended_utc`` is "" while the job is not over.
+    ``state`` is one of `SchedulerState`, or the scheduler's own word. ``exit_code`` is that of a shell: 128 + the
+    signal where one ended the job. ``energy_j`` is of all nodes of the job, None with the reason where it was not
+    measured. ``ended_utc`` is "" while the job is not over.
     """
 
     id: str
@@ -99,7 +99,7 @@ class CommandResult(NamedTuple):
     """Output of a command: its exit code, its output as it is, and its errors for people."""
 
     code: int
-    said: str
+    output: str
     complaint: str
 
 
@@ -111,7 +111,7 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run ``line`` with ``script`` as its input and return what it says, whatever its exit code (local).
+    """Run ``line`` with ``script`` as its input and return its output, whatever its exit code (local).
 
     It has the variables of this process, or ``environment`` in their place.
 
@@ -122,7 +122,7 @@ def run_command(
     if program is None:
         raise MissingCapabilityError(absent)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [program, *line[1:]],
             input=os.fsencode(script),
             capture_output=True,
@@ -132,5 +132,5 @@ def run_command(
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingCapabilityError(f"{program} did not run ({error}); {cure}") from error
-    complaint = done.stderr.decode(errors="replace").strip()
-    return CommandResult(done.returncode, done.stdout.decode(errors="replace"), complaint)
+    complaint = process.stderr.decode(errors="replace").strip()
+    return CommandResult(process.returncode, process.stdout.decode(errors="replace"), complaint)

@@ -1,4 +1,4 @@
-"""Query and cancel jobs of any scheduler. Starts nothing but the scheduler's own commands (local)."""
+"""Query and cancel jobs of any scheduler, which is known by the form of a job's id. Runs its commands alone (local)."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -31,11 +31,11 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return how each of ``jobs`` is, as one state: see `parts`. Nothing is raised.
+    """Return how each of ``jobs`` is, as one state: see `states_of_parts`. Nothing is raised.
 
     Of several tasks or components, one that runs speaks for all, then one that waits, then one that did not end well.
     """
-    return {job: _combined_state(job, found) for job, found in states_of_parts(jobs).items()}
+    return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
@@ -44,13 +44,13 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
     GONE is one that its scheduler does not know any more, UNKNOWN one whose scheduler does not answer; the reason says
     why.
     """
-    wanted = list(dict.fromkeys(jobs))
-    found: dict[str, list[JobState]] = {}
+    numbers = list(dict.fromkeys(jobs))
+    states_of: dict[str, list[JobState]] = {}
     for scheduler, look in ((SLURM, _slurm), (PBS, _pbs), (LOCAL, _local)):
-        own = [job for job in wanted if scheduler_of(job) == scheduler]
+        own = [job for job in numbers if scheduler_of(job) == scheduler]
         if own:
-            found |= look(own)
-    return {job: found[job] for job in wanted}
+            states_of |= look(own)
+    return {job: states_of[job] for job in numbers}
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
@@ -83,30 +83,30 @@ def _slurm(jobs: list[str]) -> dict[str, list[JobState]]:
         queued = queue.queued(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
-    found = {job: _states_of_job(job, queued) for job in jobs}
-    missing = [job for job, own in found.items() if not own]
+    states_of = {job: _states_of_job(job, queued) for job in jobs}
+    missing = [job for job, own in states_of.items() if not own]
     if missing:
         accounted, why = accounts(missing)
-        latest = list({state.id: state for state in accounted}.values())
+        latest = list({state.id: state for state in accounted}.values())  # sacct has a row for each start, in order
         for job in missing:
-            found[job] = _states_of_job(job, latest) or [
+            states_of[job] = _states_of_job(job, latest) or [
                 JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("squeue", why))
             ]
     named = queue.job_names(jobs)
-    return {job: [replace(state, name=named.get(state.id, "")) for state in own] for job, own in found.items()}
+    return {job: [replace(state, name=named.get(state.id, "")) for state in own] for job, own in states_of.items()}
 
 
 def _unavailable(program: str, why: str) -> str:
     return f"{program} does not know it any more{f', and {why}' if why else ', nor sacct'}"
 
 
-def _states_of_job(job: str, found: Iterable[JobState]) -> list[JobState]:
+def _states_of_job(job: str, states: Iterable[JobState]) -> list[JobState]:
     """Return those states that are of ``job``, or of a part of it."""
     parts = (job + "_", job + "+")
-    own = [state for state in found if state.id == job or state.id.startswith(parts)]
+    own = [state for state in states if state.id == job or state.id.startswith(parts)]
     if own or not re.search(r"[_+]", job):
         return own
-    return [state for state in found if _waits_in(job, state.id)]
+    return [state for state in states if _waits_in(job, state.id)]
 
 
 def _waits_in(task: str, array: str) -> bool:
@@ -126,26 +126,26 @@ def _pbs(jobs: list[str]) -> dict[str, list[JobState]]:
     from hpcdist.batch.schedulers import pbs
 
     try:
-        found = pbs.states(jobs)
+        states_of = pbs.states(jobs)
     except MissingCapabilityError as error:
         return {job: [JobState(id=job, state=SchedulerState.UNKNOWN, reason=str(error))] for job in jobs}
     gone = {
         job: JobState(id=job, state=SchedulerState.GONE, reason=_unavailable("qstat", "its history is off or over"))
         for job in jobs
     }
-    return {job: [found.get(job, gone[job])] for job in jobs}
+    return {job: [states_of.get(job, gone[job])] for job in jobs}
 
 
 def _local(jobs: list[str]) -> dict[str, list[JobState]]:
     return {job: [local.state(job)] for job in jobs}
 
 
-def _combined_state(job: str, found: list[JobState]) -> JobState:
+def _combined_state(job: str, parts: list[JobState]) -> JobState:
     """Return one state for all parts of a job."""
-    if len(found) == 1:
-        return replace(found[0], id=job)
-    live = [state for state in found if not state.is_over]
-    told = [state for state in live if not state.is_waiting] or live
-    told = told or [state for state in found if state.state != SchedulerState.COMPLETED] or found
-    nodes = [state.nodes for state in (told if live else found) if state.nodes is not None]
-    return replace(told[0], id=job, nodes=sum(nodes) if nodes and "+" in told[0].id else told[0].nodes)
+    if len(parts) == 1:
+        return replace(parts[0], id=job)
+    live = [state for state in parts if not state.is_over]
+    speaking = [state for state in live if not state.is_waiting] or live
+    speaking = speaking or [state for state in parts if state.state != SchedulerState.COMPLETED] or parts
+    nodes = [state.nodes for state in (speaking if live else parts) if state.nodes is not None]
+    return replace(speaking[0], id=job, nodes=sum(nodes) if nodes and "+" in speaking[0].id else speaking[0].nodes)

@@ -53,7 +53,7 @@ attend() {
   done
 }
 while [[ -z $terminated ]] && left=$(($1 - $(date +%s))) && ((left > 0)); do
-  sleep "$left" &
+  sleep $((left < 10 ? left : 10)) & # a signal before `wait` would be seen only when it ends
   wait $! || kill $! 2>/dev/null
 done
 [[ -z $terminated ]] || end 143
@@ -90,7 +90,11 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
 
 
 def _start(line: list[str], new: Path, log_fd: int) -> str:
-    """Start the keeper of the job in ``new``, and tell it the folder of its id, to which ``new`` moves."""
+    """Start the supervising shell of the job in ``new``, and tell it the folder of its id, to which ``new`` moves.
+
+    The id has the process id of that shell, so the shell runs before its folder has a name: it reads the name from a
+    pipe, and closes another one when it has set its traps. From then on the job can be cancelled.
+    """
     listens, tells = os.pipe()
     waits, ready = os.pipe()
     try:
@@ -119,16 +123,16 @@ def _start(line: list[str], new: Path, log_fd: int) -> str:
 def state(job: str) -> JobState:
     """Return how ``job`` is: PENDING up to its begin, RUNNING, COMPLETED, FAILED or CANCELLED with its exit code.
 
-    FAILED without an exit code is one whose keeper was killed, NODE_FAIL one that a reboot has ended, and UNKNOWN one
-    of another machine, or that nothing is known of; the reason says so.
+    FAILED without an exit code is one whose supervising shell was killed, NODE_FAIL one that a reboot has ended, and
+    UNKNOWN one of another machine, or that nothing is known of; the reason says so.
     """
     alive = _alive(job)  # first: it may end right after this, and its code is there then
-    kept = _job_record(job)
-    if kept is None:
+    record = _job_record(job)
+    if record is None:
         return JobState(id=job, state=SchedulerState.UNKNOWN, reason=f"{_home()} has no such job")
-    begun, (code, ended) = _created_ns(_home() / job / "began"), _code(job)
+    begun, (code, ended) = _modified_utc(_home() / job / "began"), _code(job)
     until = ended or (datetime.now(UTC) if alive else None)
-    word, reason = _state_of(job, kept, alive, begun is not None, code)
+    word, reason = _state_of(job, record, alive, begun is not None, code)
     return JobState(
         id=job,
         state=word,
@@ -138,27 +142,27 @@ def state(job: str) -> JobState:
         energy_reason="no scheduler measures it",
         begun_utc=_text(begun),
         ended_utc=_text(ended),
-        log=str(kept.get("log", "")),
+        log=str(record.get("log", "")),
     )
 
 
 def _state_of(
-    job: str, kept: Mapping[str, Any], alive: bool, begun: bool, code: int | None
+    job: str, record: Mapping[str, Any], alive: bool, begun: bool, code: int | None
 ) -> tuple[SchedulerState, str]:
     """Return the state, and the reason where it needs one."""
-    host = str(kept.get("host", ""))
+    host = str(record.get("host", ""))
     if code == 0:
         return SchedulerState.COMPLETED, ""
     if code is not None:
         return (SchedulerState.CANCELLED if (_home() / job / "cancelled").exists() else SchedulerState.FAILED), ""
-    if kept.get("boot") != _boot():
+    if record.get("boot") != _boot():
         if host != socket.gethostname():
             return SchedulerState.UNKNOWN, f"it runs, or ran, on {host}: ask there"
         return SchedulerState.NODE_FAIL, "this machine was started again before the job had ended"
     if not alive:
         return SchedulerState.FAILED, "it was killed before it could say its exit code"
     if not begun:
-        begin_s = kept.get("begin_s") or 0  # 0: at once, and its script has not come so far
+        begin_s = record.get("begin_s") or 0  # 0: at once, and its script has not come so far
         return SchedulerState.PENDING, f"begins at {_text(datetime.fromtimestamp(begin_s, UTC))}" if begin_s else ""
     return SchedulerState.RUNNING, ""
 
@@ -168,12 +172,12 @@ def cancel(job: str) -> bool:
 
     Raises UsageError for what is no such job, and MissingCapabilityError for one of another machine.
     """
-    kept = _job_record(job)
-    if kept is None:
+    record = _job_record(job)
+    if record is None:
         raise UsageError(f"{_home()} has no job {job!r}; see `hpcdist jobs status`")
-    before = kept.get("boot") != _boot()  # of another machine, or of an earlier start of this one
-    if before and kept.get("host") != socket.gethostname():
-        raise MissingCapabilityError(f"{job} runs, or ran, on {kept.get('host')}: cancel it there")
+    before = record.get("boot") != _boot()  # of another machine, or of an earlier start of this one
+    if before and record.get("host") != socket.gethostname():
+        raise MissingCapabilityError(f"{job} runs, or ran, on {record.get('host')}: cancel it there")
     if before or not _alive(job) or _code(job)[0] is not None:
         return False
     (_home() / job / "cancelled").touch()
@@ -198,8 +202,8 @@ def _boot() -> str:
 
 def _pid_and_start(job: str) -> tuple[int, int]:
     """Return the process id and the start of ``job``; it is no id of a job where they are 0."""
-    found = _ID.fullmatch(job)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = _ID.fullmatch(job)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _stat(pid: int) -> tuple[str, int]:
@@ -238,7 +242,7 @@ def _code(job: str) -> tuple[int | None, datetime | None]:
     return code, datetime.fromtimestamp(ended_s, UTC)
 
 
-def _created_ns(path: Path) -> datetime | None:
+def _modified_utc(path: Path) -> datetime | None:
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:

@@ -58,7 +58,7 @@ def submit(script: str, after: str | None = None) -> str:
             f"PBS refuses the job (qsub, exit code {answer.code}): {answer.complaint}; change what it names, or see "
             "`qstat -Q` for queues and their limits"
         )
-    return answer.said.strip()
+    return answer.output.strip()
 
 
 def cancel(job: str) -> None:
@@ -76,17 +76,17 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
     Raises MissingCapabilityError where there is no PBS, or none that answers.
     """
-    wanted = list(jobs)
-    answer = _output_of("qstat", "-x", "-f", "-F", "json", *wanted)
+    numbers = list(jobs)
+    answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # it keeps none: what waits and runs is there
-        answer = _output_of("qstat", "-f", "-F", "json", *wanted)
-    if not answer.said.strip():
+        answer = _output_of("qstat", "-f", "-F", "json", *numbers)
+    if not answer.output.strip():
         if answer.code == 0 or "unknown job id" in answer.complaint.lower():
             return {}
         raise MissingCapabilityError(f"qstat failed, exit code {answer.code}: {answer.complaint}; {_HINT}")
     try:
-        found = json.loads(answer.said, strict=False).get("Jobs", {})
-        return {job: _state(job, found[job]) for job in wanted if job in found}
+        records = json.loads(answer.output, strict=False).get("Jobs", {})
+        return {job: _state(job, records[job]) for job in numbers if job in records}
     except (ValueError, AttributeError, TypeError) as error:
         raise MissingCapabilityError(
             f"what qstat -F json says is not what hpcdist reads ({error}); it needs PBS Pro 18 or OpenPBS 19, or later"
@@ -106,43 +106,43 @@ def _unreachable(complaint: str) -> bool:
     return any(word in complaint.lower() for word in words)
 
 
-def _state(job: str, found: Mapping[str, Any]) -> JobState:
-    used, asked = found.get("resources_used", {}), found.get("Resource_List", {})
-    letter, status = str(found.get("job_state", "")), _whole(found.get("Exit_status"))
+def _state(job: str, record: Mapping[str, Any]) -> JobState:
+    used, requested = record.get("resources_used", {}), record.get("Resource_List", {})
+    letter, status = str(record.get("job_state", "")), _whole(record.get("Exit_status"))
     over = letter in ("F", "X")
-    state, code, reason = _ended(status, found) if over else (_STATES.get(letter, letter), None, "")
+    state, code, reason = _ended(status, record) if over else (_STATES.get(letter, letter), None, "")
     begun, elapsed_s, limit_s = (
-        _utc(found.get("stime")),
+        _utc(record.get("stime")),
         _seconds(used.get("walltime")),
-        _seconds(asked.get("walltime")),
+        _seconds(requested.get("walltime")),
     )
-    runs = _whole(found.get("run_count"))
+    runs = _whole(record.get("run_count"))
     return JobState(
         id=job,
         state=state,
-        name=str(found.get("Job_Name", "")),
-        reason=reason or str(found.get("comment", "")),
+        name=str(record.get("Job_Name", "")),
+        reason=reason or str(record.get("comment", "")),
         restarts=None if runs is None else max(0, runs - 1),
         elapsed_s=elapsed_s,
         time_left_s=None if over or limit_s is None or elapsed_s is None else max(0.0, limit_s - elapsed_s),
-        nodes=_whole(asked.get("nodect")),
+        nodes=_whole(requested.get("nodect")),
         exit_code=code,
         energy_reason="PBS has no counter of energy that hpcdist reads",
         begun_utc=begun,
-        ended_utc=(_utc(found.get("obittime")) or _utc(found.get("mtime"))) if over else "",
-        log=_log(job, found),
+        ended_utc=(_utc(record.get("obittime")) or _utc(record.get("mtime"))) if over else "",
+        log=_log(job, record),
     )
 
 
-def _log(job: str, found: Mapping[str, Any]) -> str:
+def _log(job: str, record: Mapping[str, Any]) -> str:
     """Return the log that a script of hpcdist keeps by itself, "" where there is none: that of PBS is empty."""
-    variables = found.get("Variable_List", {})
+    variables = record.get("Variable_List", {})
     folder = variables.get("PBS_O_WORKDIR", "") if isinstance(variables, dict) else ""
     path = Path(str(folder)) / f"hpcdist-{job}.out"
     return str(path) if folder and path.exists() else ""
 
 
-def _ended(status: int | None, found: Mapping[str, Any]) -> tuple[SchedulerState, int | None, str]:
+def _ended(status: int | None, record: Mapping[str, Any]) -> tuple[SchedulerState, int | None, str]:
     """Return how a finished job ended: its state, the exit code as of a shell, and the reason where PBS has one."""
     code = status
     if status is not None and status >= _SIGNALLED:
@@ -150,7 +150,7 @@ def _ended(status: int | None, found: Mapping[str, Any]) -> tuple[SchedulerState
     if status is not None and status < 0:
         reason = _LIMITS.get(status, "PBS could not begin it, or ended it")
         return _ENDED_BY.get(status, SchedulerState.FAILED), None, f"{reason} (PBS says {status})"
-    if _whole(found.get("substate")) == _DELETED:
+    if _whole(record.get("substate")) == _DELETED:
         return SchedulerState.CANCELLED, code, ""
     return (SchedulerState.COMPLETED if status == 0 else SchedulerState.FAILED), code, ""
 

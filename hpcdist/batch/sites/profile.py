@@ -246,12 +246,12 @@ class SiteProfile:
 
     def complete(self, job: BatchJob) -> BatchJob:
         """Return ``job`` with what is asked for here where it says nothing itself, also not by --sbatch-arg."""
-        said = [argument.partition("=")[0] for argument in job.sbatch_args]
+        options = [argument.partition("=")[0] for argument in job.sbatch_args]
         changes: dict[str, Any] = {}
         for name in ("partition", *RESOURCES):
             default = getattr(self.scheduler, name)
-            asked = any(f"--{name}".startswith(word) or word.startswith(f"--{name}-per-") for word in said)
-            if default and getattr(job, name) is None and not asked:
+            is_given = any(f"--{name}".startswith(word) or word.startswith(f"--{name}-per-") for word in options)
+            if default and getattr(job, name) is None and not is_given:
                 changes[name] = default
         suffix = self.scheduler.account_suffix
         account = job.account or (os.environ.get("SBATCH_ACCOUNT") if self.scheduler.kind == "slurm" else None)

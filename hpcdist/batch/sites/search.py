@@ -1,6 +1,8 @@
-"""Search and read site profiles: those of the user, of the machine, those that come with hpcdist, or any file.
+"""Search and read site profiles, and check a job against the profile of its site before the scheduler is asked.
 
-A profile may be ``based_on`` another: its tables go over those of the other, key by key.
+A profile is found by name in the folders of the user, of the machine and of hpcdist, or is any file. It may be
+``based_on`` another: its tables go over those of the other, key by key. A job is checked for partitions, limits,
+memory, GPUs and launcher, and its paths for file systems that the nodes do not see.
 """
 
 import dataclasses
@@ -22,8 +24,16 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageEr
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted
 
-IMAGE = ("/usr", "/opt")  # of the operating system, whose image all nodes have
-LAUNCHERS_WITH_SPARES = ("mpirun", "srun")
+VARIABLE: Final = "HPCDIST_SITE"
+SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
+SYSTEM: Final = Path("/etc/hpcdist/sites")
+BASED_ON: Final = "based_on"
+INTERNAL_FIELDS: Final = ("name", "origin")  # fields of a SiteProfile that no profile has
+FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
+IMAGE: Final = ("/usr", "/opt")  # of the operating system, whose image all nodes have
+LAUNCHERS_WITH_SPARES: Final = ("mpirun", "srun")
+
+_GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # MPI on PATH -> profile, where nobody says what the site is
 
 
 def check(job: BatchJob, site: SiteProfile) -> None:
@@ -41,9 +51,9 @@ def check(job: BatchJob, site: SiteProfile) -> None:
             f"{counted(job.gpus_per_node, 'GPU')} a node at the site {site.name}: {site.gpu.unsupported}; compute with "
             "its cores (run.device = 'cpu', and no --gpus-per-node)"
         )
-    asked = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
+    requested = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
     if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
-        raise ConfigurationError(f"{asked}: {place} allows {limits.max_nodes} at the most")
+        raise ConfigurationError(f"{requested}: {place} allows {limits.max_nodes} at the most")
     gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
     if gpus is not None and job.gpus_per_node > gpus:
         raise ConfigurationError(
@@ -87,7 +97,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
         raise ConfigurationError(f"--mem 0: the site {site.name} has PBS, in which 0 is no memory; give the size")
     if kind != "none":
         return
-    asked: dict[str, str | int | None] = {
+    options: dict[str, str | int | None] = {
         "--partition": job.partition,
         "--account": job.account,
         "--qos": job.qos,
@@ -95,7 +105,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
         "--mem": job.mem,
         "--chain": job.links if job.links > 1 else None,
     }
-    for option, value in asked.items():
+    for option, value in options.items():
         if value is not None:
             raise ConfigurationError(
                 f"{option} {value}: the site {site.name} has no scheduler, and the job goes on until all steps are "
@@ -149,26 +159,16 @@ def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
 def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
     real = PurePosixPath(os.path.realpath(path))
     if site.storage.roots:
-        image = any(real.is_relative_to(each) for each in IMAGE)
+        image = any(real.is_relative_to(folder) for folder in IMAGE)
         if image or site.root_of(real) or site.root_of(PurePosixPath(path)):
             return None
         return f"is under none of {_listed(root.path for root in site.storage.roots)}, which all nodes see"
-    private = next((each for each in site.storage.private if real.is_relative_to(each)), None)
+    private = next((folder for folder in site.storage.private if real.is_relative_to(folder)), None)
     return None if private is None else f"is under {private}, of which each node has its own"
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
-
-
-VARIABLE: Final = "HPCDIST_SITE"
-SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
-SYSTEM: Final = Path("/etc/hpcdist/sites")
-BASED_ON: Final = "based_on"
-INTERNAL_FIELDS: Final = ("name", "origin")  # fields of a Site that no profile has
-FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
-
-_GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # where nobody says what the site is
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -189,11 +189,11 @@ def shipped_folders() -> list[Path]:
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """Return the profiles there are, by name; the first folder hides those of the same name in the others."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
+            paths.setdefault(path.stem, path)
+    return paths
 
 
 def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -264,10 +264,10 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
         return tree
     if not isinstance(base, str):
         raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}; give the name of another profile")
-    other = _base(base, path, environment)
-    if other in (*above, path):
+    base_path = _base(base, path, environment)
+    if base_path in (*above, path):
         raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: it is based on itself")
-    return _merge_tables(_load_tables(other, environment, (*above, path)), tree)
+    return _merge_tables(_load_tables(base_path, environment, (*above, path)), tree)
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
@@ -276,8 +276,9 @@ def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
         return path.parent / Path(named).expanduser()
     if named == path.stem:
         places = [folder / path.name for folder in folders(environment)]
+        # Only later folders: a user's "cray" is based on the shipped "cray", never on itself.
         later = places[places.index(path) + 1 :] if path in places else places
-        return next((each for each in later if each.exists()), path)
+        return next((path_of_base for path_of_base in later if path_of_base.exists()), path)
     return path_of(named, environment)
 
 

@@ -110,7 +110,7 @@ class PipelineRun:
         self.operations = operations(seat, exchange, executor.copies, parallel)
         initial = FlatStore(model.layout, model.dtype)
         model.initialise(initial, seed=1)
-        exchange.take(initial)
+        exchange.load_initial(initial)
         executor.copies.refresh()
 
     def step(self, tokens: np.ndarray, together: Communicator) -> PipelineSample:

@@ -105,7 +105,7 @@ class TimedRun:
         if initial is None:
             initial = FlatStore(model.layout, model.dtype)
             model.initialise(initial, seed=0)
-        exchange.take(initial)
+        exchange.load_initial(initial)
         executor.copies.refresh()
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:

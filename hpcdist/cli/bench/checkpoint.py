@@ -73,7 +73,6 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
     """
     from hpcdist.bench import output_file
     from hpcdist.bench.checkpoint import background, throughput
-    from hpcdist.bench.checkpoint import throughput as bench
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
 
@@ -81,54 +80,53 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
     comm, directory = session.comm, options["directory"]
     output_file.check_on_all_ranks(comm, lambda: None if output is None else files.check_place(output))
     new = comm.broadcast_object(not directory.exists() if comm.rank == 0 else None)
-    bench.check_space(comm, directory, max(options["sizes"]))
+    throughput.check_space(comm, directory, max(options["sizes"]))
     say = (lambda line: click.echo(line, err=True)) if comm.rank == 0 else (lambda line: None)
-    reads = bench.READS if options["read"] == "both" else (options["read"],)
-    wanted = bench.CheckpointRequest(directory, options["rounds"], options["warmup"], reads, options["seed"])
+    reads = throughput.READS if options["read"] == "both" else (options["read"],)
+    request = throughput.CheckpointRequest(directory, options["rounds"], options["warmup"], reads, options["seed"])
     meeting = _torch_group(comm, directory, options["with_torch"], say)
-    found, told = {}, []
+    samples_of, figures = {}, []
     try:
         for nbytes in options["sizes"]:
-            state = bench.make_state(comm, nbytes, options["tensors"], options["seed"])
+            state = throughput.make_state(comm, nbytes, options["tensors"], options["seed"])
             held = sum(comm.allgather_object(sum(array.nbytes for array in state.values())))
             contenders = _contenders(comm, state, options["writers"], meeting)
-            samples, beside = bench.run(comm, state, contenders, wanted, say), None
+            samples, beside = throughput.run(comm, state, contenders, request, say), None
             if options["asynchronous"]:
                 saver = _beside(comm, state, directory / "beside" / str(held), options["writers"])
                 beside = background.run(comm, saver, options["step_s"], options["rounds"], say)
-            found[held] = samples, beside
-            told.append({"bytes": held, "speeds": bench.figures(samples, held)})
+            samples_of[held] = samples, beside
+            figures.append({"bytes": held, "speeds": throughput.figures(samples, held)})
             if beside is not None:
-                told[-1]["beside"] = beside.figures(3600 * options["mtbf_hours"])
+                figures[-1]["beside"] = beside.figures(3600 * options["mtbf_hours"])
         comm.barrier()
         if comm.rank == 0:
             about = _about(session, options)
-            _show(about, told, as_json)
+            _show(about, figures, as_json)
             if output is not None:
-                throughput.write_results(output, found, about | _provenance(session, anonymous))
+                throughput.write_results(output, samples_of, about | _provenance(session, anonymous))
     finally:
         if comm.rank == 0:
             shutil.rmtree(directory if new else directory / "beside", ignore_errors=True)
     session.leave(OK)
 
 
-def _torch_group(comm: "Communicator", directory: Path, wanted: bool, say: Any) -> bool:
+def _torch_group(comm: "Communicator", directory: Path, with_torch: bool, say: Any) -> bool:
     """Let the ranks meet as PyTorch has it; return whether they could. Collective."""
-    from hpcdist.bench.checkpoint import throughput as contenders
+    from hpcdist.bench.checkpoint import throughput
 
-    missing = contenders.torch_missing() if wanted else "--no-torch"
-    missing = next((one for one in comm.allgather_object(missing) if one), "")
+    missing = throughput.torch_missing() if with_torch else "--no-torch"
+    missing = next((reason for reason in comm.allgather_object(missing) if reason), "")
     if missing:
         say(f"torch.distributed.checkpoint is left out: {missing}")
         return False
-    contenders.torch_begin(comm, directory)
+    throughput.torch_begin(comm, directory)
     return True
 
 
 def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: bool) -> "list[CheckpointContender]":
     """Return who takes part (local)."""
-    from hpcdist.bench.checkpoint import throughput as bench
-    from hpcdist.bench.checkpoint import throughput as others
+    from hpcdist.bench.checkpoint import throughput
     from hpcdist.checkpoint.restoring.restore import restore
     from hpcdist.checkpoint.saving.two_phase import save
 
@@ -138,8 +136,8 @@ def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: 
     def read(folder: Path) -> None:
         restore(folder / "step-1", pieces(comm, state))
 
-    found = [bench.CheckpointContender(bench.OURS, write, read), others.raw_files(comm, state)]
-    return [*found, others.torch_checkpoint(comm, state)] if with_torch else found
+    contenders = [throughput.CheckpointContender(throughput.OURS, write, read), throughput.raw_files(comm, state)]
+    return [*contenders, throughput.torch_checkpoint(comm, state)] if with_torch else contenders
 
 
 def pieces(comm: "Communicator", state: "State") -> list[Any]:
@@ -168,24 +166,23 @@ def _beside(comm: "Communicator", state: "State", directory: Path, writers: str)
 def _about(session: "Session", options: dict[str, Any]) -> dict[str, Any]:
     from hpcdist.checkpoint.stripe import file_system
 
-    kept = {name: options[name] for name in ("rounds", "warmup", "writers", "tensors", "seed")}
-    return {"ranks": session.comm.size, **kept, "file_system": file_system(options["directory"]).kind}
+    settings = {name: options[name] for name in ("rounds", "warmup", "writers", "tensors", "seed")}
+    return {"ranks": session.comm.size, **settings, "file_system": file_system(options["directory"]).kind}
 
 
-def _show(about: dict[str, Any], told: list[dict[str, Any]], as_json: bool) -> None:
-    from hpcdist.bench.checkpoint import background
-    from hpcdist.bench.checkpoint import throughput as bench
+def _show(about: dict[str, Any], figures: list[dict[str, Any]], as_json: bool) -> None:
+    from hpcdist.bench.checkpoint import background, throughput
     from hpcdist.reporting.units import counted, format_bytes
 
     if as_json:
-        click.echo(json.dumps({**about, "sizes": told}))
+        click.echo(json.dumps({**about, "sizes": figures}))
         return
-    for one in told:
+    for row in figures:
         ranks, rounds, tensors = (counted(about[name], name[:-1]) for name in ("ranks", "rounds", "tensors"))
-        click.echo(f"{format_bytes(one['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
-        click.echo(bench.text(one["speeds"]))
-        if "beside" in one:
-            click.echo(background.text(one["beside"]))
+        click.echo(f"{format_bytes(row['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
+        click.echo(throughput.text(row["speeds"]))
+        if "beside" in row:
+            click.echo(background.text(row["beside"]))
 
 
 def _provenance(session: "Session", anonymous: bool) -> dict[str, Any]:

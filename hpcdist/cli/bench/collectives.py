@@ -107,20 +107,20 @@ def command(
     tells whether two results differ.
     """
     from hpcdist.bench.collectives.results import CollectivesRequest
-    from hpcdist.bench.collectives.results import sizes as parsed
+    from hpcdist.bench.collectives.results import sizes as parse_sizes
     from hpcdist.comm import start
 
     kinds = ("ordinary", "shared") if buffers == "both" else (buffers,)
     known = _known(operations, algorithms, dtypes)
-    nbytes = parsed(sizes)
+    nbytes = parse_sizes(sizes)
     session = start.start()
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     chosen = session.comm.broadcast_object(drawn)
-    wanted = CollectivesRequest(
+    request = CollectivesRequest(
         *known[:2], nbytes, known[2], kinds, seconds, iterations, warmup, least, check, hot, chosen
     )
     _check_places(session, output, plot)
-    code = _measure(session, wanted, output, as_json, plot, anonymous)
+    code = _measure(session, request, output, as_json, plot, anonymous)
     session.leave(code)
 
 
@@ -129,11 +129,11 @@ def _known(
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return operations, algorithms and dtypes without doubles. Raises UsageError for one that is not known."""
     from hpcdist.arrays.dtypes import dtype_of
-    from hpcdist.bench.collectives import contenders as sides
+    from hpcdist.bench.collectives import contenders
     from hpcdist.bench.collectives.results import OPERATIONS, choice
 
     every = OPERATIONS if "all" in operations else choice("--op", operations, (*OPERATIONS, "all"))
-    names = dict.fromkeys(name for op in every for name in sides.algorithms(op))
+    names = dict.fromkeys(name for op in every for name in contenders.algorithms(op))
     for dtype in dtypes:
         dtype_of(dtype)
     among = f" for --op {' or '.join(every)}"
@@ -157,7 +157,7 @@ def _check_places(session: "Session", output: Path | None, plot: Path | None) ->
 
 def _measure(
     session: "Session",
-    wanted: "CollectivesRequest",
+    request: "CollectivesRequest",
     output: Path | None,
     as_json: bool,
     plot: Path | None,
@@ -169,20 +169,20 @@ def _measure(
     from hpcdist.bench.collectives import run
 
     comm = session.comm
-    origin = _provenance(session, wanted, anonymous)
-    found: list[CollectivesConfiguration] = []
+    origin = _provenance(session, request, anonymous)
+    measured: list[CollectivesConfiguration] = []
 
     def keep(configurations: "Sequence[CollectivesConfiguration]") -> None:
-        found.extend(configurations)
+        measured.extend(configurations)
         if output is not None:
             collectives_results.append(output, configurations, origin)
 
     if comm.rank == 0 and not as_json:
-        click.echo(_headline(session, wanted))
-    run.run(comm, wanted, session.library, keep, lambda line: click.echo(line, err=True))
+        click.echo(_headline(session, request))
+    run.run(comm, request, session.library, keep, lambda line: click.echo(line, err=True))
     if comm.rank == 0:
-        results = collectives_results.CollectivesResults(origin, tuple(found))
-        table = reports.rows(found)
+        results = collectives_results.CollectivesResults(origin, tuple(measured))
+        table = reports.rows(measured)
         if as_json:
             click.echo(json.dumps(reports.jsonable(results)))
         else:
@@ -191,17 +191,17 @@ def _measure(
             reports.plot(table, plot)
         if output is not None:
             click.echo(f"every iteration of every rank is in {output}", err=True)
-    wrong = comm.broadcast_object(any(one.wrong for one in found))
+    wrong = comm.broadcast_object(any(configuration.wrong for configuration in measured))
     return FAILURE if wrong else OK
 
 
-def _headline(session: "Session", wanted: "CollectivesRequest") -> str:
+def _headline(session: "Session", request: "CollectivesRequest") -> str:
     ranks, nodes = session.comm.size, session.comm.nodes().count
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
-    return f"{where}, {session.library}, seed {wanted.seed}, {'hot' if wanted.hot else 'cold'} buffers"
+    return f"{where}, {session.library}, seed {request.seed}, {'hot' if request.hot else 'cold'} buffers"
 
 
-def _provenance(session: "Session", wanted: "CollectivesRequest", anonymous: bool) -> Mapping[str, Any]:
+def _provenance(session: "Session", request: "CollectivesRequest", anonymous: bool) -> Mapping[str, Any]:
     """Return what the file says of the run. Collective over the world."""
     from hpcdist.bench.collectives.contenders import last_level_cache_bytes
     from hpcdist.telemetry.provenance import provenance
@@ -212,7 +212,9 @@ def _provenance(session: "Session", wanted: "CollectivesRequest", anonymous: boo
     if comm.rank > 0:
         return {}
     named = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
-    kept = {name: value for name, value in named.items() if not (anonymous and any(host in value for host in hosts))}
+    variables = {
+        name: value for name, value in named.items() if not (anonymous and any(host in value for host in hosts))
+    }
     return {
         **provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous),
         "ranks": comm.size,
@@ -220,8 +222,8 @@ def _provenance(session: "Session", wanted: "CollectivesRequest", anonymous: boo
         "node_of_rank": [node for _, node, _ in places],
         "cores_of_rank": [cores for _, _, cores in places],
         "last_level_cache_bytes": last_level_cache_bytes() or -1,
-        "environment": json.dumps(kept, sort_keys=True),
-        "seed": wanted.seed,
-        "warmup": wanted.warmup,
+        "environment": json.dumps(variables, sort_keys=True),
+        "seed": request.seed,
+        "warmup": request.warmup,
         "order": "sizes, dtypes and operations at random; the contenders of one take turns, in a new order each time",
     }

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.bench.data.report import CONTENDERS
 from hpcdist.errors import FAILURE, OK, REQUEUE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -100,8 +99,8 @@ def command(
         scenarios[report.STRAGGLERS] = report.stragglers(slow, slow_factor, slow_probability)
     recipes = _recipes(recipe, ranks, repeats)
     base = dict(_SHARED_SETTINGS) if recipe is not None else {**_SHARED_SETTINGS, **_WITHOUT_RECIPE}
-    wanted = report.ExchangeRequest(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
-    trials, left_out = report.expand(wanted, recipes)
+    request = report.ExchangeRequest(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
+    trials, left_out = report.expand(request, recipes)
     if not trials:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     if plot is not None:
@@ -110,12 +109,14 @@ def command(
         check_plot(plot)
     with tempfile.TemporaryDirectory(prefix="hpcdist-bench-data-") as folder:
         path = output or Path(folder) / "results.h5"
-        tally, found = _measure(trials, path, repeats, limit_s, anonymous, left_out, line)
-        failed = _show(found, left_out, as_json, plot)
+        tally, sweep = _measure(trials, path, repeats, limit_s, anonymous, left_out, line)
+        failed = _show(sweep, left_out, as_json, plot)
     return REQUEUE if tally.left else FAILURE if failed else OK
 
 
 def _chosen(names: tuple[str, ...]) -> Mapping[str, Mapping[str, Any]]:
+    from hpcdist.bench.data.report import CONTENDERS  # late: --help of all of `bench` must load neither numpy nor h5py
+
     for name in names:
         if name not in CONTENDERS:
             raise UsageError(f"--contender {name!r} is unknown; choose from: {'; '.join(CONTENDERS)}")
@@ -166,22 +167,25 @@ def _measure(
     with results.locked(path):
         remove_leftovers(path)
         items = series.plan(trials, repeats, path, retry_failed=False)
-        told = {"left_out": json.dumps(dict(left_out))}
-        tally = run_trials(items, path, series.SeriesLimits(limit_s), anonymous, line, told)
-    found = results.read(path)
+        attributes = {"left_out": json.dumps(dict(left_out))}
+        tally = run_trials(items, path, series.SeriesLimits(limit_s), anonymous, line, attributes)
+    recorded = results.read(path)
     ids = {trial.id for trial in trials}
-    return tally, results.SweepResults(found.provenance, tuple(one for one in found.configurations if one.id in ids))
+    return tally, results.SweepResults(
+        recorded.provenance,
+        tuple(configuration for configuration in recorded.configurations if configuration.id in ids),
+    )
 
 
-def _show(found: "SweepResults", left_out: Mapping[str, str], as_json: bool, plot: Path | None) -> bool:
+def _show(sweep: "SweepResults", left_out: Mapping[str, str], as_json: bool, plot: Path | None) -> bool:
     """Print the table, and draw it; whether any training failed that was not refused."""
     from hpcdist.bench.data import report as reports
 
-    table = reports.rows(found)
+    table = reports.rows(sweep)
     if as_json:
-        click.echo(json.dumps(reports.jsonable(table, left_out, found.provenance)))
+        click.echo(json.dumps(reports.jsonable(table, left_out, sweep.provenance)))
     else:
         click.echo(reports.text(table, left_out))
     if plot is not None:
-        reports.plot(found, plot)
+        reports.plot(sweep, plot)
     return any(row.failed and not row.refused for row in table)

@@ -40,10 +40,10 @@ def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
 
     results.check_place(output)
     with results.locked(output):
-        found = merge.merge(output, parts, mixed=mixed)
-    for difference in found.differences:
+        merged = merge.merge(output, parts, mixed=mixed)
+    for difference in merged.differences:
         click.echo(f"hpcdist bench merge: the trials differ in {difference}", err=True)
-    click.echo(f"{found.ok} ok, {found.failed} failed; `hpcdist report {output}`", err=True)
+    click.echo(f"{merged.ok} ok, {merged.failed} failed; `hpcdist report {output}`", err=True)
 
 
 def _threshold(context: click.Context, parameter: click.Parameter, value: str) -> float:
@@ -89,22 +89,22 @@ def compare(
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
     rule = comparing.CompareRule(threshold, confidence, resamples, seed)
-    found = comparing.compare(before, after, rule)
+    comparison = comparing.compare(before, after, rule)
     if as_json:
-        click.echo(json.dumps(comparing.jsonable(found, rule)))
+        click.echo(json.dumps(comparing.jsonable(comparison, rule)))
     else:
-        click.echo(comparing.markdown(found) if markdown else comparing.text(found))
-    judged, total = len(found.judged), sum(not change.reference for change in found.changes)
+        click.echo(comparing.markdown(comparison) if markdown else comparing.text(comparison))
+    judged, total = len(comparison.judged), sum(not change.reference for change in comparison.changes)
     if not judged:
         raise UsageError(
             f"none of {total} configurations that both files have has a verdict, which takes {comparing.LEAST} "
             "iterations a side; measure more (--iterations, --seconds)"
         )
-    wrong = sum(change.verdict == comparing.WRONG for change in found.regressions)
+    wrong = sum(change.verdict == comparing.WRONG for change in comparison.regressions)
     counts = f"{wrong} wrong in the second, {total - judged} without a verdict"
-    slower = len(found.regressions) - wrong
+    slower = len(comparison.regressions) - wrong
     click.echo(f"{slower} of {total} slower by more than {100 * threshold:g} %, {counts}", err=True)
-    return FAILURE if found.regressions else OK
+    return FAILURE if comparison.regressions else OK
 
 
 @click.group()
@@ -171,32 +171,32 @@ def sweep(
     if as_json and not listing:
         raise UsageError("--json prints what --list does; add --list, or see `hpcdist report --json` for results")
     check_alone()
-    found, trials = _trials(sweep_file)
+    definition, trials = _trials(sweep_file)
     only = _position(trials, wanted, sweep_file)
     if listing:
-        _list(found, trials, only, as_json)
+        _list(definition, trials, only, as_json)
         return OK
     from hpcdist.bench.sweep import results, series
 
     line = trial_command(ranks_per_node, run_args)
     results.check_place(output)
     if dry_run:
-        _show(series.plan(trials, found.repeats, output, retry_failed, only), line)
+        _show(series.plan(trials, definition.repeats, output, retry_failed, only), line)
         return OK
     with results.locked(output):
         remove_leftovers(output)
-        items = series.plan(trials, found.repeats, output, retry_failed, only)
+        items = series.plan(trials, definition.repeats, output, retry_failed, only)
         tally = run_trials(items, output, series.SeriesLimits(limit_s, budget_s or float("inf")), anonymous, line)
-    again = "; --retry-failed runs the failed again" if tally.failed else ""
-    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{again}", err=True)
+    hint = "; --retry-failed runs the failed again" if tally.failed else ""
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{hint}", err=True)
     return REQUEUE if tally.left else FAILURE if tally.failed else OK
 
 
 def _trials(sweep_file: Path) -> "tuple[Sweep, list[SweepTrial]]":
     from hpcdist.bench.sweep import definition as sweeps
 
-    found = sweeps.read(sweep_file)
-    return found, sweeps.expand(found, SweepRecipes(found))
+    sweep = sweeps.read(sweep_file)
+    return sweep, sweeps.expand(sweep, SweepRecipes(sweep))
 
 
 def _position(trials: "list[SweepTrial]", wanted: str | None, sweep_file: Path) -> int | None:
@@ -205,13 +205,13 @@ def _position(trials: "list[SweepTrial]", wanted: str | None, sweep_file: Path) 
     return None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
 
 
-def _list(found: "Sweep", trials: "list[SweepTrial]", only: int | None, as_json: bool) -> None:
+def _list(sweep: "Sweep", trials: "list[SweepTrial]", only: int | None, as_json: bool) -> None:
     """Print what the trials are; needs neither MPI nor HDF5."""
     from hpcdist.bench.sweep import definition
 
-    rows = definition.trial_rows(trials, found)
+    rows = definition.trial_rows(trials, sweep)
     rows = rows if only is None else [rows[only]]
-    click.echo(json.dumps({"sweep": str(found.path), "trials": rows}) if as_json else definition.trial_table(rows))
+    click.echo(json.dumps({"sweep": str(sweep.path), "trials": rows}) if as_json else definition.trial_table(rows))
 
 
 def _show(items: "list[SeriesItem]", line: "Command") -> None:

@@ -88,22 +88,22 @@ def command(
     from hpcdist.bench.pipeline.results import PipelineRequest, PipelineShape, chosen
     from hpcdist.comm.launch import environment
 
-    said = environment.launch_environment()
-    there = said.size if said is not None and said.size > 1 else None
+    launched = environment.launch_environment()
+    there = launched.size if launched is not None and launched.size > 1 else None
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
     shape = PipelineShape(layers, hidden, context, samples)
     counts = tuple(dict.fromkeys(microbatches))
-    wanted = PipelineRequest(chosen(schedules), counts, there or ranks or _RANKS, chunks, shape, steps, warmup, seed)
+    request = PipelineRequest(chosen(schedules), counts, there or ranks or _RANKS, chunks, shape, steps, warmup, seed)
     if list_only:
-        _list(wanted)
+        _list(request)
         return OK
     outputs = PipelineOutputs(output, as_json, plot, timeline, anonymous)
     if there is None:
-        _cases(wanted)
+        _cases(request)
         _check_places(outputs)
-        return _start(wanted.ranks, call)
-    return _measure(wanted, outputs)
+        return _start(request.ranks, call)
+    return _measure(request, outputs)
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class PipelineOutputs:
     anonymous: bool
 
 
-def _list(wanted: "PipelineRequest") -> None:
+def _list(request: "PipelineRequest") -> None:
     from hpcdist.bench.pipeline.results import cases
 
-    found, left_out = cases(wanted)
-    for case in found:
+    possible, left_out = cases(request)
+    for case in possible:
         click.echo(
             f"{case.schedule}, {case.microbatches} micro-batches, {case.chunks} chunks on each of {case.ranks} ranks"
         )
@@ -129,14 +129,14 @@ def _list(wanted: "PipelineRequest") -> None:
         click.echo(f"left out: {name}: {reason}")
 
 
-def _cases(wanted: "PipelineRequest") -> "tuple[list[PipelineCase], dict[str, str]]":
+def _cases(request: "PipelineRequest") -> "tuple[list[PipelineCase], dict[str, str]]":
     """Return the cases, and why others are left out. Raises UsageError for none."""
     from hpcdist.bench.pipeline.results import cases
 
-    found, left_out = cases(wanted)
-    if not found:
+    possible, left_out = cases(request)
+    if not possible:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
-    return found, left_out
+    return possible, left_out
 
 
 def rank_arguments(call: click.Context) -> list[str]:
@@ -149,8 +149,8 @@ def rank_arguments(call: click.Context) -> list[str]:
         if isinstance(option, click.Option) and option.is_flag:
             line.append(option.opts[-1])
         else:
-            for one in value if option.multiple else (value,):
-                line += [option.opts[-1], str(one)]
+            for item in value if option.multiple else (value,):
+                line += [option.opts[-1], str(item)]
     return line
 
 
@@ -163,27 +163,27 @@ def _start(ranks: int, call: click.Context) -> int:
     return code
 
 
-def _measure(wanted: "PipelineRequest", outputs: PipelineOutputs) -> int:
+def _measure(request: "PipelineRequest", outputs: PipelineOutputs) -> int:
     """Measure what is not there yet, show and write. Collective over the world; leaves with the exit code."""
     from hpcdist.bench import output_file
     from hpcdist.bench.pipeline import results, run
     from hpcdist.comm import start
 
-    expected, left_out = _cases(wanted)
+    expected, left_out = _cases(request)
     session = start.start()
     comm, path, known = session.comm, outputs.file, {}
     output_file.check_on_all_ranks(comm, lambda: _check_places(outputs))
     if comm.rank == 0 and path is not None and path.exists():
-        known = {one.case.id: one for one in results.read(path).cases}
-    done = comm.broadcast_object(list(known))
-    origin = _provenance(session, wanted, outputs.anonymous)
+        known = {measured.case.id: measured for measured in results.read(path).cases}
+    measured_ids = comm.broadcast_object(list(known))
+    origin = _provenance(session, request, outputs.anonymous)
 
-    def keep(found: "Sequence[MeasuredCase]") -> None:
-        known.update({one.case.id: one for one in found})
+    def keep(cases: "Sequence[MeasuredCase]") -> None:
+        known.update({measured.case.id: measured for measured in cases})
         if path is not None:
-            results.append(path, found, origin)
+            results.append(path, cases, origin)
 
-    run.run(comm, wanted, done, keep, lambda line: click.echo(line, err=True))
+    run.run(comm, request, measured_ids, keep, lambda line: click.echo(line, err=True))
     if comm.rank == 0:
         shown = tuple(known[case.id] for case in expected)
         _show(results.PipelineResults(origin, shown), left_out, outputs)
@@ -208,23 +208,22 @@ def _check_places(outputs: PipelineOutputs) -> None:
         check(outputs.timeline)
 
 
-def _show(found: "PipelineResults", left_out: dict[str, str], outputs: PipelineOutputs) -> None:
+def _show(measured: "PipelineResults", left_out: dict[str, str], outputs: PipelineOutputs) -> None:
     """Print the table, and draw it (on rank 0)."""
-    from hpcdist.bench.pipeline import report as reports
-    from hpcdist.bench.pipeline import schedules as pictures
+    from hpcdist.bench.pipeline import report, schedules
 
     if outputs.as_json:
-        click.echo(json.dumps(reports.jsonable(found, left_out)))
+        click.echo(json.dumps(report.jsonable(measured, left_out)))
     else:
-        click.echo(reports.text(reports.rows(found), left_out))
+        click.echo(report.text(report.rows(measured), left_out))
     if outputs.plot is not None:
-        reports.plot(found, outputs.plot)
+        report.plot(measured, outputs.plot)
     if outputs.timeline is not None:
-        write = pictures.write_trace if outputs.timeline.suffix == ".json" else pictures.draw
-        write(reports.panels(found), outputs.timeline)
+        write = schedules.write_trace if outputs.timeline.suffix == ".json" else schedules.draw
+        write(report.panels(measured), outputs.timeline)
 
 
-def _provenance(session: "Session", wanted: "PipelineRequest", anonymous: bool) -> dict[str, Any]:
+def _provenance(session: "Session", request: "PipelineRequest", anonymous: bool) -> dict[str, Any]:
     """Return what the file says of the run. Collective over the world."""
     from hpcdist.telemetry.provenance import provenance
 
@@ -233,7 +232,7 @@ def _provenance(session: "Session", wanted: "PipelineRequest", anonymous: bool) 
     return {
         **provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous),
         "cores_of_rank": [cores for _, cores in places],
-        "seed": wanted.seed,
-        "warmup": wanted.warmup,
+        "seed": request.seed,
+        "warmup": request.warmup,
         "order": "cases of as many micro-batches, and the model on one rank, take turns, in a new order each step",
     }

@@ -80,25 +80,25 @@ def command(
         for name, meaning in results.CONTENDERS.items():
             click.echo(f"{name}: {meaning}")
         return OK
-    said = environment.launch_environment()
-    there = said.size if said is not None and said.size > 1 else None
+    launched = environment.launch_environment()
+    there = launched.size if launched is not None and launched.size > 1 else None
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
     size = results.StepShape(**shape)
     if size.hidden % size.heads:
         raise UsageError(f"--hidden {size.hidden} is not a multiple of --heads {size.heads}")
     count = there or ranks or 1
-    wanted = results.StepRequest(size, results.chosen(names), count, steps, warmup, profiled, seed, threads)
+    request = results.StepRequest(size, results.chosen(names), count, steps, warmup, profiled, seed, threads)
     outputs = StepOutputs(output, as_json, plot, anonymous)
-    told = os.environ.get(THREADS)
-    if told not in (None, str(threads)) and count > 1:
+    inherited = os.environ.get(THREADS)
+    if inherited not in (None, str(threads)) and count > 1:
         raise UsageError(
-            f"--threads {threads}, but {THREADS}={told}: the ranks would use that; unset it, or make it equal"
+            f"--threads {threads}, but {THREADS}={inherited}: the ranks would use that; unset it, or make it equal"
         )
-    if there is None and (count > 1 or told != str(threads)):
+    if there is None and (count > 1 or inherited != str(threads)):
         _check_places(outputs)
         return _start(count, threads, call)
-    return _measure(wanted, outputs)
+    return _measure(request, outputs)
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ def _start(ranks: int, threads: int, call: click.Context) -> int:
 
     line = ["bench", "step", *rank_arguments(call)]
     if ranks == 1:
-        given = {**os.environ, **common_settings(threads, {})}
-        return subprocess.run([sys.executable, "-P", "-m", "hpcdist", *line], env=given, check=False).returncode
+        environment = {**os.environ, **common_settings(threads, {})}
+        return subprocess.run([sys.executable, "-P", "-m", "hpcdist", *line], env=environment, check=False).returncode
     line = ["-n", str(ranks), "--cpus-per-task", str(threads), "--grace", "5", *line]
     code: int = run.command.main(args=line, prog_name="hpcdist run", standalone_mode=False)
     return code
 
 
-def _measure(wanted: "StepRequest", outputs: StepOutputs) -> int:
+def _measure(request: "StepRequest", outputs: StepOutputs) -> int:
     """Measure, show and write. Collective over the world; leaves with the exit code."""
     from hpcdist.bench import output_file
     from hpcdist.bench.step import results, run
@@ -138,13 +138,13 @@ def _measure(wanted: "StepRequest", outputs: StepOutputs) -> int:
     output_file.check_on_all_ranks(comm, lambda: _check_places(outputs))
     hosts = list(dict.fromkeys(comm.allgather_object(session.place.host)))
     origin: dict[str, Any] = {**provenance(mpi_library=session.library, hosts=hosts, anonymous=outputs.anonymous)}
-    found = run.run(comm, wanted, origin, lambda line: click.echo(line, err=True))
+    measured = run.run(comm, request, origin, lambda line: click.echo(line, err=True))
     code = OK
-    if found is not None:
+    if measured is not None:
         if outputs.file is not None:
-            results.write(outputs.file, found)
-        _show(found, outputs)
-        apart = run.differences(found, COMPARED)
+            results.write(outputs.file, measured)
+        _show(measured, outputs)
+        apart = run.differences(measured, COMPARED)
         code = OK if all(difference <= SAME for difference in apart.values()) else FAILURE  # NaN is no agreement
     session.leave(comm.broadcast_object(code))
     return OK
@@ -161,10 +161,10 @@ def _check_places(outputs: StepOutputs) -> None:
         report.check_plot(outputs.plot)
 
 
-def _show(found: "StepResults", outputs: StepOutputs) -> None:
+def _show(measured: "StepResults", outputs: StepOutputs) -> None:
     """Print the report, and draw it (on rank 0)."""
     from hpcdist.bench.step import report
 
-    click.echo(json.dumps(report.jsonable(found)) if outputs.as_json else report.text(found))
+    click.echo(json.dumps(report.jsonable(measured)) if outputs.as_json else report.text(measured))
     if outputs.plot is not None:
-        report.plot(found, outputs.plot)
+        report.plot(measured, outputs.plot)

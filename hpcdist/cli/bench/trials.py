@@ -47,11 +47,11 @@ def check_alone() -> None:
     """Raise UsageError where this process is one of several ranks."""
     from hpcdist.comm.launch import environment
 
-    said = environment.launch_environment()
-    if said is not None and said.size > 1:
+    launched = environment.launch_environment()
+    if launched is not None and launched.size > 1:
         raise UsageError(
-            f"this process is one of {said.size} ranks of {said.launcher}, and a sweep starts ranks itself; run it "
-            "as one process"
+            f"this process is one of {launched.size} ranks of {launched.launcher}, and a sweep starts ranks itself; "
+            "run it as one process"
         )
 
 
@@ -90,17 +90,17 @@ class SweepRecipes:
 def remove_leftovers(output: Path) -> None:
     """Remove the run directories of trials whose sweep was killed; the lock says that nobody else's are among them."""
     prefix = str(output.absolute()) + _TRIAL_INFIX
-    for found in glob.glob(glob.escape(prefix) + "*"):
+    for folder in glob.glob(glob.escape(prefix) + "*"):
         if (
-            _TEMPFILE_SUFFIX.fullmatch(found.removeprefix(prefix))
-            and os.path.isdir(found)
-            and not os.path.islink(found)
+            _TEMPFILE_SUFFIX.fullmatch(folder.removeprefix(prefix))
+            and os.path.isdir(folder)
+            and not os.path.islink(folder)
         ):
-            shutil.rmtree(found, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
+            shutil.rmtree(folder, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
 
 
 def trial_command(ranks_per_node: int | None, run_args: str) -> "Command":
-    """Return what makes the command line of a trial; see `options_of_run`."""
+    """Return what makes the command line of a trial; see `run_options`."""
     from hpcdist.bench.sweep import trial
 
     options = run_options(ranks_per_node, run_args)
@@ -118,18 +118,18 @@ def run_options(ranks_per_node: int | None, text: str) -> list[str]:
     try:
         words = shlex.split(text)
         command = of_run.make_context("run", ["-n", "1", *words, "train"]).params["command"]  # as for a trial
-        given = of_run.make_context("run", [*words], resilient_parsing=True)
+        parsed = of_run.make_context("run", [*words], resilient_parsing=True)
     except (ValueError, click.UsageError) as error:
-        said = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        raise UsageError(f"{place}: {said.rstrip('.')}; quote options of `hpcdist run` as for a shell") from error
+        message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise UsageError(f"{place}: {message.rstrip('.')}; quote options of `hpcdist run` as for a shell") from error
     if command != ("train",):
         raise UsageError(f"{place}: {command[0]!r} is no option of `hpcdist run`; see `hpcdist run --help`")
     for name, cure in _REFUSED_RUN_OPTIONS.items():
-        if given.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{place}: {cure}")
     if ranks_per_node is None:
         return words
-    if given.get_parameter_source("ranks_per_node") is ParameterSource.COMMANDLINE:
+    if parsed.get_parameter_source("ranks_per_node") is ParameterSource.COMMANDLINE:
         raise UsageError(f"{place} and --ranks-per-node {ranks_per_node} say the same; leave one of them out")
     return [*words, "--ranks-per-node", str(ranks_per_node)]
 
@@ -140,20 +140,20 @@ def run_trials(
     limits: "SeriesLimits",
     anonymous: bool,
     line: "Command",
-    told: Mapping[str, str] | None = None,
+    attributes: Mapping[str, str] | None = None,
     line_for: "Callable[[SweepTrial], Command] | None" = None,
     around: "Callable[[Measure], Measure] | None" = None,
 ) -> "SweepTally":
     """Run the items by the command ``line``, each with files in a directory of its own, under signals that ask to end.
 
-    A file that is made says what it is ``told`` beside the provenance. ``line_for`` a trial is its own command, in
-    place of ``line``; ``around`` puts what a sweep does before and after each trial around what measures it.
+    A new results file has ``attributes`` beside the provenance. ``line_for`` a trial is its own command, in place of
+    ``line``; ``around`` wraps what measures a trial in what a sweep does before and after it.
     """
     from hpcdist.bench.sweep import series, trial
     from hpcdist.telemetry.provenance import provenance
 
     environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
-    origin |= told or {}
+    origin |= attributes or {}
     watched = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
     before = {number: signal.signal(number, _stop) for number in watched}
 
@@ -184,8 +184,8 @@ def _environment() -> dict[str, str]:
     from hpcdist.training.recipe.settings import PREFIX
     from hpcdist.training.run.stop_requests import JOB_END
 
-    found = {
+    variables = {
         name: value for name, value in {**os.environ, **python_path_variables()}.items() if not name.startswith(PREFIX)
     }
-    found.pop(JOB_END, None)  # whoever runs it hears of the end of the job, and does not count what was cut short
-    return found
+    variables.pop(JOB_END, None)  # whoever runs it hears of the end of the job, and does not count what was cut short
+    return variables

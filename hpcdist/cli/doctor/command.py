@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from hpcdist import __version__
-from hpcdist.cli.doctor import job as doctor_job
+from hpcdist.cli.doctor import report
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
@@ -55,14 +55,14 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:
             raise UsageError(f"--{name} is for a batch job; add --job, or leave it out")
-    said = environment.launch_environment()
-    if said is not None:
-        return _examine_world(said, as_json)
+    launched = environment.launch_environment()
+    if launched is not None:
+        return _examine_world(launched, as_json)
     checks = _examine_machine()
     if launch:
         checks += _launched()
-    doctor_job.show(checks, as_json)
-    return doctor_job.exit_code(checks)
+    report.show(checks, as_json)
+    return report.exit_code(checks)
 
 
 def _examine_machine() -> list[Check]:
@@ -82,7 +82,7 @@ def _examine_machine() -> list[Check]:
     ]
 
 
-def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
+def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> int:
     """Check as one of the ranks that a launcher started; rank 0 reports. Collective."""
     from hpcdist.comm import start
     from hpcdist.comm.doctor import mpi_library
@@ -91,16 +91,16 @@ def _examine_world(said: environment.LaunchEnvironment, as_json: bool) -> int:
     try:
         session = start.start()
     except HpcdistError as error:
-        doctor_job.show([Check("world", FAIL, str(error))], as_json)
+        report.show([Check("world", FAIL, str(error))], as_json)
         failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
-    checks = mpi_library.check_world(session.comm, said, session.library)
+    checks = mpi_library.check_world(session.comm, launched, session.library)
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows)]
-        doctor_job.show(checks, as_json)
-    code: int = session.comm.broadcast_object(doctor_job.exit_code(checks))
+        report.show(checks, as_json)
+    code: int = session.comm.broadcast_object(report.exit_code(checks))
     session.leave(code)
     return code
 
@@ -122,12 +122,12 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
 def _versions() -> Check:
     installed = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     missing = [name for name in REQUIRED if installed[name] is None]
-    found = f"hpcdist {__version__}, Python {platform.python_version()}, " + ", ".join(
+    text = f"hpcdist {__version__}, Python {platform.python_version()}, " + ", ".join(
         f"{name} {version}" for name, version in installed.items() if version is not None
     )
     if missing:
-        return Check("versions", FAIL, found, f"not installed: {', '.join(missing)}; pip install hpcdist again")
-    return Check("versions", OK, found)
+        return Check("versions", FAIL, text, f"not installed: {', '.join(missing)}; pip install hpcdist again")
+    return Check("versions", OK, text)
 
 
 def _version(distribution: str) -> str | None:
@@ -171,12 +171,14 @@ def _nccl() -> Check:
 
 def _hdf5() -> Check:
     # In a child: a damaged libhdf5, or one that another library has loaded before, ends the process that imports it.
-    ask = "from h5py import version; print(version.version, version.hdf5_version)"
-    done = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    program = "from h5py import version; print(version.version, version.hdf5_version)"
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    if process.returncode != 0:
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return Check("HDF5", FAIL, reason, "pip install --force-reinstall h5py, or load the module it was built with")
-    version, _, library = done.stdout.strip().partition(" ")
+    version, _, library = process.stdout.strip().partition(" ")
     return Check(
         "HDF5", OK, f"h5py {version}, HDF5 {library}, locking {os.environ.get('HDF5_USE_FILE_LOCKING', 'auto')}"
     )
@@ -187,22 +189,22 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("/dev/shm", WARN, str(error), "ranks of a node share memory there; mount a tmpfs")
-    found = f"{usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f}"
+    text = f"{usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f}"
     if usage.free < SHARED_MEMORY_BYTES:
-        return Check("/dev/shm", WARN, found, "containers: start them with --shm-size=4g, or --ipc=host")
-    return Check("/dev/shm", OK, found)
+        return Check("/dev/shm", WARN, text, "containers: start them with --shm-size=4g, or --ipc=host")
+    return Check("/dev/shm", OK, text)
 
 
 def _cores() -> Check:
     usable = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS")
-    found = f"{len(usable)} of {os.cpu_count()} usable ({format_ranges(tuple(usable))}); "
-    found += f"OMP_NUM_THREADS={threads or 'unset'}"
+    text = f"{len(usable)} of {os.cpu_count()} usable ({format_ranges(tuple(usable))}); "
+    text += f"OMP_NUM_THREADS={threads or 'unset'}"
     if threads is None:
-        return Check("cores", OK, f"{found} (`hpcdist run` sets 1)")
+        return Check("cores", OK, f"{text} (`hpcdist run` sets 1)")
     if threads.isdigit() and int(threads) > len(usable):
-        return Check("cores", WARN, found, "more threads than cores for each rank: export OMP_NUM_THREADS=1")
-    return Check("cores", OK, found)
+        return Check("cores", WARN, text, "more threads than cores for each rank: export OMP_NUM_THREADS=1")
+    return Check("cores", OK, text)
 
 
 def _kernel_cache() -> Check:
@@ -230,11 +232,11 @@ def _launched() -> list[Check]:
     """Start two ranks that examine their world, and return what they found of it."""
     line = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "--grace", "2", "doctor", "--json"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)
-        report = json.loads(done.stdout.strip().splitlines()[-1])
+        process = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)
+        report = json.loads(process.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return [Check("two ranks", FAIL, f"no end within {LAUNCH_LIMIT_S:g} s", "see the launcher match above")]
     except (IndexError, ValueError):
-        reason = " | ".join(done.stderr.strip().splitlines()[-3:])
-        return [Check("two ranks", FAIL, f"exit code {done.returncode}: {reason}", "see the launcher match above")]
+        reason = " | ".join(process.stderr.strip().splitlines()[-3:])
+        return [Check("two ranks", FAIL, f"exit code {process.returncode}: {reason}", "see the launcher match above")]
     return [Check(**check) for check in report["checks"] if check["name"] in ("world", "thread level", "placement")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
+from hpcdist.cli.doctor import report
 from hpcdist.comm import start
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
@@ -24,37 +25,6 @@ if TYPE_CHECKING:
     from hpcdist.comm.doctor.facts import SchedulerRequest, Volume
     from hpcdist.comm.start import Session
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
-
-import click
-
-COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
-
-
-def exit_code(checks: Sequence[Check]) -> int:
-    """Return the exit code: 1 when anything failed."""
-    return FAILURE if any(check.status == FAIL for check in checks) else 0
-
-
-def show(checks: Sequence[Check], as_json: bool, plain: bool = False, **more: Any) -> None:
-    """Print ``checks``, ``plain`` without colours: mpirun shows its ranks a terminal where there is a log.
-
-    The JSON object also holds ``more``.
-    """
-    if as_json:
-        click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
-        return
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        status = f"{check.status:4}" if plain else click.style(f"{check.status:4}", fg=COLOURS[check.status])
-        click.echo(f"{status}  {check.name:{width}}  {check.found}")
-        if check.cure:
-            click.echo(f"{'':6}{'':{width}}  -> {check.cure}")
-
-
 REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
 UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
 # Removed again; where a rank is killed before that, the training must not take the directory for somebody else's.
@@ -63,19 +33,19 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
     """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
-    said = launch_environment.launch_environment()
-    found = facts.gpu_facts(said, device)
+    launched = launch_environment.launch_environment()
+    gpus = facts.gpu_facts(launched, device)
     try:
         session = start.start(examined=True)
     except HpcdistError as error:
-        if said is None or not said.rank:
-            show([_clock_offsets(said, error)], as_json, plain=True)
+        if launched is None or not launched.rank:
+            report.show([_world_failure(launched, error)], as_json, plain=True)
         failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
     gathered = gather.gather(
         comm,
-        facts.rank_facts(said, found),
+        facts.rank_facts(launched, gpus),
         lambda: facts.node_facts(mpi_library.short_version(session.library), _volumes(directory)),
         directory,
         deadline.stage,
@@ -84,27 +54,31 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
     deadline.stage("hearing what rank 0 makes of it", REPORTING_S)
     code = 0
     if gathered is not None:
-        asked = facts.scheduler_request(said)
-        checks = [_world(session, said), _walltime(asked.scheduler), *_checks(gathered, asked, device, directory)]
+        requested = facts.scheduler_request(launched)
+        checks = [
+            _world(session, launched),
+            _walltime(requested.scheduler),
+            *_checks(gathered, requested, device, directory),
+        ]
         if recipe is not None:
             checks.append(_packages(recipe))
         nodes = gathered.table.labels
-        show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
-        code = exit_code(checks)
+        report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
+        code = report.exit_code(checks)
     code = comm.broadcast_object(code)
     deadline.stop()
     session.leave(code)
     return code
 
 
-def _checks(gathered: gather.Gathered, asked: "SchedulerRequest", device: str, directory: Path) -> list[Check]:
+def _checks(gathered: gather.Gathered, requested: "SchedulerRequest", device: str, directory: Path) -> list[Check]:
     table = gathered.table
     return [
-        job_checks.check_size(table, asked),
+        job_checks.check_size(table, requested),
         job_checks.check_messages(table),
         binding_checks.check_local_ranks(table),
-        binding_checks.check_gpus(table, device, asked.holds_gpus),
-        binding_checks.check_cores(table, asked.scheduler),
+        binding_checks.check_gpus(table, device, requested.holds_gpus),
+        binding_checks.check_cores(table, requested.scheduler),
         job_checks.check_clocks(table, gathered.offsets),
         job_checks.check_directory(table, str(directory), gathered.failure),
         job_checks.check_space(table),
@@ -126,8 +100,8 @@ def _packages(path: Path) -> Check:
     absent = requirements.missing_packages(recipe)
     if absent:
         return Check("packages", FAIL, "; ".join(absent), "install them where the ranks run")
-    wanted = sorted({need.module for need in requirements.requirements(recipe)})
-    return Check("packages", OK, ", ".join(wanted) or "the recipe needs no optional ones")
+    modules = sorted({need.module for need in requirements.requirements(recipe)})
+    return Check("packages", OK, ", ".join(modules) or "the recipe needs no optional ones")
 
 
 def _volumes(directory: Path) -> "tuple[Volume, ...]":
@@ -149,26 +123,29 @@ def _volume(role: str, path: Path) -> "Volume":
     return facts.volume_facts(role, path, kind)
 
 
-def _world(session: "Session", said: launch_environment.LaunchEnvironment | None) -> Check:
+def _world(session: "Session", launched: launch_environment.LaunchEnvironment | None) -> Check:
     """Say which MPI and launcher made the world; that it is the one announced was checked at the start."""
-    if said is None:
+    if launched is None:
         return Check("world", OK, "this process alone: no launcher announced any others")
-    found = f"announced by {said.launcher}; {mpi_library.short_version(session.library)}"
+    text = f"announced by {launched.launcher}; {mpi_library.short_version(session.library)}"
     if session.comm.supports("thread_multiple"):
-        return Check("world", OK, f"{found}, MPI_THREAD_MULTIPLE")
-    return Check("world", WARN, f"{found}, below MPI_THREAD_MULTIPLE", mpi_library.WITHOUT_THREADS)
+        return Check("world", OK, f"{text}, MPI_THREAD_MULTIPLE")
+    return Check("world", WARN, f"{text}, below MPI_THREAD_MULTIPLE", mpi_library.WITHOUT_THREADS)
 
 
-def _clock_offsets(
-    said: launch_environment.LaunchEnvironment | None, error: HpcdistError, environment: Mapping[str, str] = os.environ
+def _world_failure(
+    launched: launch_environment.LaunchEnvironment | None,
+    error: HpcdistError,
+    environment: Mapping[str, str] = os.environ,
 ) -> Check:
     """Say why there is no world, and how the launcher can be made to give one."""
     cure = (
         "start the job by the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` takes it"
     )
     # With --mpi=pmi2, srun announces as the mpirun of an MPICH does.
-    if said is not None and (
-        said.launcher == "Slurm srun" or launch_environment.started_by_srun(said.size, said.rank, environment)
+    if launched is not None and (
+        launched.launcher == "Slurm srun"
+        or launch_environment.started_by_srun(launched.size, launched.rank, environment)
     ):
         kinds = facts.plugin_versions() or "nothing"
         cure = f"srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH; `srun --mpi=list` has {kinds}; or `hpcdist run`"
@@ -210,6 +187,6 @@ def _queued_s(job: str) -> float | None:
     from hpcdist.batch.schedulers.slurm import queue
 
     try:
-        return next((one.time_left_s for one in queue.queued([job])), None) if job else None
+        return next((state.time_left_s for state in queue.queued([job])), None) if job else None
     except HpcdistError:
         return None

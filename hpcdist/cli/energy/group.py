@@ -24,7 +24,7 @@ from hpcdist.energy.config import PM_COUNTERS, POWERCAP
 from hpcdist.errors import INTERRUPTED, OK, STORAGE
 
 if TYPE_CHECKING:
-    from hpcdist.energy.monitor.watch import EnergyWatch, WatchInterval
+    from hpcdist.energy.monitor.monitor import EnergyWatch, WatchInterval
 
 REFRESH_S: Final = 1.0
 MAX_SOURCES: Final = 4  # on a line; of more, kinds are shown
@@ -70,15 +70,15 @@ def watch(
     those of whole devices: what others do on this machine meanwhile is in them too.
     """
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.energy.monitor.watch import EnergyWatch  # late: --help must not load numpy
+    from hpcdist.energy.monitor.monitor import EnergyWatch  # late: --help must not load numpy
 
     config = EnergyConfig(interval_s=interval, powercap=str(powercap), pm_counters=str(pm_counters))
     watch = EnergyWatch(config, output)
     screen = _Display(to_stderr=bool(arguments), quiet=as_json)
     screen.begin(watch)
     code = _watch_command(watch, arguments, seconds, screen) if arguments else _watch_for(watch, seconds, screen)
-    found = watch.finish()
-    screen.end(json.dumps(_jsonable(found | {"exit_code": code}), allow_nan=False) if as_json else _total(found))
+    totals = watch.finish()
+    screen.end(json.dumps(_jsonable(totals | {"exit_code": code}), allow_nan=False) if as_json else _total(totals))
     if watch.lost_output:
         click.echo(f"Error: not all samples are kept: {watch.lost_output}", err=True)
     context.exit(code or (STORAGE if watch.lost_output else OK))
@@ -97,16 +97,16 @@ class _Display:
         if self._quiet:
             return
         for track in watch.sampler.tracks:
-            told = "; ".join(filter(None, (track.about.model, track.about.note)))
-            click.echo(f"{track.kind:5} {track.name}{f' ({told})' if told else ''}", err=self._err)
+            details = "; ".join(filter(None, (track.about.model, track.about.note)))
+            click.echo(f"{track.kind:5} {track.name}{f' ({details})' if details else ''}", err=self._err)
         for kind, reason in watch.missing().items():
             click.echo(f"{kind:5} not measured: {reason}", err=self._err)
 
-    def moment(self, found: "WatchInterval") -> None:
+    def moment(self, interval: "WatchInterval") -> None:
         """Show the watts of a moment."""
         if self._quiet:
             return
-        line = _line(found)
+        line = _line(interval)
         if self._renews:
             width = shutil.get_terminal_size().columns - 1
             click.echo(f"\r{line[:width]:{width}}", nl=False, err=self._err)
@@ -185,13 +185,13 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _line(found: "WatchInterval") -> str:
-    shown = found.watts if len(found.watts) <= MAX_SOURCES else found.by_kind
+def _line(interval: "WatchInterval") -> str:
+    shown = interval.watts if len(interval.watts) <= MAX_SOURCES else interval.by_kind
     watts = [f"{_short(name)} {_watts(value)}" for name, value in shown.items()]
-    shares = [(name, found.utilisation.get(key, math.nan)) for name, key in SHARES]
+    shares = [(name, interval.utilisation.get(key, math.nan)) for name, key in SHARES]
     busy = [f"{name} {share:.0%}" for name, share in shares if not math.isnan(share)]
     return " | ".join(
-        filter(None, (f"{found.seconds:6.0f} s  {_watts(found.total_w)}", ", ".join(watts), ", ".join(busy)))
+        filter(None, (f"{interval.seconds:6.0f} s  {_watts(interval.total_w)}", ", ".join(watts), ", ".join(busy)))
     )
 
 
@@ -203,30 +203,30 @@ def _watts(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.1f} W"
 
 
-def _total(found: Mapping[str, Any]) -> str:
+def _total(totals: Mapping[str, Any]) -> str:
     """Return what was used, source by source."""
-    lines = [f"in {found['seconds']:.1f} s:"]
-    for row in found["sources"]:
+    lines = [f"in {totals['seconds']:.1f} s:"]
+    for row in totals["sources"]:
         joules = "unknown" if math.isnan(row["joules"]) else f"{row['joules']:,.1f} J"
         part = "" if row["counted"] else ", a part of the node's"
         failed = f", {row['failed_reads']} failed reads" if row["failed_reads"] else ""
         lines.append(f"  {row['kind']:5} {row['name']}: {joules}{part}{failed}")
-    if found["reason"] is None:
-        watts = found["energy_j"] / found["seconds"]
-        lines.append(f"  total {found['energy_j']:,.1f} J, {watts:.1f} W on average")
+    if totals["reason"] is None:
+        watts = totals["energy_j"] / totals["seconds"]
+        lines.append(f"  total {totals['energy_j']:,.1f} J, {watts:.1f} W on average")
     else:
-        lines.append(f"  total unknown: {found['reason']}")
-    if not math.isnan(found["sampler_share"]):
-        lines.append(f"  reading took {found['sampler_share']:.2%} of a processor")
+        lines.append(f"  total unknown: {totals['reason']}")
+    if not math.isnan(totals["sampler_share"]):
+        lines.append(f"  reading took {totals['sampler_share']:.2%} of a processor")
     return "\n".join(lines)
 
 
 def _jsonable(value: Any) -> Any:
     """Return ``value`` as JSON has it: what is not known is null."""
     if isinstance(value, Mapping):
-        return {name: _jsonable(one) for name, one in value.items()}
+        return {name: _jsonable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(one) for one in value]
+        return [_jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

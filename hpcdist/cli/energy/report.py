@@ -54,12 +54,12 @@ def command(
     from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
     from hpcdist.training.use_cases.energy_figures import EnergyReportOptions, figures
 
-    given = None
+    intensity = None
     if carbon_intensity is not None:
-        given = CarbonIntensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
+        intensity = CarbonIntensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
     with regular.damage(run_dir, regular.FIGURES):
-        found = figures(run_dir, EnergyReportOptions(target_loss, pue, given, carbon, price, currency, slurm))
-        lines = json.dumps(found) if as_json else "\n".join(text(found))
+        account = figures(run_dir, EnergyReportOptions(target_loss, pue, intensity, carbon, price, currency, slurm))
+        lines = json.dumps(account) if as_json else "\n".join(text(account))
     click.echo(lines)
 
 
@@ -70,45 +70,45 @@ def _check(intensity: float | None, source: str | None, date: str | None, foreca
         raise UsageError("--carbon-source and --carbon-date say whose figure --carbon-intensity is; give that, too")
 
 
-def text(found: Mapping[str, Any]) -> Iterator[str]:
+def text(account: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as lines for people."""
-    label = f" ({found['energy_label']})" if found["energy_label"] else ""
-    yield f"run         {found['run_dir']}"
-    if found["energy_j"] is None:
-        yield f"energy      not measured: {found['energy_reason']}; see `hpcdist energy sources`"
+    label = f" ({account['energy_label']})" if account["energy_label"] else ""
+    yield f"run         {account['run_dir']}"
+    if account["energy_j"] is None:
+        yield f"energy      not measured: {account['energy_reason']}; see `hpcdist energy sources`"
     else:
-        yield f"energy      {_joules(found['energy_j'])} of {' + '.join(found['by_kind']) or 'the run'}{label}"
+        yield f"energy      {_joules(account['energy_j'])} of {' + '.join(account['by_kind']) or 'the run'}{label}"
         yield (
-            f"            {found['energy_kwh']:.4g} kWh, mean {_number(found['average_w'], ',.1f')} W, energy x delay "
-            f"{found['energy_delay_product_js']:.4g} J s"
+            f"            {account['energy_kwh']:.4g} kWh, mean {_number(account['average_w'], ',.1f')} W, energy x "
+            f"delay {account['energy_delay_product_js']:.4g} J s"
         )
-    yield from _phases(found)
+    yield from _phases(account)
     for name, what in (("j_per_step", "a step"), ("j_per_sample", "a sample"), ("j_per_token", "a token")):
-        if found[name] is not None:
-            yield f"{'training' if what == 'a step' else '':11} {found[name]:.4g} J {what}"
-    if "target" in found:
-        yield f"to target   {_target(found['target'])}"
-    yield from _equivalents(found)
-    yield from _sources(found)
-    yield from _starts(found)
-    if "slurm" in found:
-        yield f"Slurm       {_slurm(found['slurm'])}"
+        if account[name] is not None:
+            yield f"{'training' if what == 'a step' else '':11} {account[name]:.4g} J {what}"
+    if "target" in account:
+        yield f"to target   {_target(account['target'])}"
+    yield from _equivalents(account)
+    yield from _sources(account)
+    yield from _starts(account)
+    if "slurm" in account:
+        yield f"Slurm       {_slurm(account['slurm'])}"
 
 
-def _phases(found: Mapping[str, Any]) -> Iterator[str]:
-    if not found["phases"]:
+def _phases(account: Mapping[str, Any]) -> Iterator[str]:
+    if not account["phases"]:
         return
-    whole = found["energy_j"]
+    whole = account["energy_j"]
     yield ""
     yield f"{'phase':18} {'joules':>14} {'share':>7} {'seconds':>11} {'watts':>9}"
-    for name, row in found["phases"].items():
+    for name, row in account["phases"].items():
         yield _row(name, row, whole)
         if name == "training":
-            for part, own in found["activities"].items():
-                known = own["reason"] == found["energy_reason"]  # said once, above
+            for part, own in account["activities"].items():
+                known = own["reason"] == account["energy_reason"]  # said once, above
                 yield _row(f"  {part}", own | {"reason": None} if known else own, whole)
-            if not found["activities"] and found["activities_reason"] != found["energy_reason"]:
-                yield f"  its parts are not known: {found['activities_reason']}"
+            if not account["activities"] and account["activities_reason"] != account["energy_reason"]:
+                yield f"  its parts are not known: {account['activities_reason']}"
     yield ""
 
 
@@ -121,44 +121,44 @@ def _row(name: str, row: Mapping[str, Any], whole: float | None) -> str:
     return f"{name:18} {_number(joules, ',.1f'):>14} {share:>7} {seconds:11,.1f} {watts:>9}{error}{why}"
 
 
-def _equivalents(found: Mapping[str, Any]) -> Iterator[str]:
-    if found["energy_j"] is None:
+def _equivalents(account: Mapping[str, Any]) -> Iterator[str]:
+    if account["energy_j"] is None:
         return
-    yield f"site        {found['facility_kwh']:.4g} kWh at PUE {found['pue']:g}"
-    if found["emissions_g"] is None:
-        yield f"emissions   not known: {found['emissions_reason']}"
+    yield f"site        {account['facility_kwh']:.4g} kWh at PUE {account['pue']:g}"
+    if account["emissions_g"] is None:
+        yield f"emissions   not known: {account['emissions_reason']}"
     else:
-        low, high = found["emissions_spread_g"]
+        low, high = account["emissions_spread_g"]
         spread = "" if math.isclose(low, high) else f" (between {_grams(low)} and {_grams(high)})"
-        dated = f", {found['carbon_date']}" if found["carbon_date"] else ""
+        dated = f", {account['carbon_date']}" if account["carbon_date"] else ""
         yield (
-            f"emissions   {_grams(found['emissions_g'])} CO2e{spread} at {found['carbon_g_per_kwh']:.4g} g/kWh "
-            f"({found['carbon_source']}{dated})"
+            f"emissions   {_grams(account['emissions_g'])} CO2e{spread} at {account['carbon_g_per_kwh']:.4g} g/kWh "
+            f"({account['carbon_source']}{dated})"
         )
-    if found["cost"] is not None:
-        yield f"cost        {found['cost']:.4g} {found['currency'] or ''}".rstrip()
+    if account["cost"] is not None:
+        yield f"cost        {account['cost']:.4g} {account['currency'] or ''}".rstrip()
 
 
-def _sources(found: Mapping[str, Any]) -> Iterator[str]:
-    if not found["sources"]:
+def _sources(account: Mapping[str, Any]) -> Iterator[str]:
+    if not account["sources"]:
         return
     yield ""
-    width = max(len(row["name"]) for row in found["sources"])
+    width = max(len(row["name"]) for row in account["sources"])
     yield f"node kind  {'source':{width}} {'joules':>14}"
-    for row in found["sources"]:
+    for row in account["sources"]:
         notes = ["declared model, not measured"] if row["declared"] else []
         notes += [row["note"]] if row["note"] else []
         notes += [] if row["counted"] else ["part of the node's, not added"]
-        said = f"  {'; '.join(notes)}" if notes else ""
-        yield f"{row['node']:4} {row['kind']:5} {row['name']:{width}} {_number(row['joules'], ',.1f'):>14}{said}"
+        remarks = f"  {'; '.join(notes)}" if notes else ""
+        yield f"{row['node']:4} {row['kind']:5} {row['name']:{width}} {_number(row['joules'], ',.1f'):>14}{remarks}"
 
 
-def _starts(found: Mapping[str, Any]) -> Iterator[str]:
-    if not found["starts"]:
+def _starts(account: Mapping[str, Any]) -> Iterator[str]:
+    if not account["starts"]:
         return
     yield ""
     yield f"{'start':5} {'steps kept':>10} {'seconds':>11} {'joules':>14} {'J a step':>10} {'watts':>9}"
-    for row in found["starts"]:
+    for row in account["starts"]:
         yield (
             f"{row['start']:5} {row['steps']:10} {row['seconds']:11,.1f} {_number(row['joules'], ',.1f'):>14} "
             f"{_number(row['j_per_step'], '.4g'):>10} {_number(row['average_w'], ',.1f'):>9}"

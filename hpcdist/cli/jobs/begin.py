@@ -1,7 +1,15 @@
-"""`hpcdist jobs begin` and `end`: the questions that a job script asks before it trains, and after.
+"""`hpcdist jobs begin` and `end`: decide for the script of a job whether it trains, and whether it is requeued.
 
-Both run on the first node of a job, without MPI, and answer with one word on stdout (go, done); the reason goes to
-stderr. A run that starts again and again without a new checkpoint is refused with exit code 78.
+Both run on the first node of a job, without MPI, and answer with one word on stdout: `begin` with go or done, `end`
+with again, stop or cancelled; the reason goes to stderr. Three may start a job again:
+
+    hpcdist run --restarts    inside of the job, without asking here: a training that failed
+    the script of the job     by `scontrol requeue`, or as the next link of a chain, where `end` has printed "again"
+    Slurm itself              when it declares a node of the job down: this script is dead, and has written no end
+
+`end` decides about the second alone, by exit code, new checkpoints and nodes that answer. `begin` bounds the last two:
+it counts starts in the ledger that saved nothing new, however they ended, and refuses with exit code 78. The first
+counts its own (`hpcdist.comm.launch.restarts`).
 """
 
 import os
@@ -47,7 +55,7 @@ class NewestCheckpoint(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The steps that it has."""
+        """Steps of the checkpoint."""
         return int(self.name.removeprefix("step-") or 0)
 
 
@@ -55,7 +63,7 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
     """Return the newest checkpoint of the run in ``run_dir``, by the names of those that are complete (local)."""
     from hpcdist.cli.run import checkpoints
 
-    return next((NewestCheckpoint(*found) for found in checkpoints(run_dir).items()), NewestCheckpoint())
+    return next((NewestCheckpoint(*item) for item in checkpoints(run_dir).items()), NewestCheckpoint())
 
 
 @click.command("begin")
@@ -84,19 +92,23 @@ def begin(
     begins the count anew. Of a program nobody knows how many steps it has to make: it always begins, unless the starts
     since it last ended well were in vain.
     """
-    from hpcdist.training.recipe import recipe as recipe_recipe
     from hpcdist.training.recipe import recipe as recipes
 
-    kept = run_dir / RECIPE_FILE
-    stored = kept if recipe_file is None else recipe_file
+    recipe_of_run = run_dir / RECIPE_FILE
+    stored = recipe_of_run if recipe_file is None else recipe_file
     known = program is None and (recipe_file is not None or stored.exists())
     recipe = recipes.load_stored(stored) if known else None
     digest = (program or "") if recipe is None else recipes.digest(recipe)
     entries, saved = _entries(run_dir), newest_checkpoint(run_dir)
     if program is not None:
         entries = _since_success(entries)
-    is_this = recipe is None or not kept.exists() or not recipe_recipe.contradictions(recipes.load_stored(kept), recipe)
-    # Another run is not complete: the training refuses it, with the keys.
+    # The recipe that the directory was made for, if it has one: more steps are the same run, another model is not.
+    is_this = (
+        recipe is None
+        or not recipe_of_run.exists()
+        or not recipes.contradictions(recipes.load_stored(recipe_of_run), recipe)
+    )
+    # A recipe that contradicts it is not called complete here: the training refuses it, and names the keys.
     if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
         _end(run_dir, job, restart, OK, saved, ledger.STOP)
         _log(f"the run in {run_dir} has all its {recipe.run.steps} steps")
@@ -107,6 +119,7 @@ def begin(
         _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
         raise ConfigurationError(_refusal(run_dir, vain, saved))
     _forget_stop(run_dir, job)
+    # Written before the training: if this start is killed, the entry without an end is what tells the next one.
     origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": node_count()}
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
     ledger.register_run(run_dir)
@@ -149,15 +162,16 @@ def fruitless_starts(
     However they ended: a start that was killed made no more progress than one that failed. Those of cancelled jobs do
     not count: whoever ended them early has said nothing of what they would have done.
     """
-    found: list[ledger.LedgerEntry] = []
+    starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
     for entry in entries:
         if entry.event != ledger.BEGAN or entry.job in cancelled:
             continue
+        # A start that went on from an older checkpoint, or with another recipe, ends the row: progress was made since.
         same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
-        found = [*found, entry] if same else []
-    return found
+        starts = [*starts, entry] if same else []
+    return starts
 
 
 def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
@@ -183,10 +197,10 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
     if own:
         return own[-1].event == ledger.ENDED and own[-1].number("code") == OK
     try:  # trained without jobs
-        found = start_record.read_starts(run_dir / start_record.STARTS_FILE)
+        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
     except (OSError, ValueError, TypeError):
         return False
-    return bool(found) and found[-1].end == start_record.FINISHED
+    return bool(starts) and starts[-1].end == start_record.FINISHED
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:
@@ -228,11 +242,12 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     own = ledger.jobs(entries).get(job)
     reason = _why_not_again(own, vain, saved, code)
     lost: list[str] = []
+    # Three reasons to go on nevertheless: a preemption, a node that crashed, a start before that a crash killed.
     unwanted = code in _FINAL_CODES or (own is not None and own.is_cancelled)
     if reason and preempted and not unwanted:
         _log(f"Slurm preempts this job (exit code {code} of the training)")
         reason = ""
-    if reason and not unwanted:
+    if reason and not unwanted:  # asks all nodes to run a process: up to a minute, so only where it decides
         lost, _ = allocation.lost_nodes()
     if lost:
         _log(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
@@ -275,11 +290,13 @@ def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCh
     if began is None:
         return 0 if saved.name else FRUITLESS  # the ledger says nothing: what is there counts
     vain = fruitless_starts(entries, saved, began.text("recipe"))
+    # Of earlier starts those count that were told to stop in time and left with 75: they had their chance to save.
     stopped = {
         (entry.job, entry.number("restart"))
         for entry in entries
         if entry.event == ledger.ENDED and entry.number("code") == REQUEUE
     }
+    # The last entry is the start that ends now, whose end is not written yet.
     return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
 
 
@@ -299,9 +316,9 @@ def _why_not_again(own: ledger.LedgerJob | None, vain: int, saved: NewestCheckpo
 def _end(
     run_dir: Path, job: str, restart: int, code: int, saved: NewestCheckpoint, word: str, lost: Sequence[str] = ()
 ) -> None:
-    """Enter an end. Raises StorageError."""
-    found = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
-    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found, **({"lost": list(lost)} if lost else {}))
+    """Enter the end of a start in the ledger. Raises StorageError."""
+    values = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
+    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **values, **({"lost": list(lost)} if lost else {}))
 
 
 def _log(text: str) -> None:

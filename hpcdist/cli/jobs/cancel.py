@@ -42,9 +42,9 @@ def cancel(words: tuple[str, ...], saves: bool) -> None:
     to end, with exit code 0; its scheduler will not start it again. The later links of its chain leave the queue
     before. With --now it is ended at once, and its work since the newest checkpoint is lost.
     """
-    found = lookup.jobs_named(words)
-    live = [job for job in found if job.id in words or job.entered is None or not job.entered.is_ended]
-    jobs = _with_later_links(live or found[-1:])
+    named = lookup.jobs_named(words)
+    live = [job for job in named if job.id in words or job.entered is None or not job.entered.is_ended]
+    jobs = _with_later_links(live or named[-1:])
     parts = dispatch.states_of_parts(job.id for job in jobs)
     requests = [_request(job, parts[job.id], saves) for job in jobs]  # raises before anything is done
     for request in reversed(requests):  # what comes last first: it would begin when the one before it ends
@@ -53,14 +53,14 @@ def cancel(words: tuple[str, ...], saves: bool) -> None:
 
 def _with_later_links(jobs: Sequence[LocatedJob]) -> list[LocatedJob]:
     """Return ``jobs`` with the later links of their chains, each after the one that it waits for."""
-    found: dict[str, LocatedJob] = {}
+    ordered: dict[str, LocatedJob] = {}
     for job in jobs:
-        found.setdefault(job.id, job)
+        ordered.setdefault(job.id, job)
         known = {} if job.run_dir is None else ledger.jobs(ledger.read(job.run_dir))
         for link in job.later:
-            found.pop(link, None)
-            found[link] = LocatedJob(link, job.run_dir, known.get(link))
-    return list(found.values())
+            ordered.pop(link, None)
+            ordered[link] = LocatedJob(link, job.run_dir, known.get(link))
+    return list(ordered.values())
 
 
 def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelRequest:
@@ -99,7 +99,7 @@ def _check_is_ours(job: LocatedJob, parts: Sequence[JobState]) -> None:
 
 
 def _carry_out(request: CancelRequest) -> None:
-    """Do it, and say what was done. Raises StorageError and MissingCapabilityError."""
+    """Carry out ``request``, and print what was done. Raises StorageError and MissingCapabilityError."""
     job = request.job
     if request.how == "over":
         gone = request.parts[0]

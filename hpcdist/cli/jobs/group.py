@@ -26,7 +26,7 @@ class JobsGroup(click.Group):
     """A group that imports only the command that is called: a job waits for them on all of its nodes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of a user's day."""
+        """Return the names, in the order in which a user needs them."""
         return list(COMMANDS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

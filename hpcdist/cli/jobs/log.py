@@ -80,11 +80,11 @@ def _tail_offset(file: BinaryIO, lines: int) -> int:
         begin = max(0, at - BLOCK_BYTES)
         file.seek(begin)
         block = file.read(at - begin)
-        found = len(block)
-        while (found := block.rfind(b"\n", 0, found)) >= 0:
+        position = len(block)
+        while (position := block.rfind(b"\n", 0, position)) >= 0:
             newlines += 1
             if newlines == lines:
-                return begin + found + 1
+                return begin + position + 1
         at = begin
     return 0
 
@@ -105,11 +105,11 @@ def _wait_for(path: Path, job: LocatedJob) -> None:
 
 def _poll(job: LocatedJob) -> Iterator[None]:
     """Yield now and then, and a last time after ``job`` is over: what it printed last is there then."""
-    asked = -math.inf
+    queried_s = -math.inf
     while True:
         over = False
-        if time.monotonic() - asked >= SCHEDULER_POLL_S:
-            over, asked = dispatch.states([job.id])[job.id].is_over, time.monotonic()
+        if time.monotonic() - queried_s >= SCHEDULER_POLL_S:
+            over, queried_s = dispatch.states([job.id])[job.id].is_over, time.monotonic()
         yield
         if over:
             return

@@ -22,7 +22,8 @@ from hpcdist.reporting import regular
 JOB_ARGUMENT: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS_ARGUMENT: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
 JSON_OPTION: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-TASK_PATTERN: Final = "%a"  # as Slurm writes it
+TASK_PATTERN: Final = "%a"  # number of a task in the name of a log, as Slurm writes it
+_LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class LocatedJob:
 
 def all_jobs() -> list[LocatedJob]:
     """Return all jobs of the runs in the registry of this user. A ledger that cannot be read is told and left out."""
-    return [found for run_dir in ledger.registered_runs() for found in _of_run(run_dir)]
+    return [job for run_dir in ledger.registered_runs() for job in _of_run(run_dir)]
 
 
 def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
@@ -61,32 +62,35 @@ def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
 
     Raises UsageError for what is neither, ConfigurationError for a directory for which nothing was submitted.
     """
-    found: dict[str, LocatedJob] = {}
+    jobs: dict[str, LocatedJob] = {}
     known = all_jobs() if any(dispatch.is_id(word) for word in words) else []
     for word in words:
         own = [_by_number(word, known)] if dispatch.is_id(word) else _by_directory(word)
-        found |= {each.id: each for each in own}
-    return list(found.values())
+        jobs |= {job.id: job for job in own}
+    return list(jobs.values())
 
 
 def job_named(word: str) -> LocatedJob:
     """Return the job that ``word`` names; of a run the one that began last, or else was submitted last."""
-    found = jobs_named([word])
-    begun = [(entry.time, job) for job in found if job.entered and (entry := job.entered.last(ledger.BEGAN))]
-    return max(begun, key=lambda each: each[0])[1] if begun else found[-1]
+    jobs = jobs_named([word])
+    begun = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
+    return max(begun, key=lambda pair: pair[0])[1] if begun else jobs[-1]
 
 
 def _by_number(job: str, everything: Sequence[LocatedJob]) -> LocatedJob:
     """Return the newest job of that number: several clusters may share a home directory."""
     whole = job.partition("_")[0].partition("+")[0]
-    known = [each for each in everything if each.id in (job, whole) and each.entered is not None]
+    known = [candidate for candidate in everything if candidate.id in (job, whole) and candidate.entered is not None]
     if not known:
         return LocatedJob(job)
-    newest = max(known, key=lambda each: (each.id == job, each.entered.entries[-1].time if each.entered else _LONG_AGO))
+    newest = max(
+        known,
+        key=lambda candidate: (
+            candidate.id == job,
+            candidate.entered.entries[-1].time if candidate.entered else _LONG_AGO,
+        ),
+    )
     return LocatedJob(job, newest.run_dir, newest.entered, newest.later if newest.id == job else ())
-
-
-_LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 
 def _by_directory(word: str) -> list[LocatedJob]:
@@ -96,13 +100,13 @@ def _by_directory(word: str) -> list[LocatedJob]:
             f"{printable(word)} is neither the number of a job (123, 123_4, 123.server, local-12-345) nor a directory; "
             "`hpcdist jobs status --all` lists the jobs of your runs"
         )
-    found = _jobs(run_dir, ledger.read(run_dir))
-    if not found:
+    jobs = _jobs(run_dir, ledger.read(run_dir))
+    if not jobs:
         raise ConfigurationError(
             f"{printable(word)} holds no {ledger.FILE_NAME}: nothing was submitted for it; "
             "give the --out of a submission"
         )
-    return found
+    return jobs
 
 
 def _of_run(run_dir: Path) -> list[LocatedJob]:
@@ -115,25 +119,25 @@ def _of_run(run_dir: Path) -> list[LocatedJob]:
 
 def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[LocatedJob]:
     jobs = ledger.jobs(entries)
-    return [LocatedJob(job, run_dir, each, tuple(ledger.later_links(jobs, job))) for job, each in jobs.items()]
+    return [LocatedJob(job, run_dir, entered, tuple(ledger.later_links(jobs, job))) for job, entered in jobs.items()]
 
 
 def recipe_steps(run_dir: Path) -> int | None:
     """Return how many steps the run in ``run_dir`` is to have, None where its recipe does not say (local)."""
     try:
-        found = regular.toml(run_dir / RECIPE_FILE).get("run", {}).get("steps")
+        steps = regular.toml(run_dir / RECIPE_FILE).get("run", {}).get("steps")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if type(found) is int else None
+    return steps if type(steps) is int else None
 
 
 def printable(text: str) -> str:
     r"""Return ``text`` with all that a terminal would not show as it stands escaped: a name must not command it."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def short_path(path: Path) -> str:
-    """Return ``path`` as short as it can be written from here, and as `shown`."""
+    """Return ``path`` as short as it can be written from here, and as `printable`."""
     here = os.path.relpath(path)
     return printable(str(path) if here.startswith(os.pardir) else here)
 

@@ -25,17 +25,18 @@ from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
 from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, JSON_OPTION, LocatedJob, duration, printable
 from hpcdist.cli.jobs.status import by_ledger
-from hpcdist.errors import OK, ConfigurationError
+from hpcdist.errors import INTERRUPTED, OK, REQUEUE, ConfigurationError
 from hpcdist.reporting.units import counted
 
-if TYPE_CHECKING:  # late at run time: it is not needed for --help
-    from hpcdist.training.run.start_record import StartEntry
 if TYPE_CHECKING:  # late at run time: --help must not load it
     from hpcdist.training.run.start_record import StartEntry
 
 CLOCK_SLACK: Final = timedelta(seconds=1)  # between what two processes call now
 _LATEST_S: Final = 1 << 33  # seconds since 1970, of what can be meant
 _END_OF_TIME: Final = datetime.max.replace(tzinfo=UTC)
+_STOP_REQUESTED: Final = (REQUEUE, INTERRUPTED)  # exit codes of a training that was told to stop: it did not fail
+_UNKNOWN: Final = "no scheduler and no ledger says how long"
+_AFTER: Final = " of work after the last checkpoints of failed starts"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def job_starts(
     One that was killed has written no end. The last of a job lasted as ``live`` says then, if it does; another at least
     as long as its ``trainings`` were seen.
     """
-    wanted = set(jobs)
-    return [_job_start(entries, window, live, trainings) for window in start_windows(entries) if window.job in wanted]
+    numbers = set(jobs)
+    return [_job_start(entries, window, live, trainings) for window in start_windows(entries) if window.job in numbers]
 
 
 def _job_start(
@@ -92,10 +93,10 @@ def _job_start(
     trainings: Sequence["StartEntry"],
 ) -> JobStart:
     entry, state = entries[window.place], live.get(window.job)
-    later = [each for each in entries[window.place + 1 :] if each.job == window.job]
-    ending = next((each for each in later if each.event in (ledger.BEGAN, ledger.ENDED)), None)
+    later = [other for other in entries[window.place + 1 :] if other.job == window.job]
+    ending = next((other for other in later if other.event in (ledger.BEGAN, ledger.ENDED)), None)
     end = ending if ending is not None and ending.event == ledger.ENDED else None
-    seen = [_utc(each.seen) for each in trainings if window.has(each)]
+    seen = [_utc(training.seen) for training in trainings if window.has(training)]
     if end is not None:
         elapsed_s: float | None = (end.time - entry.time).total_seconds()
     elif ending is None and state is not None and state.elapsed_s is not None:
@@ -122,13 +123,13 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds of work that those of ``trainings`` have lost by failing that began ``within`` windows."""
-    found = 0.0
+    seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in within):
             began, seen = _utc(training.began), _utc(training.seen)
-            kept = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
-            found += max(0.0, (seen - max([began, *kept])).total_seconds())
-    return found
+            saves = [moment for moment in saved if began - CLOCK_SLACK <= moment <= seen + CLOCK_SLACK]
+            seconds += max(0.0, (seen - max([began, *saves])).total_seconds())
+    return seconds
 
 
 def has_plausible_times(training: "StartEntry") -> bool:
@@ -144,9 +145,6 @@ def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
 
 def _utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
-
-
-_UNKNOWN: Final = "no scheduler and no ledger says how long"
 
 
 @click.command("report")
@@ -170,8 +168,8 @@ def report(word: str, as_json: bool) -> None:
 def account(jobs: Sequence[LocatedJob]) -> dict[str, Any]:
     """Return the figures of ``jobs``, which are of one run, or one job of none. Raises ConfigurationError."""
     ids = [job.id for job in jobs]
-    asked = dispatch.states(ids)
-    states = {job.id: by_ledger(job, asked[job.id]) for job in jobs}
+    by_scheduler = dispatch.states(ids)
+    states = {job.id: by_ledger(job, by_scheduler[job.id]) for job in jobs}
     rows, no_rows = dispatch.accounts(ids)
     run_dir = jobs[0].run_dir
     if (
@@ -211,14 +209,11 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
     """Return how many starts there were, and how many of them ended by nobody's wish."""
     if not begun:
         return {"starts": len(rows) or None, "failed_starts": None}
-    last = {each.job: each for each in begun}
+    last = {start.job: start for start in begun}
     at_work = {job for job, state in states.items() if not state.is_over and state.state != SchedulerState.UNKNOWN}
-    dead = [each for each in begun if each.code is None and not (last[each.job] is each and each.job in at_work)]
-    failed = [each for each in begun if each.code not in (None, OK, *_STOP_REQUESTED)]
+    dead = [start for start in begun if start.code is None and not (last[start.job] is start and start.job in at_work)]
+    failed = [start for start in begun if start.code not in (None, OK, *_STOP_REQUESTED)]
     return {"starts": len(begun), "failed_starts": len(dead) + len(failed)}
-
-
-_STOP_REQUESTED: Final = (75, 130)  # saved, and left by somebody's wish
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
@@ -234,8 +229,8 @@ def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str,
             times[start] = max(times.get(start, 0.0), elapsed_s or 0.0)
         if times and len(times) >= len(begun) and all(elapsed_s is not None for _, elapsed_s, _ in known):
             hours = [elapsed_s * nodes / 3600 for _, elapsed_s, nodes in known if elapsed_s is not None and nodes]
-            found = {"elapsed_s": sum(times.values()), "elapsed_by": by, "elapsed_reason": None}
-            return found | {"node_hours": sum(hours) if len(hours) == len(known) else None}
+            figures = {"elapsed_s": sum(times.values()), "elapsed_by": by, "elapsed_reason": None}
+            return figures | {"node_hours": sum(hours) if len(hours) == len(known) else None}
     return {"elapsed_s": None, "elapsed_by": None, "elapsed_reason": _UNKNOWN, "node_hours": None}
 
 
@@ -271,10 +266,10 @@ def _trainings(run_dir: Path) -> "list[StartEntry]":
     from hpcdist.training.run import start_record
 
     try:
-        found = start_record.read_starts(run_dir / start_record.STARTS_FILE)
+        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
     except (OSError, ValueError, TypeError, RecursionError):
         return []
-    return [each for each in found if has_plausible_times(each)]
+    return [start for start in starts if has_plausible_times(start)]
 
 
 def _lost(
@@ -290,8 +285,8 @@ def _lost(
         return {"lost_s": None, "lost_reason": "no training has begun, or its record cannot be read"}
     # One that is at work may yet save: what is not seen any more does not.
     works = is_running(entries) and time.time() - trainings[-1].seen < 2 * HEARTBEAT_S
-    done = trainings[: len(trainings) - works]
-    return {"lost_s": lost_s(done, own, save_times(run_dir, entries)), "lost_reason": None}
+    over = trainings[: len(trainings) - works]
+    return {"lost_s": lost_s(over, own, save_times(run_dir, entries)), "lost_reason": None}
 
 
 def text(figures: dict[str, Any]) -> list[str]:
@@ -319,9 +314,6 @@ def text(figures: dict[str, Any]) -> list[str]:
     beside = "" if reason is None else f" ({printable(reason)})"
     lines.append(f"energy     {_unknown(reason) if joules is None else f'{joules:,.0f} J{beside}'}")
     return lines
-
-
-_AFTER: Final = " of work after the last checkpoints of failed starts"
 
 
 def _time_text(figures: dict[str, Any]) -> str:

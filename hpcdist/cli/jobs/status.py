@@ -57,47 +57,47 @@ def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
     restarts, exit_code, begun_utc, ended_utc, log, run_dir, checkpoint, checkpoint_step, checkpoint_utc and steps; null
     is what is not known.
     """
-    found = status_rows(lookup.jobs_named(words) if words else _own_jobs(ended), ended or bool(words))
+    rows = status_rows(lookup.jobs_named(words) if words else _own_jobs(ended), ended or bool(words))
     if as_json:
-        click.echo(json.dumps({"jobs": [jsonable(row) for row in found]}))
+        click.echo(json.dumps({"jobs": [jsonable(row) for row in rows]}))
         return
-    if not found:
+    if not rows:
         click.echo("no job of yours waits or runs; --all shows those that are over", err=True)
         return
     now = time.time_ns()
-    for line in lookup.table(_HEAD, [_cells(row, now) for row in found]):
+    for line in lookup.table(_HEAD, [_cells(row, now) for row in rows]):
         click.echo(line)
-    for reason in dict.fromkeys(row.state.reason for row in found if row.state.state in _UNKNOWN_STATES):
+    for reason in dict.fromkeys(row.state.reason for row in rows if row.state.state in _UNKNOWN_STATES):
         click.echo(f"hpcdist jobs: {printable(reason)}", err=True)
 
 
 def _own_jobs(ended: bool) -> list[LocatedJob]:
     """Return the jobs of all runs of this user, of the registry and of the queue."""
     entered = lookup.all_jobs()
-    found = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
+    jobs = [job for job in entered if ended or job.entered is None or not job.entered.is_ended]
     known = {job.id for job in entered}
     for part, name in queue.job_names().items():
         job = part.partition("_")[0].partition("+")[0]
         if name.startswith(JOB_NAME_PREFIX) and job not in known:
             known.add(job)
-            found.append(LocatedJob(job))
-    return found
+            jobs.append(LocatedJob(job))
+    return jobs
 
 
 def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
     """Return a row for each of ``jobs`` and of their tasks, those that are over only where ``ended``."""
     parts = dispatch.states_of_parts(job.id for job in jobs)
-    found = []
+    rows = []
     runs: dict[Path | None, tuple[NewestCheckpoint, int | None]] = {None: (NewestCheckpoint(), None)}
     for job in jobs:
         for state in parts[job.id]:
-            told = by_ledger(job, state)
-            if not ended and told.is_over:
+            known_state = by_ledger(job, state)
+            if not ended and known_state.is_over:
                 continue
             if job.run_dir not in runs and job.run_dir is not None:
                 runs[job.run_dir] = newest_checkpoint(job.run_dir), lookup.recipe_steps(job.run_dir)
-            found.append(StatusRow(job, told, *runs[job.run_dir]))
-    return found
+            rows.append(StatusRow(job, known_state, *runs[job.run_dir]))
+    return rows
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:

@@ -96,7 +96,7 @@ def command(
         raise UsageError(
             "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
         )
-    wanted = _wanted(device, dtypes, seconds, max_bytes, algorithms)
+    request = _wanted(device, dtypes, seconds, max_bytes, algorithms)
     session = start.start(device)
     comm = session.comm
 
@@ -107,15 +107,17 @@ def command(
                 files.check_place(path)
 
     output_file.check_on_all_ranks(comm, check)
-    found = run.run(comm, wanted, session.library, _processor(), _print_summary)
+    points_measured = run.run(comm, request, session.library, _processor(), _print_summary)
     origin = _provenance(session, anonymous)
-    output_file.check_on_all_ranks(comm, lambda: written(found, output, points, base, name or output.stem, origin))
+    output_file.check_on_all_ranks(
+        comm, lambda: written(points_measured, output, points, base, name or output.stem, origin)
+    )
     session.leave(OK)
     return OK
 
 
 def written(
-    found: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
+    measured: "CalibrationPoints", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
 ) -> None:
     """Write the points, then the cluster that they make, after it was read as a plan will read it (local).
 
@@ -129,23 +131,25 @@ def written(
     from hpcdist.planner.cluster import toml_file
 
     if points is not None:
-        run.write_points(points, found, origin)
+        run.write_points(points, measured, origin)
     try:
-        calibrated = cluster_fit.assemble(name, toml_file.read(base), findings(found))
+        calibrated = cluster_fit.assemble(name, toml_file.read(base), findings(measured))
         text = toml_file.dump(calibrated.cluster)
         toml_file.of_tree(tomllib.loads(text), str(output))
     except (UsageError, ConfigurationError) as error:
-        kept = points or output.with_name(output.name + _POINTS)
+        place = points or output.with_name(output.name + _POINTS)
         if points is None:
-            run.write_points(kept, found, origin)
-        raise type(error)(f"what was measured makes no cluster: {error}; the measurements are kept in {kept}") from None
+            run.write_points(place, measured, origin)
+        raise type(error)(
+            f"what was measured makes no cluster: {error}; the measurements are kept in {place}"
+        ) from None
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{output}: cannot be written: {error.strerror}") from None
     for line in calibrated.lines:
         click.echo(line)
-    click.echo(f"{output}: {calibrated.cluster.name}, measured in {found.seconds:.0f} s")
+    click.echo(f"{output}: {calibrated.cluster.name}, measured in {measured.seconds:.0f} s")
 
 
 def _print_summary(text: str) -> None:
@@ -198,11 +202,11 @@ def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
         memory_bytes=machine.memory_bytes,
         host_memory_bytes=machine.host_memory_bytes,
         products={
-            dtype: [MeasuredProduct(one.m, one.k, one.n, one.seconds.all) for one in found]
-            for dtype, found in points.products.items()
+            dtype: [MeasuredProduct(point.m, point.k, point.n, point.seconds.all) for point in measured]
+            for dtype, measured in points.products.items()
         },
-        moves=[(one.nbytes, one.seconds.all) for one in points.moves if one.operation == "add"],
-        steps=[step(one) for one in points.models],
+        moves=[(point.nbytes, point.seconds.all) for point in points.moves if point.operation == "add"],
+        steps=[step(point) for point in points.models],
         series=list(_series(points)),
         busy=points.busy,
         by=f"{machine.mpi_library.partition(',')[0]}; {machine.blas}",
@@ -215,8 +219,8 @@ def step(point: "ModelPoint") -> Any:
     from hpcdist.planner.model import transformer
 
     def both(*kinds: str, beside: bool = False) -> tuple[float, float]:
-        wanted = [one for one in point.kinds if (one.kind in kinds) != beside]
-        return sum(one.forward.all for one in wanted), sum(one.backward.all for one in wanted)
+        chosen = [kind for kind in point.kinds if (kind.kind in kinds) != beside]
+        return sum(kind.forward.all for kind in chosen), sum(kind.backward.all for kind in chosen)
 
     return MeasuredStep(
         description=transformer.of_config(point.config, context=point.context),
@@ -231,27 +235,31 @@ def _series(points: "CalibrationPoints") -> Any:
     """Yield the messages of each level, then each collective by algorithm and level."""
     from hpcdist.planner.calibrate.cluster_fit import MESSAGE, TimingSeries
 
-    for level in dict.fromkeys(one.level for one in points.links):
-        own = sorted((one for one in points.links if one.level == level), key=lambda one: one.nbytes)
+    for level in dict.fromkeys(point.level for point in points.links):
+        own = sorted((point for point in points.links if point.level == level), key=lambda point: point.nbytes)
         yield TimingSeries(
             operation=MESSAGE,
             algorithm="auto",
             level=level,
             ranks=own[0].ranks,
-            nbytes=tuple(float(one.nbytes) for one in own),
-            seconds=tuple(one.seconds.all for one in own),
-            alone_s=tuple(one.seconds.one for one in own),
-            borders=tuple(float(one.nbytes) for one in own if one.border),
+            nbytes=tuple(float(point.nbytes) for point in own),
+            seconds=tuple(point.seconds.all for point in own),
+            alone_s=tuple(point.seconds.one for point in own),
+            borders=tuple(float(point.nbytes) for point in own if point.border),
         )
-    for key in dict.fromkeys((one.operation, one.algorithm, one.level, one.ranks) for one in points.collectives):
-        found = [one for one in points.collectives if (one.operation, one.algorithm, one.level, one.ranks) == key]
-        found.sort(key=lambda one: one.nbytes)
+    for key in dict.fromkeys(
+        (point.operation, point.algorithm, point.level, point.ranks) for point in points.collectives
+    ):
+        measured = [
+            point for point in points.collectives if (point.operation, point.algorithm, point.level, point.ranks) == key
+        ]
+        measured.sort(key=lambda point: point.nbytes)
         yield TimingSeries(
             operation=key[0],
             algorithm=key[1],
             level=key[2],
             ranks=key[3],
-            nbytes=tuple(float(one.nbytes) for one in found),
-            seconds=tuple(one.seconds for one in found),
-            borders=tuple(float(one.nbytes) for one in found if one.border),
+            nbytes=tuple(float(point.nbytes) for point in measured),
+            seconds=tuple(point.seconds for point in measured),
+            borders=tuple(float(point.nbytes) for point in measured if point.border),
         )

@@ -51,17 +51,17 @@ def command(
 
     Options of the layout hold for each --layout that does not say otherwise.
     """
-    from hpcdist.cli.plan.subject import read_cluster as read
-    from hpcdist.cli.plan.subject import subject_from_options, with_published_kernels
+    from hpcdist.cli.plan.subject import read_cluster, subject_from_options, with_published_kernels
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
-    places = [read(named) for named in clusters or (None,)]
-    said = [options | _parse_layout(text) for text in layouts] or [options]
-    found = [
-        (text, subject_from_options(recipe, overrides, each)) for text, each in zip(layouts or ("",), said, strict=True)
+    places = [read_cluster(named) for named in clusters or (None,)]
+    variants = [options | _parse_layout(text) for text in layouts] or [options]
+    subjects = [
+        (text, subject_from_options(recipe, overrides, variant))
+        for text, variant in zip(layouts or ("",), variants, strict=True)
     ]
-    plans = [_plan(with_published_kernels(one, on), on, text) for on in places for text, one in found]
+    plans = [_plan(with_published_kernels(subject, on), on, text) for on in places for text, subject in subjects]
     if all(isinstance(plan.answer, str) for plan in plans):
         raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
     click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _report_text(plans))
@@ -70,29 +70,32 @@ def command(
 
 
 class _ComparedPlan(NamedTuple):
-    """A layout on a cluster, as it was said; the answer is the reason where it cannot be."""
+    """Layout on a cluster, with the text of its --layout; the answer is the reason where it cannot be planned."""
 
     subject: "PlanSubject"
     cluster: "Cluster"
-    said: str
+    layout_text: str  # of its --layout
     answer: "PlanEstimate | str"
 
 
-def _plan(one: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
+def _plan(subject: "PlanSubject", on: "Cluster", text: str) -> _ComparedPlan:
     from hpcdist.cli.plan.group import plan_of_subject
 
     try:
-        return _ComparedPlan(one, on, text, plan_of_subject(one, on, simulate=True))
+        return _ComparedPlan(subject, on, text, plan_of_subject(subject, on, simulate=True))
     except ConfigurationError as error:
-        return _ComparedPlan(one, on, text, str(error))
+        return _ComparedPlan(subject, on, text, str(error))
 
 
 def _jsonable(plan: _ComparedPlan) -> dict[str, Any]:
     from hpcdist.planner.report.quantities import estimate_json
 
     if isinstance(plan.answer, str):
-        return {"cluster": plan.cluster.name, "said": plan.said, "impossible": plan.answer}
-    return estimate_json(plan.answer, plan.subject.description, plan.cluster) | {"said": plan.said, "impossible": None}
+        return {"cluster": plan.cluster.name, "said": plan.layout_text, "impossible": plan.answer}
+    return estimate_json(plan.answer, plan.subject.description, plan.cluster) | {
+        "said": plan.layout_text,
+        "impossible": None,
+    }
 
 
 def _report_text(plans: list[_ComparedPlan]) -> str:
@@ -103,15 +106,15 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
     possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
     first = possible[0][1]
     lines = [
-        *capped_rows([one for _, one in possible]),
+        *capped_rows([answer for _, answer in possible]),
         f"{plans[0].subject.description.name}, {first.parameters:,} parameters",
         *comparison_table(possible),
     ]
     for plan in plans:
         if isinstance(plan.answer, str):
-            lines += wrapped(f"left out: {plan.said or 'the layout'} on {plan.cluster.name}: {plan.answer}")
+            lines += wrapped(f"left out: {plan.layout_text or 'the layout'} on {plan.cluster.name}: {plan.answer}")
     answers = [answer for _, answer in possible]
-    for flag in by_row([one.flags for one in answers], layouts=[one.layout for one in answers]):
+    for flag in by_row([answer.flags for answer in answers], layouts=[answer.layout for answer in answers]):
         lines += wrapped(f"note: {flag}")
     return "\n".join(lines)
 
@@ -134,5 +137,5 @@ def _parse_layout(text: str) -> dict[str, Any]:
         context = _options.make_context("layout", words)
     except click.UsageError as error:
         raise UsageError(f"--layout {text!r}: {error.format_message()}") from error
-    found = {name: context.params[name] for name in (*LAYOUT_OPTIONS, *_SIZE_OPTIONS)}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: context.params[name] for name in (*LAYOUT_OPTIONS, *_SIZE_OPTIONS)}
+    return {name: value for name, value in values.items() if value is not None}

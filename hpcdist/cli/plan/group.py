@@ -37,16 +37,20 @@ def clusters(named: str | None, as_json: bool) -> None:
     from hpcdist.planner.report.quantities import finite_json
 
     if named is not None:
-        found = toml_file.read(named)
-        click.echo(json.dumps(finite_json(dataclasses.asdict(found))) if as_json else toml_file.dump(found), nl=as_json)
+        cluster = toml_file.read(named)
+        click.echo(
+            json.dumps(finite_json(dataclasses.asdict(cluster))) if as_json else toml_file.dump(cluster), nl=as_json
+        )
         return
     known = [toml_file.read(name) for name in toml_file.names()]
     if as_json:
-        click.echo(json.dumps([{"name": one.name, "about": one.about, "devices": one.devices} for one in known]))
+        click.echo(json.dumps([{"name": item.name, "about": item.about, "devices": item.devices} for item in known]))
         return
-    width = max(len(one.name) for one in known)
-    for one in known:
-        click.echo(f"{one.name:{width}}  {one.devices:>6,} x {one.device.name}, {one.node.devices} a node: {one.about}")
+    width = max(len(item.name) for item in known)
+    for item in known:
+        click.echo(
+            f"{item.name:{width}}  {item.devices:>6,} x {item.device.name}, {item.node.devices} a node: {item.about}"
+        )
 
 
 @click.command("models")
@@ -54,10 +58,10 @@ def clusters(named: str | None, as_json: bool) -> None:
 @options.json_option
 def models(named: str | None, as_json: bool) -> None:
     """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
-    from hpcdist.planner.model import transformer as known
+    from hpcdist.planner.model import transformer
     from hpcdist.planner.model.transformer import describe
 
-    shapes = {name: known.named(name) for name in ([named] if named is not None else known.names())}
+    shapes = {name: transformer.named(name) for name in ([named] if named is not None else transformer.names())}
     rows = {
         name: {**dataclasses.asdict(shape), "parameters": describe(shape, name).parameters}
         for name, shape in shapes.items()
@@ -114,7 +118,7 @@ class PlanGroup(LazyGroup):
         return click.Command.parse_args(self, ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Plan."""
+        """Run the plan itself."""
         return click.Command.invoke(self, ctx)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -129,8 +133,8 @@ class PlanGroup(LazyGroup):
 
 def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the commands that may stand in the place of a recipe, and files."""
-    found = [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
-    return [*found, CompletionItem(incomplete, type="file")]
+    commands = [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
+    return [*commands, CompletionItem(incomplete, type="file")]
 
 
 @click.command("plan", cls=PlanGroup, epilog=EXAMPLES)
@@ -159,27 +163,26 @@ def command(
     `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`. A training that does not fit into the memory ends
     with exit code 1.
     """
-    from hpcdist.cli.plan.subject import read_cluster as read
-    from hpcdist.cli.plan.subject import subject_from_options, with_published_kernels
+    from hpcdist.cli.plan.subject import read_cluster, subject_from_options, with_published_kernels
     from hpcdist.planner.report import text
 
     check_plot(plot)
-    on = read(cluster)
-    found = with_published_kernels(subject_from_options(recipe, overrides, options), on)
-    answer = plan_of_subject(found, on, simulate=simulate)
+    on = read_cluster(cluster)
+    subject = with_published_kernels(subject_from_options(recipe, overrides, options), on)
+    answer = plan_of_subject(subject, on, simulate=simulate)
     if plot is not None:
-        draw_plot(answer, found, on, plot)
+        draw_plot(answer, subject, on, plot)
     if as_json:
         from hpcdist.planner.report.quantities import estimate_json
 
-        click.echo(json.dumps(estimate_json(answer, found.description, on)))
+        click.echo(json.dumps(estimate_json(answer, subject.description, on)))
     else:
-        click.echo(text.text(answer, found.description, on))
+        click.echo(text.text(answer, subject.description, on))
     if not answer.memory.fits:
         click.get_current_context().exit(FAILURE)
 
 
-def plan_of_subject(found: "PlanSubject", cluster: "Cluster", *, simulate: bool = False) -> "PlanEstimate":
+def plan_of_subject(subject: "PlanSubject", cluster: "Cluster", *, simulate: bool = False) -> "PlanEstimate":
     """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
 
     One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
@@ -189,15 +192,15 @@ def plan_of_subject(found: "PlanSubject", cluster: "Cluster", *, simulate: bool 
     from hpcdist.planner.plan import plan
     from hpcdist.planner.report import table
 
-    description, layout, batch = found.description, found.layout, found.global_batch
-    wrong = [one.text for one in checks.shape_problems(description, layout, cluster, batch)]
+    description, layout, batch = subject.description, subject.layout, subject.global_batch
+    wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
     if wrong:
         raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
     answer, notes = with_simulator(
-        lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
+        lambda runs: plan(description, layout, cluster, batch, subject.steps, simulate=runs),
         wanted=simulate and layout.pipeline > 1,
     )
-    flags = (*answer.flags, *table.layout_caveats(answer), *notes, *found.notes, *table.assumption_line(cluster))
+    flags = (*answer.flags, *table.layout_caveats(answer), *notes, *subject.notes, *table.assumption_line(cluster))
     return dataclasses.replace(answer, flags=table.ordered(flags, [layout]))
 
 
@@ -219,13 +222,13 @@ def check_plot(file: Path | None) -> None:
         plot.check(file)
 
 
-def draw_plot(answer: "PlanEstimate", found: "PlanSubject", cluster: "Cluster", file: Path) -> None:
+def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
     """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
     from hpcdist.planner.report import plot
     from hpcdist.planner.report.plot import timeline
 
     try:
-        steps = timeline(found.description, found.layout, cluster, found.global_batch)
+        steps = timeline(subject.description, subject.layout, cluster, subject.global_batch)
     except ImportError as error:
         raise MissingCapabilityError(f"--plot {file} needs the simulator, which cannot be loaded: {error}") from error
-    plot.draw(answer, steps, found.description.name, cluster, file)
+    plot.draw(answer, steps, subject.description.name, cluster, file)

@@ -55,14 +55,14 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, those without a section last."""
-        found: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                found.setdefault(getattr(parameter, "section", "Options"), []).append(record)
-        for section in sorted(found, key=lambda name: name == "Options"):
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        for section in sorted(sections, key=lambda name: name == "Options"):
             with formatter.section(section):
-                formatter.write_dl(found[section])
+                formatter.write_dl(sections[section])
 
 
 class FiniteNumber(click.FloatRange):
@@ -70,10 +70,10 @@ class FiniteNumber(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number. Fails, as a usage error, for one that is not finite, or beyond the range."""
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
             self.fail(f"{value} is no finite number.", param, ctx)
-        return found
+        return number
 
 
 def count_option(
@@ -121,8 +121,8 @@ def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, st
         import importlib
 
         known = importlib.import_module(f"hpcdist.planner.{module}").names()
-        found = [CompletionItem(name) for name in known if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]
+        names = [CompletionItem(name) for name in known if name.startswith(incomplete)]
+        return names or [CompletionItem(incomplete, type="file")]
 
     return complete
 

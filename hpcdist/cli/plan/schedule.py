@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 class _Costs(click.ParamType):
-    """Seconds of F, I and W."""
+    """Click type of --costs: seconds of F, I and W."""
 
     name = "F,I,W"
 
@@ -97,23 +97,23 @@ def command(
         _show_stages(recipe, overrides, to_stderr=as_json)
         if not names and source is None:
             return
-    wanted = schedules.ScheduleRequest(stages, microbatches, tuple(costs), message_s, recompute)
+    request = schedules.ScheduleRequest(stages, microbatches, tuple(costs), message_s, recompute)
     if plot is not None:
         check_plot(plot)
     if trace is not None:
         check_folder(trace)
     with _without_collection():
-        known = _from_file(names, wanted, chunks, source)
+        known = _from_file(names, request, chunks, source)
         if dump is not None:
             _dump(known, dump)
-        found = [schedules.simulate_schedule(name, written, wanted) for name, written in known]
+        simulated = [schedules.simulate_schedule(name, written, request) for name, written in known]
     if as_json:
         about = {"stages": stages, "microbatches": microbatches, "costs": costs, "message_s": message_s}
-        click.echo(json.dumps({**about, "schedules": [schedules.jsonable(one) for one in found]}))
+        click.echo(json.dumps({**about, "schedules": [schedules.jsonable(schedule) for schedule in simulated]}))
     else:
-        click.echo(schedules.text(found))
+        click.echo(schedules.text(simulated))
     if plot is not None or trace is not None:
-        _draw(found, plot, trace)
+        _draw(simulated, plot, trace)
 
 
 def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: bool) -> None:
@@ -137,7 +137,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _from_file(
-    names: tuple[str, ...], wanted: "ScheduleRequest", chunks: int, source: Path | None
+    names: tuple[str, ...], request: "ScheduleRequest", chunks: int, source: Path | None
 ) -> "list[tuple[str, ScheduleText]]":
     """Return the schedules by name."""
     from hpcdist.strategies.schedule.generate import operation_list
@@ -146,19 +146,19 @@ def _from_file(
     known = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
     if not names and source is None:
         raise UsageError(f"give a schedule: {', '.join(known)}, or --file FILE")
-    found = []
+    schedules = []
     for name in dict.fromkeys(names):
         if name not in known:
             raise UsageError(f"{name!r} is no pipeline schedule; choose from {', '.join(known)}, or give --file FILE")
         many = chunks if SCHEDULES[name].most is None else 1
-        found.append((name, operation_list.generated(name, wanted.stages, wanted.microbatches, many)))
+        schedules.append((name, operation_list.generated(name, request.stages, request.microbatches, many)))
     if source is not None:
         try:
             text = regular.text(source)
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"{source}: cannot be read: {error}") from error
-        found.append((source.name, operation_list.read(text, wanted.stages, wanted.microbatches, str(source))))
-    return found
+        schedules.append((source.name, operation_list.read(text, request.stages, request.microbatches, str(source))))
+    return schedules
 
 
 def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
@@ -173,11 +173,14 @@ def _dump(known: "list[tuple[str, ScheduleText]]", file: Path) -> None:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _draw(found: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
-    from hpcdist.bench.pipeline import schedules as pictures
+def _draw(simulated: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
+    from hpcdist.bench.pipeline import schedules
 
-    panels = [pictures.panel(f"{one.name}, bubble {one.timeline.bubble:.1%}", one.timeline) for one in found]
+    panels = [
+        schedules.panel(f"{schedule.name}, bubble {schedule.timeline.bubble:.1%}", schedule.timeline)
+        for schedule in simulated
+    ]
     if plot is not None:
-        pictures.draw(panels, plot)
+        schedules.draw(panels, plot)
     if trace is not None:
-        pictures.write_trace(panels, trace)
+        schedules.write_trace(panels, trace)

@@ -26,14 +26,13 @@ from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 if TYPE_CHECKING:
     from hpcdist.cli.plan.subject import PlanSubject
     from hpcdist.planner.cluster.hardware import Cluster
+    from hpcdist.planner.layout import ParallelLayout
     from hpcdist.planner.search.best_layouts import SearchResult
     from hpcdist.planner.search.space import SearchSpec
-if TYPE_CHECKING:
-    from hpcdist.planner.layout import ParallelLayout
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
-# Option of the layout -> the field of `Wanted` that has only its value, where it is given.
+# Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
 FIXED_OPTIONS: Final = {
     "schedule": "schedules",
     "chunks": "chunks",
@@ -47,6 +46,12 @@ FIXED_OPTIONS: Final = {
     "sequence_parallel": "sequence_parallel",
 }
 _DERIVED_OPTIONS: Final = ("data", "servers")
+# Of the command that plans the best layout again: options that are written where the layout has another value than it
+# would have without them,
+_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in ("data", "microbatch", "zero"))
+# and those of them that a search does not vary, which stay as they were given.
+_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*FIXED_OPTIONS, "strategy"))
+_COLOCATED: Final = "parameter_server.placement=colocated"
 
 
 def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -89,36 +94,35 @@ def command(
     --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
     """
     from hpcdist.cli.plan.group import check_plot, draw_plot, with_simulator
-    from hpcdist.cli.plan.subject import read_cluster as read
-    from hpcdist.cli.plan.subject import with_published_kernels
+    from hpcdist.cli.plan.subject import read_cluster, with_published_kernels
     from hpcdist.planner.report import table, text
     from hpcdist.planner.report.table import search_table
     from hpcdist.planner.search import best_layouts
 
     check_plot(plot)
-    on = read(cluster)
-    found = _subject(recipe, overrides, options)
+    on = read_cluster(cluster)
+    subject = _subject(recipe, overrides, options)
     if not options["runnable"]:  # else this toolkit's own kernels are what is asked for
-        found = with_published_kernels(found, on, always=True)
+        subject = with_published_kernels(subject, on, always=True)
     devices = options["devices"] or on.devices
-    sought = _search_request(found, on, options)
+    sought = _search_request(subject, on, options)
     result, closed = with_simulator(
         lambda runs: best_layouts.search(
-            found.description, on, devices, found.global_batch, dataclasses.replace(sought, simulate=runs)
+            subject.description, on, devices, subject.global_batch, dataclasses.replace(sought, simulate=runs)
         ),
         wanted=sought.simulate,
     )
-    paid = {line for one in result.found for line in text.idle_devices_line(one.estimate.layout, on)}
-    notes = (*closed, *sorted(paid), *found.notes, *table.assumption_line(on))
-    kernels = found.layout.implementation if options["runnable"] and on.device.is_accelerator else found.kernels
-    again = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, found)
+    paid = {line for candidate in result.found for line in text.idle_devices_line(candidate.estimate.layout, on)}
+    notes = (*closed, *sorted(paid), *subject.notes, *table.assumption_line(on))
+    kernels = subject.layout.implementation if options["runnable"] and on.device.is_accelerator else subject.kernels
+    replan = _replan(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, subject)
     if as_json:
-        click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))
+        click.echo(json.dumps(_jsonable(result, subject, on, notes) | {"again": replan}))
     else:
-        click.echo(search_table(result, notes, again))
+        click.echo(search_table(result, notes, replan))
     if plot is not None and result.found:
         best = result.found[0].estimate
-        draw_plot(best, dataclasses.replace(found, layout=best.layout), on, plot)
+        draw_plot(best, dataclasses.replace(subject, layout=best.layout), on, plot)
     if not result.found:
         click.get_current_context().exit(FAILURE)
 
@@ -133,37 +137,37 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
     return subject_from_options(path, overrides, {name: value for name, value in options.items() if name not in varied})
 
 
-def _search_request(found: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
+def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping[str, Any]) -> "SearchSpec":
     from hpcdist.cli.plan.subject import strategy_from_options
     from hpcdist.planner.search.space import SearchSpec
 
     values: dict[str, Any] = {
         field: (options[name],) for name, field in FIXED_OPTIONS.items() if options.get(name) is not None
     }
-    strategy = strategy_from_options(options, found.layout).get("strategy")
+    strategy = strategy_from_options(options, subject.layout).get("strategy")
     if strategy is not None:
         values["strategies"] = (strategy,)
     if "compressions" not in values:  # that of a recipe stays as it is
-        values["compressions"] = (found.layout.compression,)
+        values["compressions"] = (subject.layout.compression,)
     if options["memory"] is not None:
         values["memory_bytes"] = _memory_bytes(options["memory"], cluster)
     for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
         values[name] = options[name]
-    base = dataclasses.replace(found.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
-    return SearchSpec(base=base, steps=found.steps, **values)
+    base = dataclasses.replace(subject.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
+    return SearchSpec(base=base, steps=subject.steps, **values)
 
 
-def _memory_bytes(said: str, cluster: "Cluster") -> float:
+def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
     """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
     from hpcdist.planner.cluster.hardware import parse
 
     try:
-        limit = parse(said, "bytes")
+        limit = parse(size_text, "bytes")
     except ConfigurationError as error:
         raise UsageError(f"--memory {error}") from error
     if not 0 < limit <= cluster.device.memory_bytes:
         size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
-        raise UsageError(f"--memory {said} is none of the {size}; leave it out, or choose more than 0 and no more")
+        raise UsageError(f"--memory {size_text} is none of the {size}; leave it out, or choose more than 0 and no more")
     return limit
 
 
@@ -172,7 +176,7 @@ def _replan(
     path: Path | None,
     overrides: tuple[str, ...],
     options: Mapping[str, Any],
-    found: "PlanSubject",
+    subject: "PlanSubject",
 ) -> str | None:
     """Return the command that plans the best layout again; None where nothing was found."""
     from hpcdist.planner.search.best_layouts import MOST_PASSES, passes
@@ -180,33 +184,26 @@ def _replan(
     if not result.found:
         return None
     layout = result.found[0].estimate.layout
-    simulate = options["simulate"] and passes(layout, found.global_batch) <= MOST_PASSES
-    return replan_command(path, overrides, options, found.layout, layout, simulate=simulate)
+    simulate = options["simulate"] and passes(layout, subject.global_batch) <= MOST_PASSES
+    return replan_command(path, overrides, options, subject.layout, layout, simulate=simulate)
 
 
 def _jsonable(
-    result: "SearchResult", found: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
+    result: "SearchResult", subject: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
 ) -> dict[str, Any]:
     from hpcdist.planner.report.quantities import estimate_json, finite_json
 
     plans = [
-        {"value": one.value, "unit": one.unit, "why": one.why, "limits": one.limits}
-        | estimate_json(one.estimate, found.description, cluster)
-        for one in result.found
+        {"value": candidate.value, "unit": candidate.unit, "why": candidate.why, "limits": candidate.limits}
+        | estimate_json(candidate.estimate, subject.description, cluster)
+        for candidate in result.found
     ]
     about = {name: getattr(result, name) for name in ("objective", "devices", "layouts", "estimated", "left_out")}
-    refused = [dataclasses.asdict(one) for one in result.refused]
-    said: dict[str, Any] = finite_json(
+    refused = [dataclasses.asdict(candidate) for candidate in result.refused]
+    figures: dict[str, Any] = finite_json(
         {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *notes)}
     )
-    return said
-
-
-# Options of the layout that are written where the layout has another value than it would have without them.
-_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in ("data", "microbatch", "zero"))
-# Those that the layout without them has as they were given.
-_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*FIXED_OPTIONS, "strategy"))
-_COLOCATED: Final = "parameter_server.placement=colocated"
+    return figures
 
 
 def replan_command(
@@ -233,22 +230,24 @@ def replan_command(
         "overrides": (*overrides, _COLOCATED) if is_wider else overrides,
         "simulate": None if simulate or layout.pipeline == 1 else False,
     }
-    words = [word for one in command.params if isinstance(one, click.Option) for word in _option_words(one, values)]
+    words = [
+        word for option in command.params if isinstance(option, click.Option) for word in _option_words(option, values)
+    ]
     return shlex.join(["hpcdist", "plan", *([] if path is None else [str(path)]), *words])
 
 
 def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[str, Any]:
     """Return the options that make ``layout`` of ``base``: the degree of data and the micro-batch in any case."""
-    found: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
+    values: dict[str, Any] = {"data": layout.data, "microbatch": layout.microbatch}
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):
             continue  # which has no effect, and is refused
         field = LAYOUT_FIELDS.get(name, name)
         if getattr(layout, field) != getattr(base, field):
-            found[name] = getattr(layout, field)
+            values[name] = getattr(layout, field)
     if not layout.servers:
-        found.pop("servers", None)
-    return found
+        values.pop("servers", None)
+    return values
 
 
 def _option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[str]:
@@ -259,6 +258,6 @@ def _option_words(option: click.Option, values: Mapping[str, Any]) -> Iterator[s
     if isinstance(value, bool):
         yield from (option.opts if value else option.secondary_opts)[:1]
         return
-    for one in value if isinstance(value, tuple) else (value,):
+    for item in value if isinstance(value, tuple) else (value,):
         yield option.opts[0]
-        yield str(one)
+        yield str(item)

@@ -32,6 +32,11 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
+DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
+MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
+_REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
+_ALL_SHAPE_OPTIONS: Final = (*SHAPE_OPTIONS, "context", *SHAPE_FLAGS)
+
 
 def options_given(options: Mapping[str, Any], names: tuple[str, ...] = LAYOUT_OPTIONS) -> list[str]:
     """Return those of the options ``names`` that were given, as they are written."""
@@ -50,15 +55,15 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
     """
     plain = {name for name in LAYOUT_OPTIONS if name not in ("zero", "strategy", "servers", "data")}
     values = {LAYOUT_FIELDS.get(name, name): options[name] for name in plain if options.get(name) is not None}
-    found = dataclasses.replace(base, **values, **strategy_from_options(options, base))
-    _check_pipeline(found, options)
-    _check_effect(found, options)
-    found = dataclasses.replace(found, chunks=_chunks(found))
-    if found.sequence_parallel and found.tensor == 1:
+    layout = dataclasses.replace(base, **values, **strategy_from_options(options, base))
+    _check_pipeline(layout, options)
+    _check_effect(layout, options)
+    layout = dataclasses.replace(layout, chunks=_chunks(layout))
+    if layout.sequence_parallel and layout.tensor == 1:
         raise UsageError(
             "--sequence-parallel with one tensor device cuts nothing; leave it out, or give --tensor 2 or more"
         )
-    return dataclasses.replace(found, data=_replicas(options, found))
+    return dataclasses.replace(layout, data=_replicas(options, layout))
 
 
 def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
@@ -71,18 +76,20 @@ def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> d
         strategy = meant
     if servers is not None:
         if strategy not in (None, PARAMETER_SERVER):
-            said = f"--zero {stage}" if stage is not None else f"--strategy {strategy}"
-            raise UsageError(f"--servers {servers} is for --strategy {PARAMETER_SERVER}, and {said} is given; keep one")
+            given_option = f"--zero {stage}" if stage is not None else f"--strategy {strategy}"
+            raise UsageError(
+                f"--servers {servers} is for --strategy {PARAMETER_SERVER}, and {given_option} is given; keep one"
+            )
         strategy = PARAMETER_SERVER
     if strategy is None:
         return {}
-    kept = base.servers if strategy == base.strategy else 0
-    return {"strategy": strategy, "servers": kept if servers is None else servers}
+    default_servers = base.servers if strategy == base.strategy else 0
+    return {"strategy": strategy, "servers": default_servers if servers is None else servers}
 
 
-def _check_pipeline(found: ParallelLayout, options: Mapping[str, Any]) -> None:
+def _check_pipeline(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
     """Raise UsageError for a schedule or chunks that have no effect, where they were asked for."""
-    if found.pipeline == 1:
+    if layout.pipeline == 1:
         for name in ("schedule", "chunks"):
             if options.get(name) not in (None, 1, "sequential"):
                 raise UsageError(
@@ -91,64 +98,58 @@ def _check_pipeline(found: ParallelLayout, options: Mapping[str, Any]) -> None:
                 )
 
 
-def _chunks(found: ParallelLayout) -> int:
+def _chunks(layout: ParallelLayout) -> int:
     """Return how many parts of the model a stage has. Raises UsageError where the schedule has others."""
-    row, asked = SCHEDULES[found.schedule], found.chunks
-    if found.pipeline == 1:
+    row, chunks = SCHEDULES[layout.schedule], layout.chunks
+    if layout.pipeline == 1:
         return 1
-    if row.most is None and asked < row.least:
+    if row.most is None and chunks < row.least:
         raise UsageError(
-            f"--schedule {found.schedule} needs --chunks, parts of the model on each stage; give {row.least} or more"
+            f"--schedule {layout.schedule} needs --chunks, parts of the model on each stage; give {row.least} or more"
         )
-    if row.most is not None and asked not in (1, row.most):
+    if row.most is not None and chunks not in (1, row.most):
         raise UsageError(
-            f"--chunks {asked} with --schedule {found.schedule}, which has {row.most}; leave it out, or try interleaved"
+            f"--chunks {chunks} with --schedule {layout.schedule}, which has {row.most}; leave it out, or try "
+            "interleaved"
         )
-    return asked if row.most is None else row.most
+    return chunks if row.most is None else row.most
 
 
-def _check_effect(found: ParallelLayout, options: Mapping[str, Any]) -> None:
+def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that would change nothing."""
     for name in ("main_gradients", "gradient_fusion"):
-        if options.get(name) is not None and found.implementation != "megatron":
+        if options.get(name) is not None and layout.implementation != "megatron":
             raise UsageError(
-                f"{flag(name)} is of --implementation megatron, and has no effect with {found.implementation}; leave "
+                f"{flag(name)} is of --implementation megatron, and has no effect with {layout.implementation}; leave "
                 "it out, or choose that one"
             )
     for name in ("activations", "main_gradients"):
-        if options.get(name) is not None and found.precision not in HALVES:
+        if options.get(name) is not None and layout.precision not in HALVES:
             raise UsageError(
-                f"{flag(name)} {options[name]} has no effect with the precision {found.precision}; leave it out, or "
+                f"{flag(name)} {options[name]} has no effect with the precision {layout.precision}; leave it out, or "
                 f"choose --precision {' or '.join(HALVES)}"
             )
 
 
-def _replicas(options: Mapping[str, Any], found: ParallelLayout) -> int:
+def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
     """Return the degree of the data axis. Raises UsageError, with the whole equation."""
     devices, data = options.get("devices"), options.get("data")
-    each = found.pipeline * found.tensor * found.context
+    devices_of_replica = layout.pipeline * layout.tensor * layout.context
     if devices is None:
-        return data or found.data
-    workers = devices - found.servers
-    replicas = data or workers // each
-    if replicas < 1 or replicas * each != workers:
-        servers = f" + servers {found.servers}" if found.servers else ""
-        product = (
-            f"data {data or '?'} x pipeline {found.pipeline} x tensor {found.tensor} x context {found.context}{servers}"
-        )
-        least, lower = each * (data or 1) + found.servers, max(1, workers // each) * each + found.servers
-        near = least if data else lower
+        return data or layout.data
+    workers = devices - layout.servers
+    replicas = data or workers // devices_of_replica
+    if replicas < 1 or replicas * devices_of_replica != workers:
+        servers = f" + servers {layout.servers}" if layout.servers else ""
+        degrees = f"pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}"
+        product = f"data {data or '?'} x {degrees}{servers}"
+        nearest = data or max(1, workers // devices_of_replica)  # replicas: as asked for, else as many as fit
+        near = nearest * devices_of_replica + layout.servers
         raise UsageError(
             f"--devices {devices}: {product} does not make {counted(devices, 'device')}; the nearest that it makes is "
             f"{near}"
         )
     return int(replicas)
-
-
-DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
-MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
-_REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
-_ALL_SHAPE_OPTIONS: Final = (*SHAPE_OPTIONS, "context", *SHAPE_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,24 +165,26 @@ class PlanSubject:
     of_recipe: bool = False  # this toolkit will train it
 
 
-def with_published_kernels(found: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``found`` with the kernels of published trainings, where nobody has measured others on such a device.
+def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
+    """Return ``subject`` with the kernels of published trainings, where nobody has measured others on such a device.
 
     Those are the only ones that estimates for a GPU were held against. Not for what is no transformer, for kernels that
     were asked for, nor for a layout that these cannot have, unless ``always``.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
-    if is_measured or found.kernels is not None or found.description.shape is None:
-        return found
-    library = found.layout.library or ("mpi" if found.of_recipe else "")
-    layout = dataclasses.replace(found.layout, implementation="megatron", library=library)
-    if not always and any(checks.shape_problems(found.description, layout, on, found.global_batch)):
-        return found
+    if is_measured or subject.kernels is not None or subject.description.shape is None:
+        return subject
+    library = subject.layout.library or ("mpi" if subject.of_recipe else "")
+    layout = dataclasses.replace(subject.layout, implementation="megatron", library=library)
+    if not always and any(checks.shape_problems(subject.description, layout, on, subject.global_batch)):
+        return subject
     note = (
         f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
         "--implementation hpcdist plans them all the same"
     )
-    return dataclasses.replace(found, layout=layout, notes=(*found.notes, note, *checks.unsupported(found.layout)))
+    return dataclasses.replace(
+        subject, layout=layout, notes=(*subject.notes, note, *checks.unsupported(subject.layout))
+    )
 
 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
@@ -250,21 +253,21 @@ def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -
     """
     from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
 
-    found = plan_of_recipe(recipe, name)
-    batch = options.get("batch") or found.global_batch
-    layout = layout_from_options(options, found.layout)
+    planned = plan_of_recipe(recipe, name)
+    batch = options.get("batch") or planned.global_batch
+    layout = layout_from_options(options, planned.layout)
     if options.get("microbatch") is None:  # a recipe says how many there are, not how large
         many = recipe.parallel.microbatches
         layout = dataclasses.replace(layout, microbatch=max(1, math.ceil(batch / (layout.data * many))))
-    steps, _ = _steps(options, found.description, batch)
-    notes = list(found.notes)
+    steps, _ = _steps(options, planned.description, batch)
+    notes = list(planned.notes)
     if not (recipe.parallel.data or options.get("data") or options.get("devices")):
         notes.append("neither parallel.data nor --devices says how many replicas there are: one is planned")
     return PlanSubject(
-        description=found.description,
+        description=planned.description,
         layout=layout,
         global_batch=batch,
-        steps=found.steps if steps is None else steps,
+        steps=planned.steps if steps is None else steps,
         notes=tuple(notes),
         kernels=options.get("implementation"),
         of_recipe=True,
@@ -279,8 +282,8 @@ def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int
     if tokens is not None:
         steps = max(1, math.ceil(tokens / (batch * description.tokens)))
     if steps is not None and steps > MAX_STEPS:
-        said = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
-        raise UsageError(f"{said}: a plan is made for at most {MAX_STEPS:,} steps")
+        given_option = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
+        raise UsageError(f"{given_option}: a plan is made for at most {MAX_STEPS:,} steps")
     if steps is not None:
         return int(steps), ()
     return None, (f"neither --steps nor --tokens is given: the run is planned with {DEFAULT_STEPS} steps",)
@@ -296,10 +299,10 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
             f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
             "a name)"
         )
-    found = transformer.named(options["model"])
+    shape = transformer.named(options["model"])
     if options.get("context") is not None:
-        found = dataclasses.replace(found, context=options["context"])
-    return describe(found, options["model"])
+        shape = dataclasses.replace(shape, context=options["context"])
+    return describe(shape, options["model"])
 
 
 def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from hpcdist.comm.record.flight_file import RecordedEvent
+from hpcdist.comm.record.flight_recorder import RecordedEvent
 from hpcdist.errors import FAILURE, OK
 from hpcdist.reporting import regular
 from hpcdist.telemetry.hang import Finding, HangReport, RankState, analyse, load

@@ -25,6 +25,8 @@ SAMPLE_TOKENS: Final = 600
 SAMPLE_LIMIT_S: Final = 60.0  # a large model on a login node is left in the middle of its sentence
 MAX_MODEL_BYTES: Final = 4 << 30  # of parameters that are loaded for a sample
 MAX_CHECKPOINTS: Final = 1000
+METRICS_FILE: Final = "metrics.h5"  # of a run directory
+_PLACE_HINT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
@@ -62,14 +64,14 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
     if not path.is_file():
         return [], f"The directory has no {path.name}.", None
     try:
-        found = recipes.flat(recipes.load_stored(path))
+        values = recipes.flat(recipes.load_stored(path))
     except HpcdistError as error:
         return [], f"The recipe cannot be read: {error}", None
     known = recipes.defaults()
     rows = [
-        RecipeSetting(key, recipes.toml_value(value), recipes.toml_value(known[key])) for key, value in found.items()
+        RecipeSetting(key, recipes.toml_value(value), recipes.toml_value(known[key])) for key, value in values.items()
     ]
-    return rows, "", int(found["run.steps"])
+    return rows, "", int(values["run.steps"])
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
@@ -98,12 +100,12 @@ def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
     from hpcdist.telemetry.page.run_data import CheckpointEntry
 
     try:
-        found = listing.list_checkpoints(run_dir)[:MAX_CHECKPOINTS]
+        checkpoints = listing.list_checkpoints(run_dir)[:MAX_CHECKPOINTS]
     except StorageError:
         return [], ""  # there are none
     except OSError as error:
         return [], f"the checkpoints cannot be read: {error.strerror or error}"
-    return [CheckpointEntry(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in found], ""
+    return [CheckpointEntry(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in checkpoints], ""
 
 
 def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) -> "TextSample":
@@ -111,7 +113,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
     from hpcdist.checkpoint import listing
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, TextSample
 
-    if not any(one.state == listing.COMPLETE for one in checkpoints):
+    if not any(checkpoint.state == listing.COMPLETE for checkpoint in checkpoints):
         return TextSample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
     try:
         newest = listing.inspect(listing.select(run_dir))
@@ -126,19 +128,17 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
     words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
     line = [sys.executable, "-P", "-m", "hpcdist", "sample", *words]
     try:
-        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=SAMPLE_LIMIT_S, check=False)
-        text, said, code = done.stdout, done.stderr, done.returncode
+        process = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, timeout=SAMPLE_LIMIT_S, check=False
+        )
+        text, complaint, code = process.stdout, process.stderr, process.returncode
     except subprocess.TimeoutExpired as error:
-        text, said, code = error.stdout or b"", b"it took longer than a minute", 0
+        text, complaint, code = error.stdout or b"", b"it took longer than a minute", 0
     drawn = text.decode(errors="replace")
     if code or len(drawn) <= len(prompt) + 1:
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = complaint.decode(errors="replace").strip().splitlines()
         return TextSample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
     return TextSample(text=drawn.rstrip("\n"), prompt=prompt, reason="")
-
-
-METRICS_FILE: Final = "metrics.h5"  # of a run directory
-_PLACE_HINT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
 
 
 @click.command("report")
@@ -192,8 +192,8 @@ def report(
 
 def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str) -> None:
     """Refuse options that would have no effect."""
-    said = click.get_current_context().get_parameter_source("sample_prompt")
-    prompted = said is not None and said.name == "COMMANDLINE"
+    source = click.get_current_context().get_parameter_source("sample_prompt")
+    prompted = source is not None and source.name == "COMMANDLINE"
     if html is None and (no_sample or prompted):
         raise UsageError("--no-sample and --sample-prompt are of the page; add --html FILE")
     if no_sample and prompted:
@@ -205,8 +205,6 @@ def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str)
 
 
 def _report_page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
-    # late: --help must not load numpy
-
     write_page(run_dir, file, sample=prompt is not None, prompt=prompt or "")
     if not quiet:
         click.echo(f"page       {file}, {format_bytes(file.stat().st_size)}")
@@ -216,12 +214,12 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
     from hpcdist.telemetry import report as reports  # late: --help must not load h5py
 
     with regular.damage(run_dir, regular.FIGURES):
-        found = reports.report(run_dir)
-        text = json.dumps(reports.jsonable(found)) if as_json else reports.text(found)
+        summary = reports.report(run_dir)
+        text = json.dumps(reports.jsonable(summary)) if as_json else reports.text(summary)
     click.echo(text)
     if plot is not None:
         with regular.damage(run_dir, regular.FIGURES):
-            reports.plot(found, plot)
+            reports.plot(summary, plot)
 
 
 def _is_collectives(path: Path) -> bool:
@@ -238,10 +236,10 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
 
     if markdown:
         raise UsageError("--markdown prints the table of a sweep; leave it out for one of collectives")
-    found = results.read(path)
-    table = reports.rows(found.configurations)
+    measured = results.read(path)
+    table = reports.rows(measured.configurations)
     if as_json:
-        click.echo(json.dumps(reports.jsonable(found)))
+        click.echo(json.dumps(reports.jsonable(measured)))
     else:
         click.echo("\n".join([reports.text(table), "", *reports.notes(table)]))
     if plot is not None:
@@ -251,10 +249,10 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
 def _report_sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
     from hpcdist.bench.sweep import report as reports
 
-    found = reports.read(path)
+    sweep = reports.read(path)
     if as_json:
-        click.echo(json.dumps(reports.jsonable(path, found)))
+        click.echo(json.dumps(reports.jsonable(path, sweep)))
     else:
-        click.echo(reports.markdown(found) if markdown else reports.text(path, found))
+        click.echo(reports.markdown(sweep) if markdown else reports.text(path, sweep))
     if plot is not None:
-        reports.plot(found, plot)
+        reports.plot(sweep, plot)

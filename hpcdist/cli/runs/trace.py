@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 class _Steps(click.ParamType):
-    """Steps, or one step: both ends belong to them."""
+    """Click type of --steps: a range with both of its ends, or one step."""
 
     name = "A:B"
 
@@ -24,14 +24,14 @@ class _Steps(click.ParamType):
         """Return the steps."""
         if isinstance(value, range):
             return value
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
-        if found is None or int(found[2] or found[1]) < int(found[1]):
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             self.fail(f"{value!r} are no steps; give the first and the last, as 100:120, or one", param, ctx)
-        return range(int(found[1]), int(found[2] or found[1]) + 1)
+        return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 class _Ranks(click.ParamType):
-    """Ranks: numbers and ranges, with commas."""
+    """Click type of --ranks: numbers and ranges, with commas."""
 
     name = "0-3,7"
 
@@ -39,13 +39,13 @@ class _Ranks(click.ParamType):
         """Return the ranks, ascending."""
         if isinstance(value, tuple):
             return value
-        found: set[int] = set()
+        ranks: set[int] = set()
         for part in str(value).split(","):
             ends = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
             if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
                 self.fail(f"{value!r} are no ranks; give numbers and ranges, as 0-3,7", param, ctx)
-            found |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
-        return tuple(sorted(found))
+            ranks |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+        return tuple(sorted(ranks))
 
 
 @click.command("trace")
@@ -78,9 +78,9 @@ def command(
     if output is not None:
         _check_folder(output)
     with regular.damage(run_dir, regular.FIGURES):
-        found = summary.collect(run_dir, steps, ranks)
-        figures = summary.figures(found)
-        written = chrome.write(found, output, _header(run_dir)) if output is not None else 0
+        trace = summary.collect(run_dir, steps, ranks)
+        figures = summary.figures(trace)
+        written = chrome.write(trace, output, _header(run_dir)) if output is not None else 0
     if as_json:
         click.echo(json.dumps(figures | {"output": None if output is None else str(output), "events": written}))
     else:
@@ -88,7 +88,7 @@ def command(
         if output is not None:
             click.echo(f"trace          {output}: {written} events, for https://ui.perfetto.dev or chrome://tracing")
     if plot is not None and draw:
-        _draw(found, plot, quiet=as_json)
+        _draw(trace, plot, quiet=as_json)
 
 
 def _prepared(plot: Path | None) -> bool:
@@ -106,10 +106,10 @@ def _check_folder(file: Path) -> None:
         raise StorageError(f"{file}: cannot be written: there is no folder {file.absolute().parent}")
 
 
-def _draw(found: "Trace", plot: Path, *, quiet: bool) -> None:
+def _draw(trace: "Trace", plot: Path, *, quiet: bool) -> None:
     from hpcdist.telemetry.trace import plot as trace_plot
 
-    step = trace_plot.draw(found, plot)
+    step = trace_plot.draw(trace, plot)
     if not quiet:
         click.echo(f"plot           {plot}: step {step}")
 

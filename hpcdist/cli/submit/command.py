@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
     from hpcdist.training.use_cases.batch_job import PlannedJob
 
+PROGRAM: Final = "hpcdist.program"  # key of the words behind -- in the context of click
+
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
     """Return the estimate of a training, in a line or two; nothing where no cluster is known (local).
@@ -47,21 +49,18 @@ def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
     answer = plan_of_subject(
         with_published_kernels(subject_of_recipe(recipe, job.name, {"devices": job.ranks}), on), on
     )
-    found = [f"estimate: {one_line(answer, on)}"]
+    lines = [f"estimate: {one_line(answer, on)}"]
     limit_s = None if job.walltime is None else walltime_s(job.walltime) - job.signal_s
     if limit_s is not None and 0 < limit_s < answer.run.wall_s:
-        found.append(f"estimate: that is {math.ceil(answer.run.wall_s / limit_s)} jobs of {job.walltime} after another")
-    return found
-
-
-PROGRAM: Final = "hpcdist.program"  # what stands behind -- on the command line, in the context
+        lines.append(f"estimate: that is {math.ceil(answer.run.wall_s / limit_s)} jobs of {job.walltime} after another")
+    return lines
 
 
 class SubmitCommand(click.Command):
-    """A command that keeps apart what stands behind --: the command line of a program."""
+    """Command that keeps the words behind -- apart: the command line of a program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse what stands before it."""
+        """Parse the words before --, and keep those behind it in the context."""
         own = args[: args.index("--")] if "--" in args else args
         ctx.meta[PROGRAM] = tuple(args[len(own) + 1 :])
         return super().parse_args(ctx, own)
@@ -168,8 +167,8 @@ def command(
     from hpcdist.batch import submission
     from hpcdist.training.use_cases import batch_job as plan
 
-    given = options | {"cluster": cluster}
-    planned = kinds.planned_job(recipe, overrides, given, click.get_current_context().meta[PROGRAM])
+    all_options = options | {"cluster": cluster}
+    planned = kinds.planned_job(recipe, overrides, all_options, click.get_current_context().meta[PROGRAM])
     for line in (*planned.told, *estimate_lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)
@@ -188,6 +187,6 @@ def command(
             click.echo(f"nothing submitted: the run {planned.job.run_dir} has the job {known}", err=True)
             click.echo("\n".join(present))
             return
-        for each in submission.submit(links, planned.site, Path.cwd()):
-            click.echo(f"log {each.log}, run directory {planned.job.run_dir}", err=True)
-            click.echo(each.number)
+        for submitted in submission.submit(links, planned.site, Path.cwd()):
+            click.echo(f"log {submitted.log}, run directory {planned.job.run_dir}", err=True)
+            click.echo(submitted.number)

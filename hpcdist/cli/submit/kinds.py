@@ -73,9 +73,9 @@ def kind_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def planned_job(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], program: tuple[str, ...] = ()
 ) -> "PlannedJob":
-    """Return the job that the options ask for; a training where neither one of _KINDS is given nor a ``program``.
+    """Return the job that the options ask for; a training without one of _KIND_OPTIONS and without a ``program``.
 
-    Raises ConfigurationError and UsageError, as `submit_plan.training` does.
+    Raises ConfigurationError and UsageError, as `batch_job.plan_training` does.
     """
     from hpcdist.training.use_cases import batch_job as plan
 
@@ -157,15 +157,14 @@ def _sweep(path: Path, site: "SiteProfile", options: Mapping[str, Any]) -> "tupl
     """Return a sweep, its trials with the defaults of the site, and its text, which needs no other file."""
     from hpcdist.batch.sites import search
     from hpcdist.bench.sweep import definition
-    from hpcdist.bench.sweep import definition as sweeps
     from hpcdist.cli.bench.trials import SweepRecipes
 
     environment = dict(os.environ)
     if options["site"]:
         environment[search.VARIABLE] = str(search.path_of(options["site"]).absolute())
-    found = sweeps.read(path)
-    trials = sweeps.expand(found, SweepRecipes(found, environment))
-    return found, trials, definition.freeze(trials, found.repeats)
+    sweep = definition.read(path)
+    trials = definition.expand(sweep, SweepRecipes(sweep, environment))
+    return sweep, trials, definition.freeze(trials, sweep.repeats)
 
 
 def _run_dir(options: Mapping[str, Any], text: str) -> Path:
@@ -189,8 +188,8 @@ def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     from hpcdist.batch.sites import search
     from hpcdist.training.use_cases import batch_job as plan
 
-    found, trials, text = _sweep(options["array"], site, options)
-    shared, told = plan.shared_fields(options, site)
+    sweep, trials, text = _sweep(options["array"], site, options)
+    shared, lines = plan.shared_fields(options, site)
     gpus, data = _trial_resources(trials, options)
     job = SweepJob(
         **shared,
@@ -202,9 +201,9 @@ def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
         retry_failed=options["retry_failed"],
     )
     search.check(job, site)
-    shape = f"{counted(len(trials), 'trial')} x {counted(found.repeats, 'repeat')}, each on {_nodes_text(job.nodes)}"
+    shape = f"{counted(len(trials), 'trial')} x {counted(sweep.repeats, 'repeat')}, each on {_nodes_text(job.nodes)}"
     return plan.PlannedJob(
-        job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden_paths(job, site, sorted(data)))
+        job, site, (f"site {site.name}; {shape}", *lines), tuple(plan.hidden_paths(job, site, sorted(data)))
     )
 
 
@@ -223,7 +222,7 @@ def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     text = ""
     if suite == SWEEP:
         _, trials, text = _sweep(Path(options["bench"]), site, options)
-    shared, told = plan.shared_fields(options, site)
+    shared, lines = plan.shared_fields(options, site)
     gpus, data = _trial_resources(trials, options)
     job = BenchmarkJob(
         **shared,
@@ -237,7 +236,7 @@ def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     search.check(job, site)
     shape = f"bench {suite} on {_nodes_text(job.nodes)} x {counted(job.ranks_per_node, 'rank')}"
     return plan.PlannedJob(
-        job, site, (f"site {site.name}; {shape}", *told), tuple(plan.hidden_paths(job, site, sorted(data)))
+        job, site, (f"site {site.name}; {shape}", *lines), tuple(plan.hidden_paths(job, site, sorted(data)))
     )
 
 
@@ -261,12 +260,12 @@ def _arguments(suite: str, text: str) -> tuple[str, ...]:
     try:
         words = shlex.split(text)
         command.make_context(suite, [*words, *(["SWEEP.toml"] if suite == SWEEP else [])])
-        given = command.make_context(suite, [*words], resilient_parsing=True)
+        parsed = command.make_context(suite, [*words], resilient_parsing=True)
     except (ValueError, click.UsageError) as error:
-        said = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        raise UsageError(f"{place}: {said.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
+        message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise UsageError(f"{place}: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
     for name in ("output", "ranks", "ranks_per_node", "run_args"):
-        if given.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{place}: the job itself says --{name.replace('_', '-')}; leave it out")
     return tuple(words)
 
@@ -282,37 +281,38 @@ def _with_servers(recipe: Path | None, overrides: tuple[str, ...], options: Mapp
             "those of both kinds of nodes as one world; choose a site with launcher.kind = 'srun', or leave the "
             "servers on the nodes of the workers"
         )
-    nodes, each = options["server_nodes"], options["server_ranks_per_node"] or 1
-    found = plan.plan_training(
+    nodes, ranks = options["server_nodes"], options["server_ranks_per_node"] or 1
+    planned = plan.plan_training(
         recipe,
-        (f"parameter_server.servers={nodes * each}", *overrides),
+        (f"parameter_server.servers={nodes * ranks}", *overrides),
         options,
         ServersJob,
         server_nodes=nodes,
-        server_ranks_per_node=each,
+        server_ranks_per_node=ranks,
         server_partition=options["server_partition"],
         server_sbatch_args=options["server_sbatch_args"],
     )
-    job = found.job
+    job = planned.job
     assert isinstance(job, ServersJob)
     _check_servers(job)
     _check_nodes_of_servers(job, site)
-    return found
+    return planned
 
 
 def _check_servers(job: "ServersJob") -> None:
     """Raise ConfigurationError where the recipe has other servers than the ranks of their nodes."""
     tree = tomllib.loads(job.recipe)
-    for section, name, wanted in (
+    for section, name, expected in (
         ("parallel", "strategy", "parameter_server"),
         ("parameter_server", "placement", "dedicated"),
         ("parameter_server", "servers", job.servers),
     ):
         value = tree[section][name]
-        if value != wanted:
+        if value != expected:
             raise ConfigurationError(
                 f"{section}.{name} = {value!r} with --server-nodes {job.server_nodes} x {job.server_ranks_per_node}: "
-                f"ranks on nodes of their own are dedicated servers; set it to {wanted!r}, or leave --server-nodes out"
+                f"ranks on nodes of their own are dedicated servers; set it to {expected!r}, or leave "
+                "--server-nodes out"
             )
 
 

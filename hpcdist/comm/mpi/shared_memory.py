@@ -18,7 +18,7 @@ import numpy as np
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import ulfm
-from hpcdist.comm.record.flight_file import has_ended, start_ticks
+from hpcdist.comm.record.flight_recorder import has_ended, start_ticks
 from hpcdist.errors import RankDiedError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)

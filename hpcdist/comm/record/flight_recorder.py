@@ -2,26 +2,279 @@
 
 The file is a header, one slot per kind of note, a table of texts (call sites; communicator, operation and dtype), and
 a ring of fixed records. Nothing is flushed: the pages belong to the kernel from the moment they are written, so that
-they reach the file whatever becomes of the process. `flight_file.read` reads it, also while the run goes on.
+they reach the file whatever becomes of the process.
+
+    header | notes | texts | ring of records      all little-endian; a number of the clock is monotonic nanoseconds
+
+`read` never writes, needs no MPI, and copes with a file whose process is still writing or was killed at any moment.
 """
 
+import mmap
 import os
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count as counter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.record import flight_file
-from hpcdist.comm.record import flight_file as layout
-from hpcdist.comm.record.flight_file import POINT_TO_POINT
+from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
+
+
+def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
+    """Make ``path`` anew and map it (local). Raises StorageError, which names ``what`` needs it and the ``cure``.
+
+    The whole size is allocated at once, because a write into a hole of a mapping on a full disk would be a SIGBUS.
+    """
+    try:
+        path.unlink(missing_ok=True)  # truncating would be a SIGBUS for whoever still maps the old file
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"{what} needs {size} bytes at {path}: {error}; {cure}") from error
+
+
+MAGIC: Final = b"HPCDREC\0"
+MOST_BYTES: Final = 256 << 20  # that are read of a file, which has one or two million
+VERSION: Final = 1
+# magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
+HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
+BEAT: Final = 16  # words of 8 bytes from the start of the file: the last sign of life,
+NEXT_BEAT: Final = 17  # when the next was to come,
+TEXT_USED: Final = 18  # and the bytes used in the table of texts
+KINDS: Final = ("raised", "deadline", "finished", "frozen", "stage")
+FINAL: Final = ("raised", "deadline", "finished")
+MOST_RANKS: Final = 1 << 20
+NOTES: Final = 256
+NOTE: Final = struct.Struct("<qI")  # time, bytes of the text that follows
+NOTE_BYTES: Final = 1024
+TEXTS: Final = NOTES + len(KINDS) * NOTE_BYTES
+TEXT: Final = struct.Struct("<BH")  # kind, bytes of the text that follows
+SITE: Final = 1
+LABEL: Final = 2
+RING: Final = TEXTS + 256 * 1024
+# index from 1, start, end (0: running), sequence on the communicator, count, sent bytes, site, label, peer, tag
+RECORD: Final = struct.Struct("<QqqQqqIIii")
+END_OFFSET: Final = 16
+# Operations that one member makes with another. All others are made by every member, and so can be aligned.
+POINT_TO_POINT: Final = frozenset(
+    {"send", "recv", "sendrecv", "isend", "irecv", "probe", "put", "get", "flush", "load"}
+)
+
+assert RECORD.size == 64 and RING % 64 == 0 and HEADER.size <= BEAT * 8
+
+
+def size_bytes(capacity: int) -> int:
+    """Return the size of the file of ``capacity`` records."""
+    return RING + capacity * RECORD.size
+
+
+@dataclass(frozen=True)
+class RecordedEvent:
+    """One operation. Times are wall-clock nanoseconds; ``ended_ns`` is None for an operation that did not end."""
+
+    index: int
+    comm: str
+    op: str
+    dtype: str
+    count: int
+    sent_bytes: int
+    peer: int
+    tag: int
+    sequence: int
+    site: str
+    started_ns: int
+    ended_ns: int | None
+
+    @property
+    def collective(self) -> bool:
+        """Whether every member of the communicator makes this operation, in the same order."""
+        return self.op not in POINT_TO_POINT
+
+    def __str__(self) -> str:
+        what = f"{self.op} #{self.sequence} on {self.comm}"
+        if self.count:
+            what += f", {self.count} x {self.dtype}"
+        if self.peer >= 0:
+            what += f", {'root' if self.collective else 'peer'} {self.peer}"
+        return f"{what}, at {self.site}"
+
+
+@dataclass(frozen=True)
+class RankNote:
+    """Entry of a rank about itself, and its time (wall-clock nanoseconds)."""
+
+    time_ns: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """All that the file of one rank holds; events in the order of their starts."""
+
+    path: Path
+    rank: int
+    world: int
+    pid: int
+    host: str
+    start_ticks: int
+    capacity: int
+    started_ns: int
+    beat_ns: int
+    next_beat_ns: int
+    notes: dict[str, RankNote]
+    events: tuple[RecordedEvent, ...]
+    clock_ns: int = 0  # wall clock minus monotonic clock: times here minus this are those of the node's clock
+
+    @property
+    def open_events(self) -> tuple[RecordedEvent, ...]:
+        """Operations that have not ended, the outermost (earliest) first."""
+        return tuple(event for event in self.events if event.ended_ns is None)
+
+    @property
+    def last_sign_ns(self) -> int:
+        """Wall-clock time of the last thing this rank is known to have done."""
+        ends = [event.ended_ns or event.started_ns for event in self.events]
+        return max([self.started_ns, self.beat_ns, *ends, *(note.time_ns for note in self.notes.values())])
+
+    def event(self, token: int) -> RecordedEvent | None:
+        """Return the event that the recorder's ``token`` stands for, if it has not ended."""
+        return next((event for event in self.open_events if event.index % self.capacity == token), None)
+
+    def process_state(self) -> str | None:
+        """Return the kernel's letter for the process ("S", "T" when stopped), "" when it is gone.
+
+        None when that cannot be known: the rank ran on another host, or its process ids are not ours.
+        """
+        if self.host != os.uname().nodename[:64] or not self.start_ticks:
+            return None
+        try:
+            state, ticks = _process(self.pid)
+        except OSError:
+            return None
+        return state if ticks == self.start_ticks else ""
+
+
+def read(path: Path) -> RankRecord:
+    """Read the file of one rank. Raises StorageError when it is not one."""
+    try:
+        data = regular.read(path, MOST_BYTES)
+    except OSError as error:
+        raise StorageError(f"cannot read the flight recorder's file {path}: {error}") from error
+    return parse(data, path)
+
+
+def parse(data: bytes, path: Path) -> RankRecord:
+    """Read the bytes of a file that was found at ``path``."""
+    if len(data) < RING or data[: len(MAGIC)] != MAGIC:
+        raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short)")
+    _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
+    if version != VERSION or len(data) < size_bytes(capacity):
+        raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
+    offset = wall - monotonic
+    beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
+    try:
+        notes, events = _notes(data, offset), _events(data, capacity, offset, _texts(data, used))
+        name = host.rstrip(b"\0").decode()
+    except (ValueError, KeyError, struct.error) as error:
+        raise StorageError(f"{path} is damaged: {error}") from error
+    return RankRecord(
+        path, rank, world, pid, name, ticks, capacity, wall, beat + offset, next_beat, notes, events, offset
+    )
+
+
+def _notes(data: bytes, offset: int) -> dict[str, RankNote]:
+    notes = {}
+    for number, kind in enumerate(KINDS):
+        start = NOTES + number * NOTE_BYTES
+        time_ns, length = NOTE.unpack_from(data, start)
+        if time_ns:
+            text = data[start + NOTE.size : start + NOTE.size + length].decode(errors="replace")
+            notes[kind] = RankNote(time_ns + offset, text)
+    return notes
+
+
+def _texts(data: bytes, used: int) -> dict[int, list[str]]:
+    texts = {SITE: ["unknown"], LABEL: ["?\t?\t?"]}
+    at = TEXTS
+    while at < TEXTS + used:
+        kind, length = TEXT.unpack_from(data, at)
+        at += TEXT.size
+        texts[kind].append(data[at : at + length].decode(errors="replace"))
+        at += length
+    return texts
+
+
+def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]) -> tuple[RecordedEvent, ...]:
+    events = []
+    for slot in range(capacity):
+        index, start, end, sequence, count, sent, site, label, peer, tag = RECORD.unpack_from(data, RING + slot * 64)
+        if not index or index % capacity != slot or site >= len(texts[SITE]) or label >= len(texts[LABEL]):
+            continue  # never written, or the writer was interrupted here
+        comm, op, dtype = texts[LABEL][label].split("\t")
+        ended = end + offset if end else None
+        events.append(
+            RecordedEvent(
+                index, comm, op, dtype, count, sent, peer, tag, sequence, texts[SITE][site], start + offset, ended
+            )
+        )
+    return tuple(sorted(events, key=lambda event: event.index))
+
+
+def start_ticks(pid: int) -> int:
+    """Return when the process started, in clock ticks since boot; with the pid it names one process (local).
+
+    0: it is gone, or nobody can tell.
+    """
+    try:
+        return _process(pid)[1]
+    except OSError:
+        return 0
+
+
+def has_ended(pid: int, began: int) -> bool:
+    """Whether the process ``pid`` that started at ``began`` is known to have ended (local).
+
+    False where nobody can tell, as without a descriptor left to look with.
+    """
+    try:
+        return _process(pid)[1] != began
+    except OSError:
+        return False
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """Return state and start; ("", 0) when it is gone. Raises OSError where that cannot be known."""
+    try:
+        # The name of the command may contain spaces and brackets: what follows the last bracket is regular.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))
+
+
+def remove_others(folder: Path, ranks: int) -> None:
+    """Remove what ranks beyond ``ranks`` have recorded, who left a job that became smaller (local)."""
+    for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= ranks:
+            path.unlink(missing_ok=True)
+
 
 _COMM: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PACKAGE: Final = os.path.dirname(_COMM)
-_RECORD_WORDS: Final = layout.RECORD.size // 8
+_RECORD_WORDS: Final = RECORD.size // 8
 _now: Final = time.monotonic_ns  # bound once: a look-up less, twice an event
 
 
@@ -41,28 +294,28 @@ class Recorder:
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
         assert capacity >= 2
         self.path, self.rank, self.world, self.capacity = path, rank, world, capacity
-        self._map = flight_file.create_mapped(
-            path, layout.size_bytes(capacity), "the flight recorder", "free space or choose another --out"
+        self._map = create_mapped(
+            path, size_bytes(capacity), "the flight recorder", "free space or choose another --out"
         )
         self._words = memoryview(self._map).cast("q")
-        self._ring = layout.RING
-        self._first_end = (layout.RING + layout.END_OFFSET) // 8
+        self._ring = RING
+        self._first_end = (RING + END_OFFSET) // 8
         self._open: dict[int, int] = {}  # record number -> start in ns
         self._advance = counter(1).__next__
         self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
         self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
         self._codes: list[CodeType] = []  # held, so that their ids, the keys of _sites, are not given to other code
-        self._ids = {layout.SITE: 0, layout.LABEL: 0}
+        self._ids = {SITE: 0, LABEL: 0}
         self._text_used = 0
         self._lock = threading.Lock()
         self._inside = _sources(_COMM)
         self._algorithms = _sources(os.path.join(_PACKAGE, "collectives"))
-        self._put = layout.RECORD.pack_into  # bound once: a look-up less per event
+        self._put = RECORD.pack_into  # bound once: a look-up less per event
         self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
-        layout.HEADER.pack_into(
-            self._map, 0, layout.MAGIC, layout.VERSION, rank, world, os.getpid(), capacity,
-            layout.start_ticks(os.getpid()), self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
+        HEADER.pack_into(
+            self._map, 0, MAGIC, VERSION, rank, world, os.getpid(), capacity,
+            start_ticks(os.getpid()), self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
         )  # fmt: skip
         self.beat(0)
 
@@ -114,25 +367,25 @@ class Recorder:
             # Collectives and messages are counted apart: only the former are the same on every member.
             clock = self._clocks.setdefault((comm, op in POINT_TO_POINT), counter(1).__next__)
             if (comm, op, dtype) not in self._labels:
-                self._labels[comm, op, dtype] = self._add_text(layout.LABEL, f"{comm}\t{op}\t{dtype}"), clock
+                self._labels[comm, op, dtype] = self._add_text(LABEL, f"{comm}\t{op}\t{dtype}"), clock
             return self._labels[comm, op, dtype]
 
     def _new_site(self, key: tuple[int, ...], frames: list[FrameType]) -> int:
         with self._lock:
             if key not in self._sites:
                 self._codes += [each.f_code for each in frames]
-                self._sites[key] = self._add_text(layout.SITE, " via ".join(map(_describe, frames)))
+                self._sites[key] = self._add_text(SITE, " via ".join(map(_describe, frames)))
             return self._sites[key]
 
     def _add_text(self, kind: int, text: str) -> int:
         data = text.encode()[:1000]
-        start = layout.TEXTS + self._text_used
-        if start + layout.TEXT.size + len(data) > layout.RING:
+        start = TEXTS + self._text_used
+        if start + TEXT.size + len(data) > RING:
             return 0  # the table is full: the event is kept, its text is unknown
-        layout.TEXT.pack_into(self._map, start, kind, len(data))
-        self._map[start + layout.TEXT.size : start + layout.TEXT.size + len(data)] = data
-        self._text_used += layout.TEXT.size + len(data)
-        self._words[layout.TEXT_USED] = self._text_used  # last, so that a reader never sees half an entry
+        TEXT.pack_into(self._map, start, kind, len(data))
+        self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
+        self._text_used += TEXT.size + len(data)
+        self._words[TEXT_USED] = self._text_used  # last, so that a reader never sees half an entry
         self._ids[kind] += 1
         return self._ids[kind]
 
@@ -142,18 +395,18 @@ class Recorder:
         Of the kinds that end a rank the first note stays, because what comes later follows from it; "frozen" and
         "stage" are replaced by the next.
         """
-        data = text.encode()[: layout.NOTE_BYTES - layout.NOTE.size]
-        start = layout.NOTES + layout.KINDS.index(kind) * layout.NOTE_BYTES
+        data = text.encode()[: NOTE_BYTES - NOTE.size]
+        start = NOTES + KINDS.index(kind) * NOTE_BYTES
         with self._lock:
-            if kind in layout.FINAL and layout.NOTE.unpack_from(self._map, start)[0]:
+            if kind in FINAL and NOTE.unpack_from(self._map, start)[0]:
                 return
-            self._map[start + layout.NOTE.size : start + layout.NOTE.size + len(data)] = data
-            layout.NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
+            self._map[start + NOTE.size : start + NOTE.size + len(data)] = data
+            NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
 
     def beat(self, next_ns: int) -> None:
         """Give a sign of life, and say within how many nanoseconds the next will come (0: none will)."""
-        self._words[layout.BEAT] = time.monotonic_ns()
-        self._words[layout.NEXT_BEAT] = next_ns
+        self._words[BEAT] = time.monotonic_ns()
+        self._words[NEXT_BEAT] = next_ns
 
     def running(self) -> list[tuple[int, int]]:
         """Return (start in monotonic ns, token) of the operations under way, the oldest first."""
@@ -161,7 +414,7 @@ class Recorder:
 
     def describe(self, token: int) -> str:
         """Return one line about the operation behind ``token``."""
-        event = layout.parse(bytes(self._map), self.path).event(token)
+        event = parse(bytes(self._map), self.path).event(token)
         return "an operation that has just ended" if event is None else str(event)
 
     def close(self) -> None:

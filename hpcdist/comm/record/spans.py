@@ -18,8 +18,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from hpcdist.comm.launch.environment import boot_id
-from hpcdist.comm.record import flight_file
-from hpcdist.comm.record.flight_file import MOST_RANKS
+from hpcdist.comm.record import flight_recorder
+from hpcdist.comm.record.flight_recorder import MOST_RANKS
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
@@ -161,7 +161,7 @@ class Spans:
     def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
         assert capacity >= 1
         self.path, self.capacity = path, capacity
-        self._map = flight_file.create_mapped(
+        self._map = flight_recorder.create_mapped(
             path,
             size_bytes(capacity),
             "the record of what a rank does",

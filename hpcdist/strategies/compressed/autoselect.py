@@ -86,7 +86,7 @@ class CompressionDecision:
 
 
 def decide(
-    seat: RankContext,
+    context: RankContext,
     config: CompressionConfig,
     seed: int,
     *,
@@ -99,38 +99,45 @@ def decide(
     ``halved``: gradients are summed to those who own them, and nobody else. The same on all ranks of the world, all of
     whose data axes measure at once, as they will exchange.
     """
-    if seat.world.size == 1 or _most(seat, seat.data.size) == 1:
+    if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank, and nothing travels")
-    if config.across_nodes and _most(seat, seat.data.nodes().count) == 1:
+    if config.across_nodes and _most(context, context.data.nodes().count) == 1:
         return CompressionDecision(NONE, "default", note="one node, and nothing leaves it")
-    contenders = [_Dense(seat, halved), *(_Candidate(seat, name, config, seed, halved) for name in config.candidates)]
+    contenders = [
+        _Dense(context, halved),
+        *(_Candidate(context, name, config, seed, halved) for name in config.candidates),
+    ]
     taken: list[list[float]] = [[] for _ in contenders]
     began = clock()
     for number in range(MOST + 1):
         for contender, times in zip(contenders, taken, strict=True):
-            seat.data.barrier()
+            context.data.barrier()
             before = clock()
             contender.run()
             backend.synchronise(contender.values)
-            times.append(_most(seat, clock() - before))
+            times.append(_most(context, clock() - before))
             contender.settle()
-        if number >= FEWEST and _most(seat, clock() - began) > budget_s:
+        if number >= FEWEST and _most(context, clock() - began) > budget_s:
             break
     rows = tuple(  # stages have buckets of their own: the slowest counts here too
-        CandidateTiming(one.name, _most(seat, one.share * min(times[1:])), _most(seat, one.share * one.codec_s(clock)))
-        for one, times in zip(contenders, taken, strict=True)
+        CandidateTiming(
+            candidate.name,
+            _most(context, candidate.share * min(times[1:])),
+            _most(context, candidate.share * candidate.codec_s(clock)),
+        )
+        for candidate, times in zip(contenders, taken, strict=True)
     )
     best = min(rows[1:], key=lambda row: row.seconds)
     pays = best.seconds < CLEARLY * rows[0].seconds
-    collectives.release(seat.data)
-    longest = int(_most(seat, contenders[0].bucket.size))
+    collectives.release(context.data)
+    longest = int(_most(context, contenders[0].bucket.size))
     return CompressionDecision(best.name if pays else NONE, "measured", rows, longest * _FLOAT32.itemsize)
 
 
-def _most(seat: RankContext, value: float) -> float:
-    found = np.array([value], np.float64)
-    seat.world.allreduce(found, "max")
-    return float(found[0])
+def _most(context: RankContext, value: float) -> float:
+    maximum = np.array([value], np.float64)
+    context.world.allreduce(maximum, "max")
+    return float(maximum[0])
 
 
 class _Dense:
@@ -139,15 +146,15 @@ class _Dense:
     name = NONE
     share = 1.0  # of what `run` takes that counts, where it sums more or less than the largest bucket
 
-    def __init__(self, seat: RankContext, halved: bool) -> None:
-        self.seat, self._halved = seat, halved
+    def __init__(self, context: RankContext, halved: bool) -> None:
+        self.context, self._halved = context, halved
         config = CompressionConfig(error_feedback=False)
-        self.bucket = max(bucket_reduction(seat, "float16", config, 0).buckets, key=lambda bucket: bucket.size)
-        self.values = _like_gradients(seat, self.bucket).astype(seat.dtype)
+        self.bucket = max(bucket_reduction(context, "float16", config, 0).buckets, key=lambda bucket: bucket.size)
+        self.values = _like_gradients(context, self.bucket).astype(context.dtype)
 
     def run(self) -> None:
         """Sum it. Collective over the data axis."""
-        data, algorithm = self.seat.data, self.seat.algorithm
+        data, algorithm = self.context.data, self.context.algorithm
         if not self._halved:
             collectives.allreduce(data, self.values, algorithm)
             return
@@ -165,16 +172,16 @@ class _Dense:
 class _Candidate(_Dense):
     """The same bucket through a compressor, with its feedback."""
 
-    def __init__(self, seat: RankContext, name: str, config: CompressionConfig, seed: int, halved: bool) -> None:
-        super().__init__(seat, halved and not config.across_nodes)
+    def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int, halved: bool) -> None:
+        super().__init__(context, halved and not config.across_nodes)
         self.name = name
-        self._summing = bucket_reduction(seat, name, config, seed)
+        self._summing = bucket_reduction(context, name, config, seed)
         longest = max(self._summing.buckets, key=lambda bucket: bucket.size)
         self.share = self.bucket.size / longest.size  # factors have whole layers for buckets
         self.bucket = longest
-        self.values = _like_gradients(seat, longest)
+        self.values = _like_gradients(context, longest)
         if config.error_feedback:
-            self._summing.codes.feedback = _feedback(seat, self._summing.way.kept(longest))
+            self._summing.codes.feedback = _feedback(context, self._summing.way.kept(longest))
 
     def run(self) -> None:
         """Sum it. Collective over the data axis."""
@@ -190,19 +197,19 @@ class _Candidate(_Dense):
     def settle(self) -> None:
         """Make a mean of the sum: after many rounds on many ranks it would be infinite, and not encoded (local)."""
         if not self._halved:
-            self.values *= np.float32(1.0 / self.seat.data.size)
+            self.values *= np.float32(1.0 / self.context.data.size)
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         """Return the seconds of encoding and decoding alone, as often as `run` does (local)."""
         codes = self._summing.codes
         if isinstance(codes, PowerSgdReduction):
-            alone = PowerSgdReduction(solo(), codes.layout, [self.bucket], codes.rank, 0, "native", self.seat.on)
+            alone = PowerSgdReduction(solo(), codes.layout, [self.bucket], codes.rank, 0, "native", self.context.on)
             return _timed(lambda: alone.allreduce(self.values, self.bucket), self.values, clock)
-        payloads = backend.empty(codes.message(self.bucket).nbytes, np.dtype(np.uint8), self.seat.on)
-        kept, codes.feedback = codes.feedback, None
+        payloads = backend.empty(codes.message(self.bucket).nbytes, np.dtype(np.uint8), self.context.on)
+        feedback, codes.feedback = codes.feedback, None
         encode_s = _timed(lambda: codes.encode(self.values, self.bucket, payloads), self.values, clock)
         decode_s = _timed(lambda: codes.decode(payloads, self.bucket, self.values), self.values, clock)
-        codes.feedback = kept
+        codes.feedback = feedback
         encodes, decodes = self._summing.way.passes
         return encodes * encode_s + decodes * decode_s
 
@@ -217,10 +224,10 @@ def _timed(call: Callable[[], None], values: Array, clock: Callable[[], float]) 
     return min(taken)
 
 
-def _like_gradients(seat: RankContext, bucket: Range) -> Array:
-    drawn = np.random.default_rng(seat.data.rank).standard_normal(bucket.size, np.float32)
-    return backend.place(drawn, seat.on)
+def _like_gradients(context: RankContext, bucket: Range) -> Array:
+    drawn = np.random.default_rng(context.data.rank).standard_normal(bucket.size, np.float32)
+    return backend.place(drawn, context.on)
 
 
-def _feedback(seat: RankContext, kept: Sequence[Range]) -> ErrorFeedback:
-    return ErrorFeedback(seat.layout, kept, on=seat.on, can_roll_back=False)
+def _feedback(context: RankContext, parts: Sequence[Range]) -> ErrorFeedback:
+    return ErrorFeedback(context.layout, parts, on=context.on, can_roll_back=False)

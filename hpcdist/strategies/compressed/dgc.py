@@ -76,25 +76,29 @@ class DgcExchange(LocalGradients):
     Without ``masks_velocity`` elements that are sent keep their velocity: with all of them sent that is momentum SGD.
     """
 
-    def __init__(self, seat: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> None:
-        given = seat.optimizer
-        super().__init__(seat, replace(given, momentum=0.0, nesterov=False))
+    def __init__(self, context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> None:
+        optimizer = context.optimizer
+        super().__init__(context, replace(optimizer, momentum=0.0, nesterov=False))
         self.config = config
-        cut = np.dtype(np.float32).itemsize, seat.bucket_bytes
-        self.buckets = [found for part in reversed(seat.parts) for found in buckets_of_layers(seat.layout, *cut, part)]
-        self.unsent = Residuals(self.seat, seat.data, seat.parts, can_roll_back=False)
-        self.velocity = DgcVelocities(self.seat, seat.data, seat.parts, can_roll_back=False)
-        u, v = (kept.feedback.residuals for kept in (self.velocity, self.unsent))
+        cut = np.dtype(np.float32).itemsize, context.bucket_bytes
+        self.buckets = [
+            bucket_range
+            for part in reversed(context.parts)
+            for bucket_range in buckets_of_layers(context.layout, *cut, part)
+        ]
+        self.unsent = Residuals(self.context, context.data, context.parts, can_roll_back=False)
+        self.velocity = DgcVelocities(self.context, context.data, context.parts, can_roll_back=False)
+        u, v = (residuals.feedback.residuals for residuals in (self.velocity, self.unsent))
         self._states = {
             where: DeepGradientCompression(
                 where.size,
-                momentum=given.momentum,
-                nesterov=given.nesterov,
+                momentum=optimizer.momentum,
+                nesterov=optimizer.nesterov,
                 masks_velocity=masks_velocity,
                 held=(u.range(where), v.range(where)),
             )
             for bucket in self.buckets
-            for _, where in seat.layout.within(bucket)
+            for _, where in context.layout.within(bucket)
         }
         self._ways = {self.density: self._gathered()}
         self._clip = 1.0
@@ -102,17 +106,19 @@ class DgcExchange(LocalGradients):
     @property
     def density(self) -> float:
         """The share of elements that the next update sends (local)."""
-        done, steps = self.owner.optimizer.count, self.config.warmup_steps
+        done, steps = self.sharded_update.optimizer.count, self.config.warmup_steps
         stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
         return density_at(stage, self.config.density, 1)
 
     def _gathered(self) -> GatheredReduction:
-        return GatheredReduction(self.seat.data, DgcCoder(self.seat.layout, self.density, self._states))
+        return GatheredReduction(self.context.data, DgcCoder(self.context.layout, self.density, self._states))
 
     def plan(self) -> list[Operation]:
         """Return KEEP per bucket, AGREE, COMPRESS per bucket, then the update of everything."""
-        kept, sent = ([Operation(kind, range=bucket) for bucket in self.buckets] for kind in (Kind.KEEP, Kind.COMPRESS))
-        return [*kept, Operation(Kind.AGREE), *sent, *self.owner.plan()]
+        keeps, sent = (
+            [Operation(kind, range=bucket) for bucket in self.buckets] for kind in (Kind.KEEP, Kind.COMPRESS)
+        )
+        return [*keeps, Operation(Kind.AGREE), *sent, *self.sharded_update.plan()]
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a sum that nobody has, gives way to that of own gradients."""
@@ -127,12 +133,12 @@ class DgcExchange(LocalGradients):
         """Replace the gradients of the range by the sum of what all ranks send of it."""
         assert op.range is not None
         gradients = self.gradients.range(op.range)
-        for _, where in self.seat.layout.within(op.range):
+        for _, where in self.context.layout.within(op.range):
             own, state = gradients[where.shift(-op.range.start).slice], self._states[where]
             state.accumulate(own, self._clip)
-            if self.seat.data.size == 1:
+            if self.context.data.size == 1:
                 state.release(own)
-        if self.seat.data.size > 1:
+        if self.context.data.size > 1:
             self._way.allreduce(gradients, op.range)
 
     def pieces(self) -> Sequence[Piece]:
@@ -141,8 +147,8 @@ class DgcExchange(LocalGradients):
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose state a checkpoint has; it may lack all of it (local)."""
-        for kept in (self.unsent, self.velocity):
-            kept.prepare_restore(state)
+        for residuals in (self.unsent, self.velocity):
+            residuals.prepare_restore(state)
         return {*super().prepare_restore(state), *self.unsent.kinds, *self.velocity.kinds}
 
     def wanted(self) -> Sequence[Piece]:
@@ -156,5 +162,5 @@ class DgcExchange(LocalGradients):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned, once the pieces are there (local)."""
         super().restore(state)
-        for kept in (self.unsent, self.velocity):
-            kept.restored()
+        for residuals in (self.unsent, self.velocity):
+            residuals.restored()

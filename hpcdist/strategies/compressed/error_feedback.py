@@ -51,10 +51,12 @@ class Residuals:
     ``can_roll_back`` where a step may be given up after its gradients were encoded.
     """
 
-    def __init__(self, seat: RankContext, comm: RankNumber, parts: Sequence[Range], *, can_roll_back: bool) -> None:
+    def __init__(self, context: RankContext, comm: RankNumber, parts: Sequence[Range], *, can_roll_back: bool) -> None:
         self.rank, self.ranks, self._can_roll_back = comm.rank, comm.size, can_roll_back
-        self._seat, self._before = seat, comm.size
-        self.feedback = ErrorFeedback(seat.layout, parts, on=seat.on, can_roll_back=can_roll_back, ledger=seat.ledger)
+        self._context, self._before = context, comm.size
+        self.feedback = ErrorFeedback(
+            context.layout, parts, on=context.on, can_roll_back=can_roll_back, ledger=context.ledger
+        )
         self._store = self.feedback.residuals
         self._taken: list[FlatStore] = []  # of another number of ranks, while a checkpoint is read
 
@@ -75,7 +77,9 @@ class Residuals:
     def pieces(self) -> list[Piece]:
         """Return views of the residuals, of a kind of this rank's own."""
         self.settle()
-        return self._pieces_of(self._store, self.rank, counted(self._seat.layout, self._store.parts, self._seat.tensor))
+        return self._pieces_of(
+            self._store, self.rank, counted(self._context.layout, self._store.parts, self._context.tensor)
+        )
 
     def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
         return [
@@ -96,7 +100,7 @@ class Residuals:
         if self._before == self.ranks:
             return self._pieces_of(self._store, self.rank, self._store.parts)
         own = [_share(part, self.ranks)[self.rank] for part in self._store.parts]
-        self._taken = [FlatStore(self._store.layout, self._store.dtype, own, on=self._seat.on) for _ in self.old]
+        self._taken = [FlatStore(self._store.layout, self._store.dtype, own, on=self._context.on) for _ in self.old]
         return [
             piece for rank, store in zip(self.old, self._taken, strict=True)
             for piece in self._pieces_of(store, rank, store.parts)
@@ -167,11 +171,11 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose residuals a checkpoint has; it may lack all of them (local)."""
-        found = set(super().prepare_restore(state))
+        kinds = set(super().prepare_restore(state))
         if self.residuals is not None:
             self.residuals.prepare_restore(state)
-            found |= set(self.residuals.kinds)
-        return found
+            kinds |= set(self.residuals.kinds)
+        return kinds
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where residuals go."""
@@ -203,7 +207,7 @@ def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None =
 
 
 def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
-    """Write ``values``, which `unscaled` returned, to 16-bit ``gradients`` with their loss scale (local)."""
+    """Write ``values``, which `without_loss_scale` returned, to 16-bit ``gradients`` with their loss scale (local)."""
     if values is not gradients:
         values *= np.float32(loss_scale)
         kernels.round_into(values, gradients)

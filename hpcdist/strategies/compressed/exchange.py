@@ -47,8 +47,8 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class LocalGradients(AllreduceExchange):
     """Base of compressed exchanges. The owner steps by ``optimizer``, which has no momentum of its own."""
 
-    def __init__(self, seat: RankContext, optimizer: OptimizerConfig) -> None:
-        super().__init__(replace(seat, optimizer=optimizer))
+    def __init__(self, context: RankContext, optimizer: OptimizerConfig) -> None:
+        super().__init__(replace(context, optimizer=optimizer))
         self._replica = 0.0  # the squared norm of this replica's gradients, all stages together
         self.handlers = {**self.handlers, Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
 
@@ -64,19 +64,19 @@ class LocalGradients(AllreduceExchange):
 
         Local, or collective over the world where replicas that are to be clipped have several ranks each.
         """
-        own, seat = self.owner.norm_squared(), self.seat
-        if seat.optimizer.clip_norm and seat.pipeline.size * seat.tensor.size > 1:
-            replicas = np.zeros(seat.data.size)
-            replicas[seat.data.rank] = own
-            self._replica = float(self.agree(replicas)[seat.data.rank])
+        own, context = self.sharded_update.norm_squared(), self.context
+        if context.optimizer.clip_norm and context.pipeline.size * context.tensor.size > 1:
+            replicas = np.zeros(context.data.size)
+            replicas[context.data.rank] = own
+            self._replica = float(self.agree(replicas)[context.data.rank])
         else:
             self._replica = own
         return own
 
     def clip_factor(self) -> float:
         """Return what this rank multiplies its finite gradients by, one factor for all ranks of its replica (local)."""
-        limit = self.seat.optimizer.clip_norm
-        return dgc.clip_factor(self._replica, limit, self.seat.data.size) if limit else 1.0
+        limit = self.context.optimizer.clip_norm
+        return dgc.clip_factor(self._replica, limit, self.context.data.size) if limit else 1.0
 
 
 class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
@@ -85,32 +85,32 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
     ``seed`` is that of the run: all draws follow from it, the step, the rank and the place of a tensor.
     """
 
-    def __init__(self, seat: RankContext, name: str, config: CompressionConfig, seed: int) -> None:
-        super().__init__(seat)
+    def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int) -> None:
+        super().__init__(context)
         self.config, self._loss_scale = config, 1.0
         self._owes = False  # residuals of a checkpoint may be due where gradients are not encoded
-        self._summing = bucket_reduction(seat, name, config, seed)
+        self._summing = bucket_reduction(context, name, config, seed)
         self._codes = self._summing.codes
         if config.error_feedback:
-            can_roll_back = seat.working is not None  # else a norm that is not finite ends the run
-            self.residuals = Residuals(seat, self._summing.comm, self._summing.kept(), can_roll_back=can_roll_back)
+            can_roll_back = context.working is not None  # else a norm that is not finite ends the run
+            self.residuals = Residuals(context, self._summing.comm, self._summing.kept(), can_roll_back=can_roll_back)
             self._codes.feedback = self.residuals.feedback
 
     @property
     def is_compressing(self) -> bool:
         """Whether the gradients of the next update are compressed (local)."""
-        return self._summing.comm.size > 1 and self.owner.optimizer.count >= self.config.warmup_steps
+        return self._summing.comm.size > 1 and self.sharded_update.optimizer.count >= self.config.warmup_steps
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, AGREE, then the update of everything."""
         reduces = [Operation(Kind.REDUCE, range=bucket) for bucket in self._summing.buckets]
-        return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
+        return [*reduces, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Forget a step that was given up (local)."""
         self._give_up()
         if isinstance(self._codes, GradientCoder):
-            self._codes.step = self.owner.optimizer.count
+            self._codes.step = self.sharded_update.optimizer.count
         else:
             self._codes.owes = self._owes
 
@@ -141,12 +141,12 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         if not self._owes or self.residuals is None:
             return
         feedback, gradients = self.residuals.feedback, self.gradients.range(part)
-        kept = [own for own in self._summing.way.kept(part) if feedback.residuals.range(own).any()]
-        if not kept:
+        owing_parts = [own for own in self._summing.way.kept(part) if feedback.residuals.range(own).any()]
+        if not owing_parts:
             return  # the bits of the gradients stay as they are
         self._is_open = True
         values = without_loss_scale(gradients, self._loss_scale)
-        for own in kept:
+        for own in owing_parts:
             within = own.shift(-part.start).slice
             owed = feedback.compensate(own, values[within])
             values[within] = owed
@@ -160,10 +160,10 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
 
     def pieces(self) -> Sequence[Piece]:
         """Return also residuals; factors, which all who exchange them have, are those of the first."""
-        found = list(super().pieces())
+        pieces = list(super().pieces())
         if isinstance(self._codes, PowerSgdReduction) and self._summing.comm.rank == 0:
-            found += self._codes.pieces(self._summing.kept())
-        return found
+            pieces += self._codes.pieces(self._summing.kept())
+        return pieces
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose residuals a checkpoint has; it may lack all of them, and factors (local)."""

@@ -67,14 +67,14 @@ class PowerSgdReduction:
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
         """Return each tensor of ``part``, and where it has its values in the messages of both rounds (local)."""
-        found, ends = [], [0, 0]
+        rounds, ends = [], [0, 0]
         for segment, _ in self.layout.within(part):
             is_thin = segment.key in self.matrices
             sizes = powersgd.round_elements(segment.spec.shape, self.rank) if is_thin else (segment.spec.size, 0)
             first, second = (Range(end, end + size) for end, size in zip(ends, sizes, strict=True))
             ends = [first.stop, second.stop]
-            found.append((segment, first, second))
-        return found
+            rounds.append((segment, first, second))
+        return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum ``values`` (part.size,) in place: matrices by their factors. Collective."""
@@ -83,21 +83,21 @@ class PowerSgdReduction:
             return
         ps = scratch("powersgd.p", rounds[-1][1].stop, _FLOAT32, values)
         qs = scratch("powersgd.q", rounds[-1][2].stop, _FLOAT32, values)
-        given: dict[str, Array] = {}
+        compensated: dict[str, Array] = {}
         for segment, first, _ in rounds:
             gradient = values[segment.range.shift(-part.start).slice]
             if segment.key in self.matrices:
                 matrix = self.matrices[segment.key]
                 self._before[segment.key][...] = matrix.query
-                given[segment.key] = self._compensated(segment, gradient)
-                matrix.project(given[segment.key], ps[first.slice])
+                compensated[segment.key] = self._compensated(segment, gradient)
+                matrix.project(compensated[segment.key], ps[first.slice])
             else:
                 ps[first.slice] = self._in_full(segment, gradient)
         collectives.allreduce(self.comm, ps, self.algorithm)
         for segment, first, second in rounds:
             if segment.key in self.matrices:
                 self.matrices[segment.key].orthogonalise(ps[first.slice])
-                self.matrices[segment.key].project_back(given[segment.key], ps[first.slice], qs[second.slice])
+                self.matrices[segment.key].project_back(compensated[segment.key], ps[first.slice], qs[second.slice])
         if qs.size:
             collectives.allreduce(self.comm, qs, self.algorithm)
         for segment, first, second in rounds:

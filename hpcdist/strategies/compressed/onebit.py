@@ -104,14 +104,14 @@ class ScaleGroup:
 
 def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
     """Return the stretches of ``part`` of the flat space for so many ranks (local)."""
-    found: list[ScaleGroup] = []
+    groups: list[ScaleGroup] = []
     packs: dict[tuple[bool, bool], list[tuple[Segment, Range]]] = {}
     for segment, where in layout.within(part):
         if where.size >= LEAST * ranks:
-            found.append(ScaleGroup(((segment, where),)))
+            groups.append(ScaleGroup(((segment, where),)))
         else:
             packs.setdefault((bool(segment.spec.whole), segment.spec.adapted), []).append((segment, where))
-    return found + [ScaleGroup(tuple(packs[key])) for key in sorted(packs)]
+    return groups + [ScaleGroup(tuple(packs[key])) for key in sorted(packs)]
 
 
 @dataclass(frozen=True)
@@ -134,24 +134,24 @@ class OneBitExchange(LocalGradients):
 
     restores: Collection[str] = (FROZEN,)
 
-    def __init__(self, seat: RankContext, config: CompressionConfig, seed: int = 0) -> None:
-        given = seat.optimizer
+    def __init__(self, context: RankContext, config: CompressionConfig, seed: int = 0) -> None:
+        optimizer = context.optimizer
         # What is left of AdamW for the owner: the decay, and the rate.
-        super().__init__(seat, replace(given, name="sgd", momentum=0.0))
+        super().__init__(context, replace(optimizer, name="sgd", momentum=0.0))
         self.config, self._seed, self._scale = config, seed, 1.0
-        moments = AdamMoments(beta1=given.beta1, beta2=given.beta2, epsilon=given.epsilon)
-        data = seat.data
+        moments = AdamMoments(beta1=optimizer.beta1, beta2=optimizer.beta2, epsilon=optimizer.epsilon)
+        data = context.data
         self.held = {
             part: [
-                ScaleGroupState(stretch, OneBitAdam(stretch.size, data.rank, data.size, moments, on=seat.on))
-                for stretch in scale_groups(seat.layout, part, data.size)
+                ScaleGroupState(stretch, OneBitAdam(stretch.size, data.rank, data.size, moments, on=context.on))
+                for stretch in scale_groups(context.layout, part, data.size)
             ]
-            for part in seat.parts
+            for part in context.parts
         }
-        if seat.ledger is not None:
+        if context.ledger is not None:
             for held in self._all():
                 for array in held.adam.arrays().values():
-                    seat.ledger.track(array, "optimizer")
+                    context.ledger.track(array, "optimizer")
         self._is_frozen = False
         self._before = data.size  # the ranks that had worker errors in the checkpoint that is read; 0: none
         self._taken: list[list[Array]] = []
@@ -163,8 +163,8 @@ class OneBitExchange(LocalGradients):
     @property
     def is_compressing(self) -> bool:
         """Whether the momentum travels as signs in the step that begins (local)."""
-        warm = self.owner.optimizer.count < self.config.warmup_steps
-        return self.seat.data.size > 1 and (self._is_frozen or not warm)
+        warm = self.sharded_update.optimizer.count < self.config.warmup_steps
+        return self.context.data.size > 1 and (self._is_frozen or not warm)
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, which is that of the warm-up, AGREE, COMPRESS of each part, and the update."""
@@ -188,7 +188,7 @@ class OneBitExchange(LocalGradients):
         freezes = self.is_compressing
         if freezes:
             # Gradients are shares of the mean over all samples; the mean over the ranks is taken when they have come.
-            scale = self.clip_factor() * self.seat.data.size
+            scale = self.clip_factor() * self.context.data.size
         for held in self._all():
             if freezes and not held.adam.is_frozen:
                 held.adam.freeze()
@@ -217,8 +217,8 @@ class OneBitExchange(LocalGradients):
 
     def _send(self, held: Sequence[ScaleGroupState]) -> None:
         """Bring the chunks to their owners, and their means to all."""
-        comm, like = self.seat.data, self.gradients.array
-        adams = [one.adam for one in held]
+        comm, like = self.context.data, self.gradients.array
+        adams = [state.adam for state in held]
         # Payloads lie alike in every message of a chunk; (ranks, stretches)
         lie = [places([a.compressor.payload_bytes(a.chunks[q].size) for a in adams]) for q in range(comm.size)]
         sizes = [row[-1].stop if row else 0 for row in lie]
@@ -240,22 +240,22 @@ class OneBitExchange(LocalGradients):
                 adam.receive(owner, means[row.slice][place.slice])
 
     def _key(self, stretch: int, phase: int) -> RandomKey:
-        data = self.seat.data
-        return RandomKey(self._seed, self.owner.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
+        data = self.context.data
+        return RandomKey(self._seed, self.sharded_update.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
 
     def pieces(self) -> Sequence[Piece]:
         """Return also this rank's share of the moments, which all have, and its errors."""
-        seat, shares, found = self.seat, self.shares(), list(super().pieces())
-        once = counted(seat.layout, seat.parts, seat.tensor)
+        context, shares, pieces = self.context, self.shares(), list(super().pieces())
+        once = counted(context.layout, context.parts, context.tensor)
         for held in self._all():
             stretch, adam = held.stretch, held.adam
             whole = Range(0, stretch.size)
             for name in ("m", "v"):
-                found += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, shares)
+                pieces += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, shares)
             if adam.is_frozen:
-                found += stretch.pieces(f"{WORKER}.{seat.data.rank}", adam.worker_error, whole, once)
-                found += stretch.pieces(SERVER, adam.server_error, adam.own, once)
-        return found
+                pieces += stretch.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, once)
+                pieces += stretch.pieces(SERVER, adam.server_error, adam.own, once)
+        return pieces
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Take note of whose errors a checkpoint has; it may lack them (local)."""
@@ -266,42 +266,42 @@ class OneBitExchange(LocalGradients):
 
     def wanted(self) -> Sequence[Piece]:
         """Return also where moments and errors go."""
-        seat, found = self.seat, list(super().wanted())
+        context, pieces = self.context, list(super().wanted())
         self._taken = []
         for held in self._all():
             stretch, adam = held.stretch, held.adam
             whole = Range(0, stretch.size)
             for name in ("m", "v"):
-                found += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, seat.parts)
+                pieces += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, context.parts)
             if self._before:
-                found += stretch.pieces(SERVER, adam.server_error, adam.own, seat.parts)
-            if self._before == seat.data.size:
-                found += stretch.pieces(f"{WORKER}.{seat.data.rank}", adam.worker_error, whole, seat.parts)
+                pieces += stretch.pieces(SERVER, adam.server_error, adam.own, context.parts)
+            if self._before == context.data.size:
+                pieces += stretch.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, context.parts)
             elif self._before:
-                taken = [backend.zeros(adam.own.size, _FLOAT32, seat.on) for _ in range(self._before)]
+                taken = [backend.zeros(adam.own.size, _FLOAT32, context.on) for _ in range(self._before)]
                 for rank, array in enumerate(taken):
-                    found += stretch.pieces(f"{WORKER}.{rank}", array, adam.own, seat.parts)
+                    pieces += stretch.pieces(f"{WORKER}.{rank}", array, adam.own, context.parts)
                 self._taken.append(taken)
-        return found
+        return pieces
 
     def state(self) -> dict[str, Any]:
         """Return the clock, and how many ranks have errors."""
-        return super().state() | {FROZEN: self.seat.data.size if self._is_frozen else 0}
+        return super().state() | {FROZEN: self.context.data.size if self._is_frozen else 0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._is_frozen = state.get(FROZEN, 0) > 0
         for held in self._all():
-            held.adam.count, held.adam.is_frozen = self.owner.optimizer.count, self._is_frozen
+            held.adam.count, held.adam.is_frozen = self.sharded_update.optimizer.count, self._is_frozen
         for held, taken in zip(self._all(), self._taken, strict=False):
             # The mean over the ranks goes on where it is added up: by the rank that owns the chunk.
             own = held.adam.worker_error[held.adam.own.slice]
             held.adam.worker_error[...] = 0
             for errors in taken:
                 own += errors
-            own *= np.float32(self.seat.data.size / self._before)
-        self._taken, self._before = [], self.seat.data.size
+            own *= np.float32(self.context.data.size / self._before)
+        self._taken, self._before = [], self.context.data.size
 
 
 def _rows(sizes: Sequence[int]) -> list[Range]:

@@ -1,6 +1,7 @@
 """Reductions of compressed gradients over the ranks of a communicator, to the same bits on all of them.
 
-With n values and p ranks, c the bytes of a payload of one value, a rank sends
+`GradientCoder` encodes and decodes the gradients of a rank, tensor by tensor: a payload for each, all of one message.
+The reductions send its messages. With n values and p ranks, c the bytes of a payload of one value, a rank sends
 
   QuantisedReduction  2 (p-1)/p c n    each share goes to its owner, who sums in float32 and hands the sum on, encoded
                                        once more: two errors of the compressor in all, whatever p (qgZ of ZeRO++, Wang
@@ -327,7 +328,7 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction:
-    """See `hpcdist.strategies.compressed.reduction.CompressedReduction`; ``way`` is that over `between_nodes`."""
+    """Reduction (`CompressedReduction`) that compresses between nodes only; ``way`` sums over `inter_node` ranks."""
 
     def __init__(self, data: Communicator, way: CompressedReduction) -> None:
         self._way = way

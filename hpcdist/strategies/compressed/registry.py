@@ -69,22 +69,22 @@ class BucketReduction:
 
     def kept(self) -> list[Range]:
         """Return the ranges of which this rank may have residuals, ascending (local)."""
-        found = [part for bucket in self.buckets for part in self.way.kept(bucket)]
-        return sorted(found, key=lambda part: part.start)
+        parts = [part for bucket in self.buckets for part in self.way.kept(bucket)]
+        return sorted(parts, key=lambda part: part.start)
 
 
-def bucket_reduction(seat: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return how ``name`` sums over the data axis of ``seat``, without feedback. Collective over it.
+def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
+    """Return how ``name`` sums over the data axis of ``context``, without feedback. Collective over it.
 
     Raises ConfigurationError where nodes that ``config`` tells apart have different numbers of ranks.
     """
-    comm = inter_node(seat.data) if config.across_nodes else seat.data
-    found = tuple(bucket for part in reversed(seat.parts) for bucket in _cut(seat, name, part))
-    codes, way = _way(seat, comm, found, name, config, seed)
-    return BucketReduction(comm, found, codes, InterNodeReduction(seat.data, way) if config.across_nodes else way)
+    comm = inter_node(context.data) if config.across_nodes else context.data
+    buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
+    codes, way = _way(context, comm, buckets, name, config, seed)
+    return BucketReduction(comm, buckets, codes, InterNodeReduction(context.data, way) if config.across_nodes else way)
 
 
-def _cut(seat: RankContext, name: str, part: Range) -> list[Range]:
+def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
     """Return the buckets of ``part``, in the order in which gradients are complete (local).
 
     They are as long as those of float32 gradients. Factors are of whole tensors, and each bucket of them takes two
@@ -92,26 +92,26 @@ def _cut(seat: RankContext, name: str, part: Range) -> list[Range]:
     """
     if name not in LOW_RANK:
         # The draws of a piece are named by the line that it begins in: no two begin in the same one.
-        return buckets_of_layers(seat.layout, _ITEMSIZE, align_up(seat.bucket_bytes, ALIGN_BYTES), part)
-    found: list[Range] = []
+        return buckets_of_layers(context.layout, _ITEMSIZE, align_up(context.bucket_bytes, ALIGN_BYTES), part)
+    buckets: list[Range] = []
     stop = part.stop
-    layers = (unit for unit in seat.layout.units.values() if unit.intersect(part))
+    layers = (unit for unit in context.layout.units.values() if unit.intersect(part))
     for layer in sorted(layers, reverse=True):
-        if (stop - layer.start) * _ITEMSIZE >= seat.bucket_bytes or layer.start == part.start:
-            found.append(Range(layer.start, stop))
+        if (stop - layer.start) * _ITEMSIZE >= context.bucket_bytes or layer.start == part.start:
+            buckets.append(Range(layer.start, stop))
             stop = layer.start
-    return found
+    return buckets
 
 
 def _way(
-    seat: RankContext, comm: Communicator, parts: tuple[Range, ...], name: str, config: CompressionConfig, seed: int
+    context: RankContext, comm: Communicator, parts: tuple[Range, ...], name: str, config: CompressionConfig, seed: int
 ) -> tuple[GradientCoder | PowerSgdReduction, CompressedReduction]:
     if name in LOW_RANK:
-        factors = PowerSgdReduction(comm, seat.layout, parts, config.rank, seed, seat.algorithm, seat.on)
+        factors = PowerSgdReduction(comm, context.layout, parts, config.rank, seed, context.algorithm, context.on)
         return factors, factors
-    made = compressor(name, config)
+    encoder = compressor(name, config)
     # Payloads that are summed as they are name the same elements: their draws are those of rank 0 everywhere.
-    coder = GradientCoder(seat.layout, made, seed, 0 if name in SUMMED else comm.rank)
+    coder = GradientCoder(context.layout, encoder, seed, 0 if name in SUMMED else comm.rank)
     if name in QUANTISED:
         return coder, QuantisedReduction(comm, coder)
-    return coder, PayloadAllreduce(comm, coder, seat.algorithm) if name in SUMMED else GatheredReduction(comm, coder)
+    return coder, PayloadAllreduce(comm, coder, context.algorithm) if name in SUMMED else GatheredReduction(comm, coder)

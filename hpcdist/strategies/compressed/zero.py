@@ -127,18 +127,20 @@ class StepResiduals(Residuals):
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         layers: Mapping[int, Range],
         plain: Mapping[int, Sequence[Range]],
         *,
         can_roll_back: bool,
     ) -> None:
         parts = sorted(layers.values(), key=lambda part: part.start)
-        super().__init__(seat, seat.data, parts, can_roll_back=False)
+        super().__init__(context, context.data, parts, can_roll_back=False)
         self._layers, self._plain = layers, plain
         self._saved: FlatStore | None = None
         if can_roll_back:
-            self._saved = FlatStore(seat.layout, FLOAT32, parts, on=seat.on, category="optimizer", ledger=seat.ledger)
+            self._saved = FlatStore(
+                context.layout, FLOAT32, parts, on=context.on, category="optimizer", ledger=context.ledger
+            )
         self._open: set[int] = set()  # layers that were encoded in this step
         self._due: set[int] = set()  # layers with residuals that may be owed in plain places
         self._paid: set[int] = set()  # of them in this step
@@ -196,10 +198,10 @@ _NEAREST = CompressionConfig(error_feedback=True)  # how the catalogue is asked 
 class CompressedGathers:
     """Gathers along ``levels`` as ``name`` encodes. Construction is collective over the data axis."""
 
-    def __init__(self, seat: RankContext, levels: Levels, name: str, *, across_nodes: bool) -> None:
+    def __init__(self, context: RankContext, levels: Levels, name: str, *, across_nodes: bool) -> None:
         self._levels = levels
-        carries = compressed_levels(seat.data, levels, across_nodes=across_nodes)
-        coder = GradientCoder(seat.layout, compressor(name, _NEAREST), 0, 0)
+        carries = compressed_levels(context.data, levels, across_nodes=across_nodes)
+        coder = GradientCoder(context.layout, compressor(name, _NEAREST), 0, 0)
         self._ways = {
             level: QuantisedReduction(comm, coder)
             for level, comm in enumerate(levels.comms)
@@ -236,11 +238,13 @@ _ROUND = 1 << 24  # steps are numbered below it, and how often a layer was summe
 class CompressedReduceScatters:
     """Sums along ``levels``. Collective over the data axis, but where it says local; see `CompressedZero`."""
 
-    def __init__(self, seat: RankContext, levels: Levels, name: str, config: CompressionConfig, seed: int) -> None:
+    def __init__(self, context: RankContext, levels: Levels, name: str, config: CompressionConfig, seed: int) -> None:
         self._levels, self._step = levels, 0
-        self._coded = compressed_levels(seat.data, levels, across_nodes=config.across_nodes)
+        self._coded = compressed_levels(context.data, levels, across_nodes=config.across_nodes)
         # Payloads of SUMMED are read as those of rank 0, whoever wrote them.
-        self.coder = GradientCoder(seat.layout, compressor(name, config), seed, 0 if name in SUMMED else seat.data.rank)
+        self.coder = GradientCoder(
+            context.layout, compressor(name, config), seed, 0 if name in SUMMED else context.data.rank
+        )
         self._ways = {
             level: QuantisedReduction(comm, self.coder)
             for level, comm in enumerate(levels.comms)
@@ -256,17 +260,17 @@ class CompressedReduceScatters:
         if config.error_feedback:
             whole = {layer: cuts[WHOLE] for layer, cuts in levels.cuts.items()}
             plain = {layer: self._plain(cuts) for layer, cuts in levels.cuts.items()}
-            self.residuals = StepResiduals(seat, whole, plain, can_roll_back=seat.working is not None)
+            self.residuals = StepResiduals(context, whole, plain, can_roll_back=context.working is not None)
             self.coder.feedback = self.residuals.feedback
 
     def _plain(self, cuts: Sequence[Range]) -> list[Range]:
         """Return what this rank never encodes of a layer (local)."""
-        found = [cuts[OPTIMIZER]] if self._of_replicas is None else []
+        parts = [cuts[OPTIMIZER]] if self._of_replicas is None else []
         for level in range(OPTIMIZER):
             if level not in self._ways:
                 outer, inner = cuts[level], cuts[level + 1]
-                found += [Range(outer.start, inner.start), Range(inner.stop, outer.stop)]
-        return [part for part in found if part]
+                parts += [Range(outer.start, inner.start), Range(inner.stop, outer.stop)]
+        return [part for part in parts if part]
 
     def begin(self, step: int) -> None:
         """Begin the step that makes update number ``step`` (local)."""
@@ -314,33 +318,33 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
     """
 
     def __init__(
-        self, seat: RankContext, stage: int, zero: ZeroConfig, name: str, config: CompressionConfig, seed: int
+        self, context: RankContext, stage: int, zero: ZeroConfig, name: str, config: CompressionConfig, seed: int
     ) -> None:
         self._shards: FlatStore | None = None  # what is decoded, where owners step their cuts elsewhere
         self._asked, self._loss_scale = config, 1.0
         self.gathered: CompressedGathers | None = None
         self._is_stale = False  # shards are not yet what is decoded of the own cuts
-        super().__init__(seat, stage, zero)
-        self.sums = None if name == "none" else CompressedReduceScatters(seat, self.levels, name, config, seed)
+        super().__init__(context, stage, zero)
+        self.sums = None if name == "none" else CompressedReduceScatters(context, self.levels, name, config, seed)
         self.residuals = self._fed_back = None if self.sums is None else self.sums.residuals
 
-    def _stepped(self, own: Sequence[Range]) -> FlatStore:
+    def _make_parameters(self, own: Sequence[Range]) -> FlatStore:
         """Return what the owners step: the own cuts alone, where shards are decoded and are no master's copies."""
-        kept = super()._stepped(own)
+        parameters = super()._make_parameters(own)
         if self._asked.parameters == "none":
-            return kept
-        if self._over.parameters == 1 < self.seat.data.size:
+            return parameters
+        if self._degrees.parameters == 1 < self.context.data.size:
             raise ConfigurationError(
                 f"compression.parameters = {self._asked.parameters!r} with parameters that each of the "
-                f"{self.seat.data.size} data ranks keeps whole (zero.parameters = 1): what is kept would be rounded; "
-                "set zero.parameters to 0 or to the ranks of a node, or compression.parameters = 'none'"
+                f"{self.context.data.size} data ranks keeps whole (zero.parameters = 1): what is kept would be "
+                "rounded; set zero.parameters to 0 or to the ranks of a node, or compression.parameters = 'none'"
             )
         across = self._asked.across_nodes
-        self.gathered = CompressedGathers(self.seat, self.levels, self._asked.parameters, across_nodes=across)
-        if not self.gathered.keeps_decoded or self.seat.working is not None:
-            return kept
-        self._shards = kept
-        return self.seat.store("parameters", own)
+        self.gathered = CompressedGathers(self.context, self.levels, self._asked.parameters, across_nodes=across)
+        if not self.gathered.keeps_decoded or self.context.working is not None:
+            return parameters
+        self._shards = parameters
+        return self.context.store("parameters", own)
 
     @property
     def parameters(self) -> FlatStore:
@@ -350,20 +354,20 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
     @property
     def weights(self) -> FlatStore:
         """The parameters that a checkpoint keeps: never a rounded copy."""
-        return super().weights if self._shards is None else self.owner.parameters
+        return super().weights if self._shards is None else self.sharded_update.parameters
 
     @property
     def is_compressing(self) -> bool:
         """Whether the gradients of the next update are compressed (local)."""
-        if self.sums is None or self.owner.optimizer.count < self._asked.warmup_steps:
+        if self.sums is None or self.sharded_update.optimizer.count < self._asked.warmup_steps:
             return False
-        return self.seat.data.size > 1 or (self._fed_back is not None and self._fed_back.are_owed)
+        return self.context.data.size > 1 or (self._fed_back is not None and self._fed_back.are_owed)
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Forget a step that was given up; after `take` or `restore`, bring what is decoded to its shards."""
+        """Forget a step that was given up; after `load_initial` or `restore`, bring what is decoded to its shards."""
         self._give_up()
         if self.sums is not None:
-            self.sums.begin(self.owner.optimizer.count)
+            self.sums.begin(self.sharded_update.optimizer.count)
         if self._is_stale:
             self._is_stale = False
             self.spread()
@@ -373,40 +377,40 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
         """Take note of the loss scale of the step that begins (local)."""
         self._loss_scale = loss_scale
 
-    def _sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+    def _reduce_scatter(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         if self.sums is None or not (self._is_open or self.is_compressing):
-            super()._sum(store, layer, start, stop)
+            super()._reduce_scatter(store, layer, start, stop)
             return
         self._is_open = True  # to the end of the step
         self.sums.sum(store, layer, start, stop, self._loss_scale)
 
-    def _bring(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+    def _all_gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         if self.gathered is None:
-            super()._bring(store, layer, start, stop)
+            super()._all_gather(store, layer, start, stop)
         else:
             self.gathered.gather(store, layer, start, stop)
 
     def gather(self, op: Operation) -> None:
         """Bring a layer together; one that is kept whole from the new cuts, as they are."""
-        layer = self.seat.model.stages[op.unit].layer
+        layer = self.context.model.stages[op.unit].layer
         if layer not in self._cut_layers:
             self._fetch(layer)
         super().gather(op)
 
     def refresh(self, op: Operation) -> None:
         """Bring the shard of a layer together from the new cuts, as what is decoded of them."""
-        self._fetch(self.seat.model.stages[op.unit].layer)
+        self._fetch(self.context.model.stages[op.unit].layer)
         super().refresh(op)
 
     def _fetch(self, layer: int) -> None:
         """Take the own cut of a layer that is kept, in full or as a shard, from where it was stepped (local)."""
         if self._shards is not None:
             own = self.levels.cuts[layer][OPTIMIZER]
-            self._shards.range(own)[...] = self.owner.parameters.range(own)
+            self._shards.range(own)[...] = self.sharded_update.parameters.range(own)
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over the initial values (local)."""
-        super().take(initial)
+        super().load_initial(initial)
         self._is_stale = self.gathered is not None and self.gathered.keeps_decoded
 
     def restore(self, state: Mapping[str, Any]) -> None:

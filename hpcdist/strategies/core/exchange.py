@@ -291,7 +291,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over what concerns this rank of the initial values in ``initial``, which are on the host (local)."""
         ...
 

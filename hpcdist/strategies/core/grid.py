@@ -74,14 +74,14 @@ def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
     Ranks in brackets compute each layer together. ``nodes`` are the ranks of each node.
     """
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
-    each = len(grid.tensor_groups) // grid.pipeline
+    groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []
     for stage in range(grid.pipeline):
         where: dict[tuple[int, ...], list[str]] = {}
-        for group in grid.tensor_groups[stage * each : (stage + 1) * each]:
+        for group in grid.tensor_groups[stage * groups_per_stage : (stage + 1) * groups_per_stage]:
             where.setdefault(tuple(sorted({node_of[rank] for rank in group})), []).append(_bracketed(group))
-        told = [f"node {'+'.join(map(str, on))} {_shortened(groups)}" for on, groups in where.items()]
-        lines.append(f"stage {stage}: {'; '.join(_few(told))}")
+        places = [f"node {'+'.join(map(str, on))} {_shortened(groups)}" for on, groups in where.items()]
+        lines.append(f"stage {stage}: {'; '.join(_few(places))}")
     return lines
 
 

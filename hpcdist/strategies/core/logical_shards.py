@@ -42,17 +42,17 @@ FINGERPRINT_BYTES: Final = 4
 @cache
 def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
     """Return eight hexadecimal digits, equal where ``dtype`` is computed to equal bits (local; tens of ms, once)."""
-    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for rows, inner, columns in FINGERPRINT_SHAPES:
         a, b = _numbers(rows, inner, dtype), _numbers(columns, inner, dtype)
         product = a @ b.T  # a linear layer forward, then its two gradients and that of its bias
         for values in (product, product @ b, product.T @ a, np.ones((1, rows), dtype) @ product):
-            found.update(values.tobytes())
+            digest.update(values.tobytes())
     values = _numbers(1, 10_007, dtype).reshape(-1)
     for result in (np.exp(values), np.tanh(values), np.log(np.exp(values)), values.sum()):
-        found.update(np.asarray(result).tobytes())
-    found.update(np.float64(kernels.sum_of_squares(values)).tobytes())
-    return found.hexdigest()
+        digest.update(np.asarray(result).tobytes())
+    digest.update(np.float64(kernels.sum_of_squares(values)).tobytes())
+    return digest.hexdigest()
 
 
 def _numbers(rows: int, columns: int, dtype: "np.dtype[Any]") -> np.ndarray:  # (rows, columns)
@@ -73,11 +73,11 @@ class LogicalShards:
     far.
     """
 
-    def __init__(self, seat: RankContext, count: int) -> None:
+    def __init__(self, context: RankContext, count: int) -> None:
         self.count = count
-        self.arithmetic = _common(seat)
-        self.own = shards_of(count, seat.data.size)[seat.data.rank] if seat.computes else Range(0, 0)
-        self._data = seat.data
+        self.arithmetic = _common(context)
+        self.own = shards_of(count, context.data.size)[context.data.rank] if context.computes else Range(0, 0)
+        self._data = context.data
 
     def tree(self) -> FixedTree:
         """Return a tree for buffers of one size, each of which `add` gives to it (local)."""
@@ -115,9 +115,9 @@ class LogicalShards:
             )
 
 
-def _common(seat: RankContext) -> str:
+def _common(context: RankContext) -> str:
     """Return the arithmetic of all ranks. Collective over the world."""
-    names = seat.world.allgather_object(fp_fingerprint(np.dtype(seat.dtype)))
+    names = context.world.allgather_object(fp_fingerprint(np.dtype(context.dtype)))
     other = [rank for rank, name in enumerate(names) if name != names[0]]
     if other:
         raise ConfigurationError(

@@ -75,7 +75,7 @@ class FixedLossScale(NoLossScale):
     def after(self, step: str, norm: float) -> bool:
         """Return whether the step updates, which it does where ``norm``, agreed on by all ranks, is finite.
 
-        Raises NonFiniteError after `PATIENCE` overflows in a row that no lower scale could end.
+        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` overflows in a row that no lower scale could end.
         """
         if math.isfinite(norm):
             self.overflows = 0
@@ -168,16 +168,20 @@ class MixedPrecisionViews(ParameterViews):
     own stage has gone back or, for a copy of another rank's, when the stage that uses it has.
     """
 
-    def __init__(self, seat: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
-        super().__init__(seat, exchange, copies)
-        assert all(min(used) == unit for unit, used in _users(seat.model.needs).items()), "used before its owner"
-        self._ranges, own = seat.ranges, set(seat.units)
-        self._needs = {unit: own.intersection(used) for unit, used in seat.model.needs.items()}  # of what is kept here
-        self._layers = {unit: seat.model.stages[unit].layer for unit in seat.units}
-        self._copied = {unit: copies.keys.intersection(seat.model.stages[unit].tied.values()) for unit in seat.units}
-        wide = replace(seat, working=None, algorithm="native")  # float32, and no other rank looks at it
-        self._wide_parameters = TransientLayers(wide, "parameters", seat.units, None)
-        self._wide_gradients = TransientLayers(wide, "gradients", seat.units, None)
+    def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
+        super().__init__(context, exchange, copies)
+        assert all(min(used) == unit for unit, used in _users(context.model.needs).items()), "used before its owner"
+        self._ranges, own = context.ranges, set(context.units)
+        self._needs = {
+            unit: own.intersection(used) for unit, used in context.model.needs.items()
+        }  # of what is kept here
+        self._layers = {unit: context.model.stages[unit].layer for unit in context.units}
+        self._copied = {
+            unit: copies.keys.intersection(context.model.stages[unit].tied.values()) for unit in context.units
+        }
+        wide = replace(context, working=None, algorithm="native")  # float32, and no other rank looks at it
+        self._wide_parameters = TransientLayers(wide, "parameters", context.units, None)
+        self._wide_gradients = TransientLayers(wide, "gradients", context.units, None)
         self._copied_parameters = wide.store("parameters", copies.parameters.parts)  # of float32 they stay
         self._copied_gradients = wide.store("gradients", copies.gradients.parts)
         self._widened: set[int] = set()  # units whose parameters are there in float32

@@ -24,8 +24,8 @@ from hpcdist.strategies.pipeline.tied import TiedCopies
 class ParameterViews:
     """Views of what an exchange keeps, bound while its memory stays where it is. All of it is local."""
 
-    def __init__(self, seat: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
-        self._model, self._exchange, self._copies = seat.model, exchange, copies
+    def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
+        self._model, self._exchange, self._copies = context.model, exchange, copies
         self._parameters: dict[int, Parameters] = {}  # by unit
         self._gradients: dict[int, BoundGradients] = {}
         self._complete: set[int] = set()
@@ -95,15 +95,15 @@ class TransientLayers:
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         category: str,
         units: Collection[int],
         over: Communicator | None,
         drain: Callable[[], None] | None = None,
     ) -> None:
-        self._seat, self._category, self._over, self._drain = seat, category, over, drain
-        users = Counter(unit for used in seat.model.needs.values() for unit in used)
-        sizes = {seat.model.stages[unit].layer: (seat.ranges[unit].size, users[unit]) for unit in units}
+        self._context, self._category, self._over, self._drain = context, category, over, drain
+        users = Counter(unit for used in context.model.needs.values() for unit in used)
+        sizes = {context.model.stages[unit].layer: (context.ranges[unit].size, users[unit]) for unit in units}
         longest = max((size for size, count in sizes.values() if count == 1), default=0)
         self._block_size = {layer: longest if count == 1 else size for layer, (size, count) in sizes.items()}
         self._free: dict[int, list[Array]] = {}  # by size
@@ -117,8 +117,8 @@ class TransientLayers:
             free = self._free.setdefault(size, [])
             block = free.pop() if free else self._new(size)
             self._blocks[layer] = block
-            whole = self._seat.layout.units[layer]
-            self._stores[layer] = self._seat.store(self._category, whole, lambda count, dtype: block[:count])
+            whole = self._context.layout.units[layer]
+            self._stores[layer] = self._context.store(self._category, whole, lambda count, dtype: block[:count])
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
@@ -127,10 +127,10 @@ class TransientLayers:
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 
     def _new(self, size: int) -> Array:
-        allocate = self._seat.for_replicas(self._category, self._over)
+        allocate = self._context.for_replicas(self._category, self._over)
         if allocate is not None:  # all of ``over`` need a new block at the same place of their lists
             if self._drain is not None:
                 self._drain()
-            return allocate(size, np.dtype(self._seat.dtype))
-        block = backend.zeros(size, np.dtype(self._seat.dtype), self._seat.on)
-        return block if self._seat.ledger is None else self._seat.ledger.track(block, self._category)
+            return allocate(size, np.dtype(self._context.dtype))
+        block = backend.zeros(size, np.dtype(self._context.dtype), self._context.on)
+        return block if self._context.ledger is None else self._context.ledger.track(block, self._category)

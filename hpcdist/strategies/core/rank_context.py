@@ -96,13 +96,13 @@ class RankContext:
     @property
     def parts(self) -> tuple[Range, ...]:
         """The ranges of the flat space that the stages of this rank take: one, or one for each of its chunks."""
-        found: list[Range] = []
+        joined: list[Range] = []
         for part in self.ranges.values():
-            if found and found[-1].stop == part.start:
-                found[-1] = Range(found[-1].start, part.stop)
+            if joined and joined[-1].stop == part.start:
+                joined[-1] = Range(joined[-1].start, part.stop)
             else:
-                found.append(part)
-        return tuple(found)
+                joined.append(part)
+        return tuple(joined)
 
     @property
     def part(self) -> Range:

@@ -128,22 +128,23 @@ class ShardedUpdate:
 
 
 class ShardedUpdateExchange(ExchangeDefaults):
-    """Base of exchanges in lock-step: one store of parameters and gradients each, and an `Owner` of parts of them.
+    """Base of exchanges in lock-step: one store each of parameters and gradients, and their `ShardedUpdate`.
 
-    See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds
-    how gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
+    See `hpcdist.strategies.core.exchange.Exchange` for what each method promises. A subclass sets ``sharded_update``
+    and adds how gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical
+    shards.
     """
 
     lock_step = True
-    owner: ShardedUpdate
+    sharded_update: ShardedUpdate
 
-    def __init__(self, seat: RankContext, shards: LogicalShards | None = None) -> None:
-        self.seat, self.shards = seat, shards
-        self.algorithm = seat.algorithm if shards is None else ALGORITHM
+    def __init__(self, context: RankContext, shards: LogicalShards | None = None) -> None:
+        self.context, self.shards = context, shards
+        self.algorithm = context.algorithm if shards is None else ALGORITHM
 
     def summed_gradients(self) -> Iterable[Array]:
         """Return the summed gradients of the owned parts (local)."""
-        return (self.owner.gradients.contents(part) for part in self.owner.parts)
+        return (self.sharded_update.gradients.contents(part) for part in self.sharded_update.parts)
 
     def describe_sums(self) -> str:
         """Return the logical shards and their arithmetic, if there are any (local)."""
@@ -152,17 +153,17 @@ class ShardedUpdateExchange(ExchangeDefaults):
     @property
     def parameters(self) -> FlatStore:
         """The parameters that this rank keeps between steps."""
-        return self.owner.parameters
+        return self.sharded_update.parameters
 
     @property
     def gradients(self) -> FlatStore:
         """The gradients that this rank keeps until the update."""
-        return self.owner.gradients
+        return self.sharded_update.gradients
 
     @property
     def weights(self) -> FlatStore:
         """The parameters that a checkpoint keeps: never a rounded copy."""
-        return self.parameters if self.owner.master is None else self.owner.master.weights
+        return self.parameters if self.sharded_update.master is None else self.sharded_update.master.weights
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Nothing has to be known of a list before it runs (local)."""
@@ -177,11 +178,11 @@ class ShardedUpdateExchange(ExchangeDefaults):
 
     def norm_squared(self) -> float:
         """Return the share of the owned parts: together they are the model, once."""
-        return self.owner.norm_squared()
+        return self.sharded_update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the world, in place. Collective."""
-        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+        collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -193,7 +194,7 @@ class ShardedUpdateExchange(ExchangeDefaults):
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""
-        self.owner.begin_update(scale)
+        self.sharded_update.begin_update(scale)
 
     def count_samples(self, own: int, samples: int) -> None:
         """Sums over the replicas need no weights (local)."""
@@ -209,15 +210,15 @@ class ShardedUpdateExchange(ExchangeDefaults):
         """Nothing is left to be done between steps."""
         return False
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over the initial values; working copies are their 16-bit rounding."""
         self.weights.copy_from(initial)
-        if self.owner.master is not None:
+        if self.sharded_update.master is not None:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the owned parts."""
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.counted)
+        return pieces_of({"parameters": self.weights, **self.sharded_update.slots()}, self.sharded_update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Return nothing: every piece has to be there (local)."""
@@ -228,20 +229,20 @@ class ShardedUpdateExchange(ExchangeDefaults):
 
         Of working copies it is the master, on the owned parts: `restore` makes the copies from it.
         """
-        kept = pieces_of({"parameters": self.weights}, self.weights.parts)
-        return kept + pieces_of(self.owner.slots(), self.owner.parts)
+        parameters = pieces_of({"parameters": self.weights}, self.weights.parts)
+        return parameters + pieces_of(self.sharded_update.slots(), self.sharded_update.parts)
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer's clock, and the arithmetic of logical shards."""
-        return self.owner.optimizer.state() | (self.shards.state() if self.shards is not None else {})
+        return self.sharded_update.optimizer.state() | (self.shards.state() if self.shards is not None else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back the optimizer's clock, and make working copies anew. Collective over the data axis then."""
         if self.shards is not None:
             self.shards.check(state)
-        self.owner.optimizer.restore(dict(state))
-        if self.owner.master is not None:
-            self.owner.master.round_into(self.parameters)
+        self.sharded_update.optimizer.restore(dict(state))
+        if self.sharded_update.master is not None:
+            self.sharded_update.master.round_into(self.parameters)
             self.spread()
 
     def spread(self) -> None:

@@ -2,5 +2,5 @@
 
 Floor 4; imports core, schedule and allreduce of the strategies. Each rank steps by its own gradient; `gossip` mixes
 parameters on a graph of ranks (D-PSGD), `local_sgd` averages all of them every few steps (local SGD, DiLoCo). Begin
-with `replicas.Replicas`, the base class, and `graphs.Graph`. `config` is light.
+with `replicas.Replicas`, the base class, and `gossip.Graph`. `config` is light.
 """

@@ -79,16 +79,16 @@ class DecentralisedConfig:
                 f"decentralised.edges = {self.edges!r} with decentralised.graph = {self.graph!r}; {cure}"
             )
         seen: set[frozenset[int]] = set()
-        for one, other in parse_edges(self.edges):
-            if frozenset((one, other)) in seen:
+        for first, other in parse_edges(self.edges):
+            if frozenset((first, other)) in seen:
                 raise ConfigurationError(
-                    f"decentralised.edges: {one}-{other} comes twice, in one direction or the other; name each edge "
+                    f"decentralised.edges: {first}-{other} comes twice, in one direction or the other; name each edge "
                     "once, its weight follows from the graph"
                 )
-            seen.add(frozenset((one, other)))
-            if one == other:
+            seen.add(frozenset((first, other)))
+            if first == other:
                 raise ConfigurationError(
-                    f"decentralised.edges: {one}-{other} joins a rank to itself, as every rank is anyway; remove it"
+                    f"decentralised.edges: {first}-{other} joins a rank to itself, as every rank is anyway; remove it"
                 )
 
     def check_beside(self, strategy: str, optimizer: str) -> None:
@@ -112,10 +112,10 @@ class DecentralisedConfig:
 
 def parse_edges(text: str) -> tuple[tuple[int, int], ...]:
     """Return the pairs of ranks in a text such as "0-1, 1-2". Raises ConfigurationError."""
-    found = []
+    edges = []
     for word in text.replace(",", " ").split():
         match = _EDGE.fullmatch(word)
         if match is None:
             raise ConfigurationError(f"decentralised.edges: {word!r} is no edge; give pairs of ranks, as in '0-1, 1-2'")
-        found.append((int(match[1]), int(match[2])))
-    return tuple(found)
+        edges.append((int(match[1]), int(match[2])))
+    return tuple(edges)

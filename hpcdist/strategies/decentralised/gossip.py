@@ -1,7 +1,7 @@
 """Gossip (decentralised parallel SGD): each rank mixes its parameters with those of its neighbours alone.
 
 D-PSGD (Lian et al., arXiv:1705.09056, Algorithm 1), with the direction u_i of any optimizer in the place of the
-gradient. W is doubly stochastic (see `graphs`), x_i the parameters of rank i, g_i its gradient at x_i:
+gradient. W is doubly stochastic (see `Graph`), x_i the parameters of rank i, g_i its gradient at x_i:
 
     combine first   x_i <- sum_j W_ij x_j - rate u_i(x_i, g_i)        the messages go beside the computation of g_i
     adapt first     x_i <- sum_j W_ij (x_j - rate u_j(x_j, g_j))      the messages wait for the update
@@ -126,20 +126,20 @@ def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[
 
 def _neighbours(rank: int, shape: tuple[int, ...], steps: Iterable[tuple[int, ...]]) -> Sources:
     place = np.unravel_index(rank, shape)
-    found = {int(np.ravel_multi_index(tuple(np.add(place, step)), shape, mode="wrap")) for step in steps} - {rank}
-    return tuple((peer, 1.0 / (1 + len(found))) for peer in sorted(found))
+    peers = {int(np.ravel_multi_index(tuple(np.add(place, step)), shape, mode="wrap")) for step in steps} - {rank}
+    return tuple((peer, 1.0 / (1 + len(peers))) for peer in sorted(peers))
 
 
 def _of_edges(size: int, edges: Sequence[tuple[int, int]]) -> Graph:
     peers: list[set[int]] = [set() for _ in range(size)]
-    for one, other in edges:
-        if max(one, other) >= size:
+    for first, other in edges:
+        if max(first, other) >= size:
             raise ConfigurationError(
-                f"decentralised.edges: {one}-{other} names rank {max(one, other)}, but there are {size} data ranks, "
-                f"0 to {size - 1}; name those, or start more"
+                f"decentralised.edges: {first}-{other} names rank {max(first, other)}, but there are {size} data "
+                f"ranks, 0 to {size - 1}; name those, or start more"
             )
-        peers[one].add(other)
-        peers[other].add(one)
+        peers[first].add(other)
+        peers[other].add(first)
     parts = _components(peers)
     if len(parts) > 1:
         named = " and ".join(f"{{{', '.join(map(str, part))}}}" for part in parts)
@@ -157,7 +157,7 @@ def _of_edges(size: int, edges: Sequence[tuple[int, int]]) -> Graph:
 
 def _components(peers: Sequence[set[int]]) -> list[list[int]]:
     """Return the sets of ranks that reach each other, each ascending."""
-    found: list[list[int]] = []
+    components: list[list[int]] = []
     seen: set[int] = set()
     for first in range(len(peers)):
         if first in seen:
@@ -168,17 +168,17 @@ def _components(peers: Sequence[set[int]]) -> list[list[int]]:
             reached |= new
             todo += new
         seen |= reached
-        found.append(sorted(reached))
-    return found
+        components.append(sorted(reached))
+    return components
 
 
 def _matrix(rows: Sequence[Sources]) -> np.ndarray:  # (ranks, ranks)
-    found = np.zeros((len(rows), len(rows)))
+    weights = np.zeros((len(rows), len(rows)))
     for rank, taken in enumerate(rows):
         for peer, weight in taken:
-            found[rank, peer] = weight
-        found[rank, rank] = 1.0 - sum(weight for _, weight in taken)
-    return found
+            weights[rank, peer] = weight
+        weights[rank, rank] = 1.0 - sum(weight for _, weight in taken)
+    return weights
 
 
 BLOCK: Final = 1 << 14  # elements of each replica that are mixed at a time: they stay in the cache
@@ -190,15 +190,15 @@ class NeighbourMixing:
     ``start`` and ``wait`` are called by all ranks in the same round; in between the parameters must not change.
     """
 
-    def __init__(self, seat: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
-        self._comm = seat.data.dup("mixing")
+    def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
+        self._comm = context.data.dup("mixing")
         self._parameters, self._ranges = parameters, ranges
         rank = self._comm.rank
         self._rounds = [
             (graph.sources(rank, number), graph.targets(rank, number)) for number in range(len(graph.rounds))
         ]
         most = max(len(sources) for sources, _ in self._rounds)
-        self._arrived = [seat.store("communication") for _ in range(most)]
+        self._arrived = [context.store("communication") for _ in range(most)]
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
@@ -247,14 +247,14 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # each of them may end a ste
 class GossipExchange(Replicas):
     """D-PSGD on the graph of ``config``. Collective over the data axis, but for what is said to be local."""
 
-    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
-        super().__init__(seat)
-        self.config, self.factor = config, float(seat.data.size)
-        self.graph = build(config.graph, seat.data.size, config.edges)
-        self._mixing = NeighbourMixing(seat, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
+    def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
+        super().__init__(context)
+        self.config, self.factor = config, float(context.data.size)
+        self.graph = build(config.graph, context.data.size, config.edges)
+        self._mixing = NeighbourMixing(context, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
         self._round = 0
-        if config.order == "combine_first" and isinstance(self.owner.optimizer, ElementWise):
-            self.owner.optimizer.direct_before()  # the step is that of the weights before they are mixed
+        if config.order == "combine_first" and isinstance(self.sharded_update.optimizer, ElementWise):
+            self.sharded_update.optimizer.direct_before()  # the step is that of the weights before they are mixed
         self._last = self.plan()[-1]
         mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
         together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
@@ -263,12 +263,12 @@ class GossipExchange(Replicas):
 
     def plan(self) -> list[Operation]:
         """Return the local step, with the messages before it or behind it."""
-        part = self.seat.part
+        part = self.context.part
         keep, agree = Operation(Kind.KEEP, range=part), Operation(Kind.AGREE)
-        *directions, apply = self.owner.plan()
+        *directions, apply = self.sharded_update.plan()
         combines_first = self.config.order == "combine_first"
         if self._mixing is None:
-            mean = [Operation(Kind.AVERAGE, range=part)] if self.seat.data.size > 1 else []
+            mean = [Operation(Kind.AVERAGE, range=part)] if self.context.data.size > 1 else []
             return [keep, agree, *directions, *([*mean, apply] if combines_first else [apply, *mean])]
         start, wait, mix = (Operation(kind, range=part) for kind in (Kind.MIX_START, Kind.MIX_WAIT, Kind.MIX))
         if combines_first:

@@ -34,10 +34,10 @@ OUTER: Final = "optimizer.outer"  # the kind of its velocity in a checkpoint
 class OuterOptimizer:
     """The outer optimizer: the same state on every rank. Local."""
 
-    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
+    def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
-        self._start = seat.store("optimizer")
-        self.slots = {OUTER: seat.store("optimizer")} if config.outer_momentum else {}
+        self._start = context.store("optimizer")
+        self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
         """Take ``parameters`` for those from which the local steps begin."""
@@ -59,21 +59,21 @@ class OuterOptimizer:
 class LocalSgdExchange(Replicas):
     """Averaging every ``config.period`` steps. Collective over the data axis, but for what is said to be local."""
 
-    def __init__(self, seat: RankContext, config: DecentralisedConfig) -> None:
-        super().__init__(seat)
+    def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
+        super().__init__(context)
         self.config = config
-        self._outer = OuterOptimizer(seat, config) if config.has_outer_optimizer else None
+        self._outer = OuterOptimizer(context, config) if config.has_outer_optimizer else None
         self._steps = 0  # since parameters were averaged
         self._weights = (0, 0)  # samples of those steps, this rank's and those of all ranks
         self.handlers = {**self.handlers, Kind.AVERAGE: self.replace_by_mean}
 
     def plan(self) -> list[Operation]:
         """Return the local step, and the averaging that is due in some of them."""
-        part = self.seat.part
+        part = self.context.part
         return [
             Operation(Kind.KEEP, range=part),
             Operation(Kind.AGREE),
-            *self.owner.plan(),
+            *self.sharded_update.plan(),
             Operation(Kind.AVERAGE, range=part),
         ]
 
@@ -94,7 +94,7 @@ class LocalSgdExchange(Replicas):
             self._take_mean()
             if self.config.moments != "keep":
                 self._unite_moments()
-            self.apart = self.config.moments == "keep" and bool(self.owner.slots())
+            self.apart = self.config.moments == "keep" and bool(self.sharded_update.slots())
 
     def come_together(self) -> None:
         """Make parameters and moments the same on all ranks. Collective."""
@@ -111,15 +111,15 @@ class LocalSgdExchange(Replicas):
 
     def _unite_moments(self) -> None:
         weight, total = self._weights
-        for moments in self.owner.slots().values():
+        for moments in self.sharded_update.slots().values():
             if self.config.moments == "reset":
                 moments.zero()
             else:
                 self.average(moments, weight, total)
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over the initial values."""
-        super().take(initial)
+        super().load_initial(initial)
         self._begin()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class LocalSgdExchange(Replicas):
     def describe(self) -> str:
         """Return period, moments and the outer optimizer (local)."""
         parts = [f"averaging every {self.config.period} steps"]
-        if self.owner.slots():
+        if self.sharded_update.slots():
             parts.append(f"moments: {self.config.moments}")
         if self._outer is not None:
             parts.append(

@@ -52,7 +52,7 @@ def average(
     The mean counts the values of each rank ``weight`` times; ``total`` is the sum of the weights. With ``replace`` the
     values of ``store`` are the mean afterwards, the same bits on every rank. Waits for a GPU.
     """
-    found = np.zeros(2)
+    squares = np.zeros(2)
     for part in ranges:
         own = store.range(part)
         mean = scratch("decentralised.mean", own.size, own.dtype, own)
@@ -63,12 +63,12 @@ def average(
         collectives.allreduce(comm, mean, algorithm)
         mean /= mean.dtype.type(total)
         apart = own if replace else mean
-        found[1] += float(kernels.sum_of_squares(mean))
+        squares[1] += float(kernels.sum_of_squares(mean))
         namespace(own).subtract(own, mean, out=apart)
-        found[0] += float(kernels.sum_of_squares(apart))
+        squares[0] += float(kernels.sum_of_squares(apart))
         if replace:
             own[...] = mean
-    return found
+    return squares
 
 
 class Replicas(ShardedUpdateExchange):
@@ -80,22 +80,24 @@ class Replicas(ShardedUpdateExchange):
 
     replicas_identical = False
 
-    def __init__(self, seat: RankContext) -> None:
-        super().__init__(seat)
-        stores = seat.store("parameters", allocate=seat.for_replicas("parameters")), seat.store("gradients")
-        self.owner = ShardedUpdate(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
-        self.ranges = buckets_of_layers(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        stores = context.store("parameters", allocate=context.for_replicas("parameters")), context.store("gradients")
+        self.sharded_update = ShardedUpdate(
+            *stores, context.build_optimizer(context.part), [context.part], None, context.agree_algorithm
+        )
+        self.ranges = buckets_of_layers(context.layout, context.dtype.itemsize, context.bucket_bytes, context.part)
         self.distances: dict[int, float] = {}
         self.distance = math.nan  # the last one that was measured in this start
         self.apart = False  # whether a step was made since all replicas were the same
         self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
         self._norm_squared = 0.0
-        self.handlers: Handlers = {Kind.KEEP: self.keep, **self.owner.handlers}
+        self.handlers: Handlers = {Kind.KEEP: self.keep, **self.sharded_update.handlers}
 
     @property
     def step(self) -> int:
         """The number of updates, the begun one included: that of the step under way once it updates."""
-        return self.owner.optimizer.count
+        return self.sharded_update.optimizer.count
 
     def plan(self) -> list[Operation]:
         """Return the local step, and how the replicas come together before it or behind it."""
@@ -106,24 +108,26 @@ class Replicas(ShardedUpdateExchange):
 
     def norm_squared(self) -> float:
         """Return this rank's part of the mean over the ranks of the squared norms of what they step by."""
-        self._norm_squared = self.owner.norm_squared() * self.factor**2
-        return self._norm_squared / self.seat.data.size
+        self._norm_squared = self.sharded_update.norm_squared() * self.factor**2
+        return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
-        limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
+        limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         own = norms.clip_scale(self._norm_squared, limit, normalize=normalizes) if limit or normalizes else 1.0
         self.apart = True
         super().begin_update(own * self.factor)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:
-        """Average ``store`` over the ranks; see `averaging.average`. Collective."""
-        total = total or self.seat.data.size
-        return average(self.seat.data, store, self.ranges, self.algorithm, weight=weight, total=total, replace=replace)
+        """Average ``store`` over the ranks; see `average`. Collective."""
+        total = total or self.context.data.size
+        return average(
+            self.context.data, store, self.ranges, self.algorithm, weight=weight, total=total, replace=replace
+        )
 
     def note(self, squares: np.ndarray) -> None:
         """Keep the consensus distance after this step, given what `average` of the parameters returned. Collective."""
-        apart = float(self.agree(squares[:1].copy())[0]) / self.seat.data.size
+        apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
     def new_consensus_distances(self) -> dict[int, float]:
@@ -138,7 +142,7 @@ class Replicas(ShardedUpdateExchange):
     def come_together(self) -> None:
         """Make parameters and moments the same on all ranks. Collective."""
         self.note(self.average(self.parameters))
-        for moments in self.owner.slots().values():
+        for moments in self.sharded_update.slots().values():
             self.average(moments)
 
     def flush(self) -> bool:
@@ -150,17 +154,17 @@ class Replicas(ShardedUpdateExchange):
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of parameters and optimizer state, which `flush` made the same."""
-        part, data = self.seat.part, self.seat.data
+        part, data = self.context.part, self.context.data
         mine = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
         return pieces_of({"parameters": self.parameters, **self.kept()}, [mine])
 
     def kept(self) -> dict[str, FlatStore]:
         """Return what is saved beside the parameters, by kind (local)."""
-        return self.owner.slots()
+        return self.sharded_update.slots()
 
     def wanted(self) -> Sequence[Piece]:
         """Return all parameters and all state: every rank restores the whole."""
-        return pieces_of({"parameters": self.parameters, **self.kept()}, [self.seat.part])
+        return pieces_of({"parameters": self.parameters, **self.kept()}, [self.context.part])
 
     def consensus(self) -> Mapping[str, float]:
         """Return the last consensus distance; the spectral gap is not known (local)."""

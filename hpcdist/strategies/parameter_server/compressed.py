@@ -77,7 +77,7 @@ class PayloadTransport(MessageTransport):
             return super()._receiver()
         sizes = [self.coder.message(part).nbytes for part in self.site.own]
         order = [(size, worker) for size in sizes if size for worker in self._heard()]
-        return ReceiveQueue(self.comm, order, _BYTES, self.site.seat.on)
+        return ReceiveQueue(self.comm, order, _BYTES, self.site.context.on)
 
     def push(self, part: Range) -> None:
         """Encode the gradients of a range and begin to send them, unless this rank serves it."""
@@ -98,12 +98,12 @@ class PayloadTransport(MessageTransport):
     def _payload(self, part: Range) -> Array:
         """Return where the payloads of ``part`` are written: they stay there until `settle` (local)."""
         if not self._payloads:
-            leaving = [each for each, server in self.site.messages if server != self.site.rank]
-            sizes = [self.coder.message(each).nbytes for each in leaving]
-            whole = segments.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.seat.on))
+            leaving = [leaving_part for leaving_part, server in self.site.messages if server != self.site.rank]
+            sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
+            whole = segments.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.context.on))
             start = 0
-            for each, size in zip(leaving, sizes, strict=True):
-                self._payloads[each] = whole[start : start + size]
+            for leaving_part, size in zip(leaving, sizes, strict=True):
+                self._payloads[leaving_part] = whole[start : start + size]
                 start += align(size)
         return self._payloads[part]
 
@@ -168,7 +168,7 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         roles: Roles,
         servers: Communicator | None,
         compression: PushCompression,
@@ -176,13 +176,13 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
         mirrored: bool = False,
     ) -> None:
         config = self.config = compression.config
-        made = compressor(compression.name, config)
+        encoder = compressor(compression.name, config)
 
         def carry(site: ServerTopology) -> PayloadTransport:
-            coder = GradientCoder(seat.layout, made, compression.seed, 0)
+            coder = GradientCoder(context.layout, encoder, compression.seed, 0)
             return PayloadTransport(site, coder, compresses=config.warmup_steps == 0)
 
-        super().__init__(seat, roles, servers, carry=carry, mirrored=mirrored)
+        super().__init__(context, roles, servers, carry=carry, mirrored=mirrored)
         assert isinstance(self.transport, PayloadTransport)
         self._payloads, self._coder = self.transport, self.transport.coder
         speakers, speaks = self._payloads.speakers, self._payloads.speaks
@@ -190,20 +190,20 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
         if compression.name not in SUMMED:  # which draw the same indices on all ranks
             self._coder.rank = voice.rank
         if config.error_feedback:
-            can_roll_back = seat.working is not None  # else a norm that is not finite ends the run
-            parts = seat.parts if speaks else ()
-            self.residuals = Residuals(seat, voice, parts, can_roll_back=can_roll_back)
+            can_roll_back = context.working is not None  # else a norm that is not finite ends the run
+            parts = context.parts if speaks else ()
+            self.residuals = Residuals(context, voice, parts, can_roll_back=can_roll_back)
             self._coder.feedback = self.residuals.feedback
 
     @property
     def is_compressing(self) -> bool:
         """Whether the gradients of the next update are compressed (local)."""
-        return self.owner.optimizer.count >= self.config.warmup_steps
+        return self.sharded_update.optimizer.count >= self.config.warmup_steps
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Forget a step that was given up (local)."""
         self._give_up()
-        self._coder.step = self.owner.optimizer.count
+        self._coder.step = self.sharded_update.optimizer.count
         self._payloads.begin(compresses=self.is_compressing)
 
     def scaled_by(self, loss_scale: float) -> None:

@@ -50,14 +50,14 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 class LockStepExchange(ShardedUpdateExchange):
     """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
 
-    Workers and servers are `Seat.members`: with a pipeline or tensor axis each place on it has servers of its own, and
-    what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
+    Workers and servers are `RankContext.members`: with a pipeline or tensor axis each place on it has servers of its
+    own, and what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
     ``mirrored``: every range has a second server. ``carry`` makes a transport in the place of the one that is named.
     """
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         roles: Roles,
         servers: Communicator | None,
         *,
@@ -66,9 +66,9 @@ class LockStepExchange(ShardedUpdateExchange):
         mirrored: bool = False,
         shards: LogicalShards | None = None,
     ) -> None:
-        super().__init__(seat, shards)
+        super().__init__(context, shards)
         self.accumulates = shards is None
-        if transport != "messages" and seat.algorithm == "hierarchical":
+        if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
                 "worker of a node speaks for all by messages; choose another algorithm, or transport = 'messages'"
@@ -78,21 +78,23 @@ class LockStepExchange(ShardedUpdateExchange):
                 "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
                 "parameter_server.servers to 2 or more, or mirrored = false"
             )
-        self.site = ServerTopology(seat, roles, seat.members.dup("parameters"), 0 if shards is None else shards.count)
+        self.site = ServerTopology(
+            context, roles, context.members.dup("parameters"), 0 if shards is None else shards.count
+        )
         self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
         self.transport = (carry or TRANSPORTS[transport])(self.site)
         stores = self.transport.parameters, self.transport.gradients
         parts = self.site.parts(self.site.rank) if self.serves else []
-        self.owner = ShardedUpdate(
-            *(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm),
+        self.sharded_update = ShardedUpdate(
+            *(*stores, context.build_optimizer(parts), parts, servers, context.agree_algorithm),
             exactly=shards is not None,
-            tensor=seat.tensor,
+            tensor=context.tensor,
         )
         self.mirrored = mirrored
-        self.mirror = Mirror(self.site, servers, self.owner) if mirrored and servers is not None else None
+        self.mirror = Mirror(self.site, servers, self.sharded_update) if mirrored and servers is not None else None
         self._within = {part: [part] for part, _ in self.site.messages}
-        for layer in seat.ranges.values() if shards is not None else ():
+        for layer in context.ranges.values() if shards is not None else ():
             self._within[layer] = [part for part, _ in self.site.messages if part.intersect(layer)]
         self._last = self.plan()[-1]
         self.handlers: Handlers = {
@@ -102,7 +104,7 @@ class LockStepExchange(ShardedUpdateExchange):
             Kind.PUBLISH: self.publish,
             Kind.PULL: self.pull,
             Kind.MIRROR: self.follow,
-            **self.owner.handlers,
+            **self.sharded_update.handlers,
         }
 
     @property
@@ -118,7 +120,7 @@ class LockStepExchange(ShardedUpdateExchange):
             *(self._pushes() if self.works else []),
             *(Operation(Kind.COLLECT, range=part) for part in own),
             Operation(Kind.AGREE),
-            *(self.owner.plan() if self.serves else []),
+            *(self.sharded_update.plan() if self.serves else []),
             *(Operation(Kind.PUBLISH, range=part) for part in own),
             *(self.mirror.plan() if self.mirror is not None else []),
             *(Operation(Kind.PULL, range=part) for part in ranges),
@@ -128,7 +130,7 @@ class LockStepExchange(ShardedUpdateExchange):
         """Return how a worker's gradients get to the servers: whole layers where each shard's are to be freed."""
         if self.shards is None:
             return [Operation(Kind.PUSH, range=part) for part, _ in self.site.messages]
-        layers = sorted(self.seat.ranges.values(), reverse=True)
+        layers = sorted(self.context.ranges.values(), reverse=True)
         return [Operation(kind, range=layer) for kind in (Kind.ADD, Kind.PUSH) for layer in layers]
 
     def add(self, op: Operation) -> None:
@@ -216,9 +218,9 @@ class LockStepExchange(ShardedUpdateExchange):
         """Give back memory that the transport holds; no step can be made afterwards. Collective over the world."""
         self.transport.close()
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over the initial values."""
-        super().take(initial)
+        super().load_initial(initial)
         if self.mirror is not None:
             self.mirror.parameters.copy_from(initial)
 

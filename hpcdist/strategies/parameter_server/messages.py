@@ -78,12 +78,12 @@ class MessageTransport:
     loaded_bytes = 0  # nothing is read from memory of others
 
     def __init__(self, site: ServerTopology) -> None:
-        seat = site.seat
+        context = site.context
         self.site, self.comm = site, site.comm
-        kept = None if site.works else site.parts(site.rank)
-        self.parameters, self.gradients = seat.store("parameters", kept), seat.store("gradients", kept)
+        parts = None if site.works else site.parts(site.rank)
+        self.parameters, self.gradients = context.store("parameters", parts), context.store("gradients", parts)
         self.partials = site.partials(self.gradients)
-        self._node = seat.data.nodes().intra if site.works and seat.algorithm == "hierarchical" else None
+        self._node = context.data.nodes().intra if site.works and context.algorithm == "hierarchical" else None
         self.speakers, self.speaks = self._speakers()
         self._arrivals = self._receiver()
         self._expected: dict[Range, Request] = {}
@@ -92,8 +92,8 @@ class MessageTransport:
     def _speakers(self) -> tuple[list[int], bool]:
         """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
         own = self.site.works and (self._node is None or self._node.rank == LEADER)
-        found = self.comm.allgather_object(own)
-        return [rank for rank, speaks in enumerate(found) if speaks], own
+        speaking = self.comm.allgather_object(own)
+        return [rank for rank, speaks in enumerate(speaking) if speaks], own
 
     def _heard(self) -> list[int]:
         """Return the other workers that speak (local)."""
@@ -105,7 +105,7 @@ class MessageTransport:
         order = [
             (part.size, worker) for part in site.own for worker in self._heard() for _ in range(site.brings(worker))
         ]
-        return ReceiveQueue(self.comm, order, site.seat.dtype, site.seat.on)
+        return ReceiveQueue(self.comm, order, site.context.dtype, site.context.on)
 
     def push(self, part: Range) -> None:
         """Begin to send the gradients of a range to its server."""
@@ -165,7 +165,7 @@ class MessageTransport:
 
     def expect(self) -> None:
         """Post the receives of all parameters that others serve, where they need no memory besides."""
-        staged = self.site.seat.on == "gpu" and not self.comm.supports("device_pointers")
+        staged = self.site.context.on == "gpu" and not self.comm.supports("device_pointers")
         if self.speaks and not staged:  # each would hold pinned memory until its message has come
             for part, server in self.site.messages:
                 if server != self.site.rank:

@@ -33,22 +33,22 @@ STATE: Final = SUM + 1  # tag
 
 
 class Mirror(ShardedUpdate):
-    """Copy that a server keeps of another one's part, and its steps with it. ``owner`` is what it serves itself.
+    """Copy of another server's part, which is updated as that is; ``own_update`` is that of the own part.
 
-    Making it is collective over ``servers``.
+    Construction is collective over ``servers``.
     """
 
-    def __init__(self, site: ServerTopology, servers: Communicator, owner: ShardedUpdate) -> None:
-        seat, ranks = site.seat, site.roles.servers
-        self.site, self.owner, self._servers = site, owner, servers
+    def __init__(self, site: ServerTopology, servers: Communicator, own_update: ShardedUpdate) -> None:
+        context, ranks = site.context, site.roles.servers
+        self.site, self.own_update, self._servers = site, own_update, servers
         members = servers.nodes().members
         by = shift([node for rank in range(servers.size) for node, ranks in enumerate(members) if rank in ranks])
         index = servers.rank
         self.at = ranks[(index + by) % servers.size]  # where this rank is mirrored
         self.of = ranks[(index - by) % servers.size]  # whom this rank mirrors
         parts = site.parts(self.of)
-        stores = seat.store("parameters", parts), seat.store("gradients", parts)
-        super().__init__(*stores, seat.build_optimizer(parts), parts, None, seat.agree_algorithm)
+        stores = context.store("parameters", parts), context.store("gradients", parts)
+        super().__init__(*stores, context.build_optimizer(parts), parts, None, context.agree_algorithm)
         self._messages = [part for part, server in site.messages if server == self.of]
         self._sent: list[Request] = []
         self._coming: dict[Range, Request] = {}
@@ -62,7 +62,7 @@ class Mirror(ShardedUpdate):
         """Begin to send the sum of an own range to the mirror; it must stay until `settle`."""
         if part == self.site.own[0]:
             self._listen()
-        self._sent.append(self.site.comm.isend(self.owner.gradients.range(part), self.at, SUM))
+        self._sent.append(self.site.comm.isend(self.own_update.gradients.range(part), self.at, SUM))
 
     def _listen(self) -> None:
         """Post the receives of a step. Those of a step that was given up have come: all ranks had agreed on it."""
@@ -80,7 +80,7 @@ class Mirror(ShardedUpdate):
         """Take the step that the other server has taken (local, once its sum is there)."""
         assert op.range is not None
         self._coming.pop(op.range).wait()
-        self._norms = self.owner._norms  # summed over all servers: those of whole tensors
+        self._norms = self.own_update._norms  # summed over all servers: those of whole tensors
         self.direction(op)
         self.apply(op)
 
@@ -94,20 +94,20 @@ class Mirror(ShardedUpdate):
             for array in _state_of(self):
                 self.site.comm.send(array, lost, STATE)
         if self.site.rank == mirrored:
-            for array in _state_of(self.owner):
+            for array in _state_of(self.own_update):
                 self.site.comm.send(array, lost, STATE)
         if self.site.rank == lost:
-            for owner, source in ((self.owner, holder), (self, mirrored)):
-                for array in _state_of(owner):
+            for update, source in ((self.own_update, holder), (self, mirrored)):
+                for array in _state_of(update):
                     self.site.comm.recv(array, source, STATE)
-                owner.optimizer.restore(clock)
+                update.optimizer.restore(clock)
 
 
-def _state_of(owner: ShardedUpdate) -> Iterator[Array]:
-    """Yield all that an owner keeps from step to step, part by part."""
-    for part in owner.parts:
-        yield owner.parameters.range(part)
-        for _, store in sorted(owner.slots().items()):
+def _state_of(update: ShardedUpdate) -> Iterator[Array]:
+    """Yield parameters and optimizer state, part by part."""
+    for part in update.parts:
+        yield update.parameters.range(part)
+        for _, store in sorted(update.slots().items()):
             yield store.range(part)
 
 

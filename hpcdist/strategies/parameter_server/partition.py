@@ -104,11 +104,11 @@ class KeyPartition:
 
         ``units`` are the ranges of the layers. The order is that in which backward completes them, last unit first.
         """
-        found: list[tuple[Range, int]] = []
+        messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
             inside = ((key.intersect(unit), owner) for key, owner in zip(self.keys, self.owners, strict=True))
-            found += _joined((key, owner) for key, owner in inside if key)
-        return found
+            messages += _joined((key, owner) for key, owner in inside if key)
+        return messages
 
 
 def partition_keys(
@@ -153,7 +153,7 @@ def _uncut(layout: Layout, servers: int) -> KeyPartition:
 def _cut(layout: Layout, longest: int, within: Sequence[Range]) -> list[Range]:
     """Return keys of at most ``longest`` elements; boundaries within a tensor are aligned."""
     keys = []
-    for segment, _ in (found for part in within for found in layout.within(part)):
+    for segment, _ in (segments for part in within for segments in layout.within(part)):
         size = segment.spec.padded  # as on the other tensor ranks, which may have a row more
         pieces = split(size, max(1, -(-size // longest)), itemsize=1, align_bytes=ALIGN_ELEMENTS)
         keys += [piece.shift(segment.range.start) for piece in pieces if piece]

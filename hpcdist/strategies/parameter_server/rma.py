@@ -33,32 +33,32 @@ class RmaTransport:
     loaded_bytes = 0  # what is put and got is counted as sent
 
     def __init__(self, site: ServerTopology) -> None:
-        seat = site.seat
-        if seat.on != "cpu":
+        context = site.context
+        if context.on != "cpu":
             raise ConfigurationError(
-                f"parameter_server.transport = 'rma' with run.device = {seat.on!r}: windows are in the memory of the "
-                "host only; set parameter_server.transport = 'messages'"
+                f"parameter_server.transport = 'rma' with run.device = {context.on!r}: windows are in the memory of "
+                "the host only; set parameter_server.transport = 'messages'"
             )
         self.site, self.comm = site, site.comm
-        self._itemsize = seat.dtype.itemsize
+        self._itemsize = context.dtype.itemsize
         self._parts = {server: site.parts(server) for server in site.roles.servers}
         self._starts = {
             server: list(accumulate((part.size for part in parts), initial=0)) for server, parts in self._parts.items()
         }
-        kept = None if site.works else self._parts[site.rank]
+        stored = None if site.works else self._parts[site.rank]
         held = self._held(site.rank) if site.serves else 0
         owned = self._starts[site.rank][-1] if site.serves else 0
         # The first slot of each worker, and behind all of them how many there are.
         self._first = list(accumulate(map(site.brings, site.roles.workers), initial=0))
         self._window = self.comm.window((held + self._first[-1] * owned) * self._itemsize)
-        memory = self._window.memory.view(seat.dtype)
+        memory = self._window.memory.view(context.dtype)
         if site.serves:
-            self.parameters = seat.store(
-                "parameters", kept, lambda size, dtype: self._counted(memory[:size], "parameters")
+            self.parameters = context.store(
+                "parameters", stored, lambda size, dtype: self._counted(memory[:size], "parameters")
             )
         else:
-            self.parameters = seat.store("parameters", kept)
-        self.gradients = seat.store("gradients", kept)
+            self.parameters = context.store("parameters", stored)
+        self.gradients = context.store("gradients", stored)
         self.partials = site.partials(self.gradients)
         self._inbox = self._counted(memory[held:], "communication")
         self._slots = [self._inbox[slot * owned : (slot + 1) * owned] for slot in range(self._first[-1])]
@@ -68,12 +68,12 @@ class RmaTransport:
         self._byte = np.zeros(1, np.uint8)
 
     def _counted(self, memory: np.ndarray, category: str) -> np.ndarray:
-        ledger = self.site.seat.ledger
+        ledger = self.site.context.ledger
         return memory if ledger is None else ledger.track(memory, category)
 
     def _held(self, server: int) -> int:
         """Return how many parameters a server keeps in its window."""
-        return self.site.seat.layout.size if server in self.site.roles.workers else self._starts[server][-1]
+        return self.site.context.layout.size if server in self.site.roles.workers else self._starts[server][-1]
 
     def _owned_at(self, part: Range, server: int) -> int:
         """Return where ``part`` begins among what ``server`` owns."""

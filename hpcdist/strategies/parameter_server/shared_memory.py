@@ -115,11 +115,11 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, site: ServerTopology) -> None:
-        seat, nodes = site.seat, site.comm.nodes()
-        if seat.on != "cpu":
+        context, nodes = site.context, site.comm.nodes()
+        if context.on != "cpu":
             raise ConfigurationError(
-                f"parameter_server.transport = 'shared' with run.device = {seat.on!r}: ranks share the memory of the "
-                "host only; set parameter_server.transport = 'messages'"
+                f"parameter_server.transport = 'shared' with run.device = {context.on!r}: ranks share the memory of "
+                "the host only; set parameter_server.transport = 'messages'"
             )
         self.site, self.comm, self._node = site, site.comm, nodes.intra
         self._here = list(nodes.members[nodes.index])  # ranks of this node
@@ -135,7 +135,7 @@ class SharedMemoryTransport:
         self._blocks: list[SharedBlock] = []
         self.partials: PartialSums | None = None
         self.parameters, self.gradients = self._stores()
-        alike = seat.world.allgather_object(self._flags.is_shared and all(block.is_shared for block in self._blocks))
+        alike = context.world.allgather_object(self._flags.is_shared and all(block.is_shared for block in self._blocks))
         if not all(alike):
             alone = [rank for rank, shares in enumerate(alike) if not shares]
             raise MissingCapabilityError(
@@ -145,15 +145,19 @@ class SharedMemoryTransport:
 
     def _stores(self) -> tuple[FlatStore, FlatStore]:
         """Return where parameters and gradients lie. Collective over the node."""
-        site, seat, nbytes = self.site, self.site.seat, self.site.seat.layout.size * self.site.seat.dtype.itemsize
+        site, context, nbytes = (
+            self.site,
+            self.site.context,
+            self.site.context.layout.size * self.site.context.dtype.itemsize,
+        )
         own = None if site.works else site.parts(site.rank)
         if self._worker_here is None:  # a node of servers keeps what they serve, no more
-            return seat.store("parameters", own), seat.store("gradients", own)
+            return context.store("parameters", own), context.store("gradients", own)
         common = self._shared(nbytes if self._here[0] == site.rank else 0)
         written = self._shared(nbytes * (1 + site.slots(site.rank)) if site.works else 0)
         # The one copy is counted by one rank.
         counted = self._counted(common.views[0], "parameters") if self._here[0] == site.rank else common.views[0]
-        parameters = seat.store("parameters", None, _given(counted))
+        parameters = context.store("parameters", None, _given(counted))
         itself = {rank: index for index, rank in enumerate(self._here)}
         self._written = {
             rank: self._of_worker(rank, written.views[itself[rank]])
@@ -161,7 +165,7 @@ class SharedMemoryTransport:
             if rank in site.roles.workers and rank != site.rank and written.is_shared
         }
         if not site.works:
-            return parameters, seat.store("gradients", own)
+            return parameters, context.store("gradients", own)
         mine = written.views[self._node.rank]
         # Kept for the ledger, which counts these as long as they live.
         self._own = self._counted(mine[:nbytes], "gradients"), self._counted(mine[nbytes:], "communication")
@@ -170,9 +174,9 @@ class SharedMemoryTransport:
 
     def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, PartialSums | None]:
         """Return where the rank ``worker`` writes its gradients, and its partial sums behind them."""
-        nbytes = self.site.seat.layout.size * self.site.seat.dtype.itemsize
+        nbytes = self.site.context.layout.size * self.site.context.dtype.itemsize
         stores = [
-            self.site.seat.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
+            self.site.context.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
             for slot in range(1 + self.site.slots(worker))
         ]
         return stores[0], self.site.partials_in(worker, stores[0], lambda slot: stores[1 + slot])
@@ -183,7 +187,7 @@ class SharedMemoryTransport:
         return block
 
     def _counted(self, octets: np.ndarray, category: str) -> np.ndarray:
-        ledger = self.site.seat.ledger
+        ledger = self.site.context.ledger
         return octets if ledger is None else ledger.track(octets, category)
 
     def push(self, part: Range) -> None:
@@ -250,7 +254,7 @@ class SharedMemoryTransport:
 
     def _wait(self, rank: int, word: int, value: int, size: int) -> None:
         """Wait for a counter of another rank of the node; it stands for ``size`` elements of that rank's memory."""
-        dtype = self.site.seat.dtype
+        dtype = self.site.context.dtype
         token = self.comm.events.begin(self.comm.name, "load", str(dtype), size, 0, rank, 0)
         self._flags.wait(self._here.index(rank), word, value)
         self.comm.events.end(token)

@@ -73,9 +73,9 @@ class ShardTree:
             add(first, second, out)
             return out
 
-        found = finish(Range(0, self.shards), 0)
-        if found is not target:
-            target[...] = found
+        total = finish(Range(0, self.shards), 0)
+        if total is not target:
+            target[...] = total
 
 
 class PartialSums:
@@ -86,10 +86,10 @@ class PartialSums:
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
-        self._steps, found = _plan(tree, index)
+        self._steps, places = _plan(tree, index)
         self._gradients = gradients
         slots = [slot(number) for number in range(slots_of(tree, index))]
-        self._lies = [gradients if at is None else slots[at] for at in found]
+        self._lies = [gradients if at is None else slots[at] for at in places]
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
@@ -157,7 +157,7 @@ class ServerTopology:
     ``shards`` logical shards are summed in their fixed tree; 0: gradients are, in the order of the workers.
     """
 
-    seat: RankContext
+    context: RankContext
     roles: Roles
     comm: Communicator
     shards: int = 0
@@ -180,13 +180,13 @@ class ServerTopology:
     @cached_property
     def partition(self) -> KeyPartition:
         """The owner of each part."""
-        return partition_keys(self.seat.layout, len(self.roles.servers), within=self.seat.parts)
+        return partition_keys(self.context.layout, len(self.roles.servers), within=self.context.parts)
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
         """Each range that travels as one, and the rank that owns it, as backward completes them."""
-        found = self.partition.messages(self.seat.ranges)
-        return [(part, self.roles.servers[index]) for part, index in found]
+        messages = self.partition.messages(self.context.ranges)
+        return [(part, self.roles.servers[index]) for part, index in messages]
 
     @cached_property
     def owners(self) -> dict[Range, int]:
@@ -221,7 +221,7 @@ class ServerTopology:
         """Return the partial sums of this rank, which keeps them in memory of its own; None where there are none."""
         if not self.works:
             return None
-        return self.partials_in(self.rank, gradients, lambda slot: self.seat.store("communication"))
+        return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
         """Return the partial sums of the rank ``worker``; ``slot`` gives the memory of each."""

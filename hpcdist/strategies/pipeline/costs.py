@@ -1,6 +1,8 @@
-"""Costs of the units of a model in closed form: operations, memory and messages, without a run.
+"""Costs of the units of a model: operations, memory and messages in closed form, and seconds that are measured.
 
-Operations are the multiplications and additions of matrix products, 2 for each pair, for s tokens a sample:
+`unit_costs` has the closed forms, `measure` runs each kind of unit a few times on random data, and `agree` takes the
+median over the ranks. Operations are the multiplications and additions of matrix products, 2 for each pair, for s
+tokens a sample:
 
     dense(i, o)        forward 2 i o, gradient of the input 2 i o, of the weight 2 i o a token
     gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = sum over blocks of queries of
@@ -11,8 +13,7 @@ Operations are the multiplications and additions of matrix products, 2 for each 
 That is section 5.1 of Megatron-LM (arXiv:2104.04473), but for attention: it has A = s^2, as it computes scores of the
 future too, which `hpcdist.models.attention.flash` does not. The backward of attention, 10 h A as it computes scores
 again, belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and
-neither is that a GPU, or a cache, likes large products better: only `hpcdist.strategies.pipeline.costs` sees what
-they take.
+neither is that a GPU, or a cache, likes large products better: only `measure` sees what they take.
 
 Memory is that of the arena (`hpcdist.models.runtime.arena`): what the forward of a micro-batch leaves for its
 backward, what a backward that is split leaves for its second pass, and scratch that all units of a rank share. In
@@ -68,29 +69,29 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Return what each unit takes for a micro-batch of ``samples``. Collective over the tensor axis, or local."""
+    """Return the measured seconds of each unit for a micro-batch of ``samples``. Collective over the tensor axis."""
     known: dict[object, PassSeconds] = {}
-    found = []
+    seconds = []
     for unit in range(len(model.stages)):
         kind = _kind(model, unit)
         if kind not in known:
             known[kind] = _Probe(model, unit, samples, on).run()
-        found.append(known[kind])
-    return tuple(found)
+        seconds.append(known[kind])
+    return tuple(seconds)
 
 
 def agree(comm: Communicator, own: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the medians over ``comm`` of what a rank of speed 1 takes, the same on all of them. Collective.
+    """Return the medians over ``comm`` of the seconds of a rank of speed 1, the same on all of them. Collective.
 
     ``own`` were measured on a rank of the relative speed ``speed``.
     """
-    rows = np.array([[one.forward, one.backward, one.input, one.weight] for one in own]) * speed
+    rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in own]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
     return tuple(PassSeconds(*map(float, row)) for row in middle)
 
 
 def _kind(model: Model, unit: int) -> object:
-    """Return what is equal for units that take equally long."""
+    """Return a key that is equal for units that take equally long."""
     stage = model.stages[unit]
     tensors = tuple((spec.name, spec.shape) for spec in stage.tensors())
     enters = model.stages[unit - 1].output_shape(1) if unit else None
@@ -99,7 +100,7 @@ def _kind(model: Model, unit: int) -> object:
 
 
 class _Probe:
-    """One unit with memory of its own."""
+    """Measurement of one unit, in memory of its own."""
 
     def __init__(self, model: Model, unit: int, samples: int, on: str) -> None:
         self._model, self._stage, self._on = model, model.stages[unit], on
@@ -165,8 +166,8 @@ class _Probe:
 def _targets(model: Model, samples: int) -> np.ndarray:
     """Return targets that the loss takes."""
     if hasattr(model.loss, "example_targets"):  # that of a user's own model
-        made: np.ndarray = model.loss.example_targets(samples)
-        return made
+        targets: np.ndarray = model.loss.example_targets(samples)
+        return targets
     return np.zeros(model.stages[-1].output_shape(samples)[:-1], np.int64)
 
 
@@ -176,8 +177,8 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
         return draw.standard_normal(model.stages[unit - 1].output_shape(samples)).astype(model.dtype)
     first = model.stages[0]
     if hasattr(first, "example_input"):  # that of a user's own model
-        made: np.ndarray = first.example_input(samples)
-        return made
+        example: np.ndarray = first.example_input(samples)
+        return example
     if isinstance(first, Convolution):
         return draw.random(first.input_shape(samples)).astype(model.dtype)
     table = first.tensors()[0]
@@ -271,15 +272,15 @@ class SampleCounts:
 
 def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -> tuple[UnitCost, ...]:
     """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local)."""
-    found: list[UnitCost] = []
+    costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
     for unit, stage in enumerate(model.stages):
         forms = _FORMS.get(type(stage), _matrices)(model, stage)
         whole = forms.unit
-        before = 0 if unit == 0 else found[-1].output_bytes
+        before = 0 if unit == 0 else costs[-1].output_bytes
         # What is behind the last unit are logits: no message, and their memory is counted with the unit.
         after = 0 if unit == last else split.between(_per_sample(stage)) * itemsize * samples
-        found.append(
+        costs.append(
             UnitCost(
                 parameters=sum(split.size(spec) for spec in stage.tensors()),
                 forward_flop=samples * (whole.linear + forms.products + forms.additions),
@@ -289,11 +290,11 @@ def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -
                 held_bytes=sum(map(split.elements, forms.held)) * itemsize * samples,
                 input_bytes=before,
                 output_bytes=after,
-                scratch={name: split.scratch(one, samples) * itemsize for name, one in whole.scratch.items()}
+                scratch={name: split.scratch(buffer, samples) * itemsize for name, buffer in whole.scratch.items()}
                 | {"linear.dweight": itemsize * max((split.size(spec) for spec in _products(model, stage)), default=0)},
             )
         )
-    return tuple(found)
+    return tuple(costs)
 
 
 def attention_scores(context: int) -> int:

@@ -62,9 +62,11 @@ class StateBytes:
         """Return those of an exchange that cuts by ``degrees``; ``optimizer_bytes`` are all slots, and a master."""
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
-        each = itemsize / degrees.parameters + itemsize / degrees.gradients + optimizer_bytes / degrees.optimizer
+        per_parameter = (
+            itemsize / degrees.parameters + itemsize / degrees.gradients + optimizer_bytes / degrees.optimizer
+        )
         return cls(
-            per_parameter=each + whole * itemsize,
+            per_parameter=per_parameter + whole * itemsize,
             itemsize=itemsize,
             gathered=1 + config.prefetch if cut[0] and not config.keep_parameters else 0,
             reduced=int(cut[1] and not config.keep_gradients),
@@ -86,9 +88,9 @@ def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment
     None of them is covered by another.
     """
     place = {chunk.start: number for number, chunk in enumerate(chunks)}
-    again = {(op.microbatch, op.unit) for op in steps if op.recompute}
+    recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
-    found: dict[bytes, np.ndarray] = {}
+    moments_by_content: dict[bytes, np.ndarray] = {}
     grew = False
     for op in steps:
         if op.unit not in place or op.kind not in _CHANGES:
@@ -96,14 +98,14 @@ def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment
         change = np.array(_CHANGES[op.kind])
         if op.kind is Kind.FORWARD and op.recompute:
             change = np.array((0, 1, 0))
-        elif op.kind is Kind.FORWARD and (op.microbatch, op.unit) in again:
+        elif op.kind is Kind.FORWARD and (op.microbatch, op.unit) in recomputed:
             change = np.array((1, 0, 0))
         if grew and change.min() < 0:
-            found.setdefault(now.tobytes(), now.copy())
+            moments_by_content.setdefault(now.tobytes(), now.copy())
         grew = bool(change.max() > 0)
         now[place[op.unit]] += change
-    peaks = list(found.values())
-    worst = [one for one in peaks if not any((one <= other).all() for other in peaks if other is not one)]
+    peaks = list(moments_by_content.values())
+    worst = [peak for peak in peaks if not any((peak <= other).all() for other in peaks if other is not peak)]
     return tuple(tuple(LiveMicroBatches(*map(int, row)) for row in moment) for moment in worst)
 
 
@@ -136,8 +138,8 @@ class StageMemory:
         self._held = _sums([unit.held_bytes for unit in units])
         self._borders = np.array([*(unit.input_bytes for unit in units), 0])  # in front of each unit; 0 at the ends
         shared = [dict(unit.scratch) | states.whole(unit.parameters) for unit in units]
-        names = sorted({name for found in shared for name in found})
-        self._scratch = [_largest([found.get(name, 0) for found in shared]) for name in names]
+        names = sorted({name for sizes in shared for name in sizes})
+        self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
         """Return the bytes on ``rank`` with the chunks [start, stop): whole numbers, or arrays of them."""

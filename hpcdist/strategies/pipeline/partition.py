@@ -99,10 +99,10 @@ class _Task:
 
     def loads(self, edges: Sequence[int]) -> list[float]:
         """Return the seconds of each rank with the chunks so far, those between ``edges``."""
-        found = [0.0] * len(self.speeds)
+        loads = [0.0] * len(self.speeds)
         for rank, (start, stop) in zip(self.ranks, pairwise(edges), strict=False):
-            found[rank] += (self.sums[stop] - self.sums[start]) / self.speeds[rank]
-        return found
+            loads[rank] += (self.sums[stop] - self.sums[start]) / self.speeds[rank]
+        return loads
 
     def value(self, edges: Sequence[int]) -> float:
         return max(self.loads(edges))
@@ -115,11 +115,11 @@ class _Task:
         """Whether the chunks so far keep the limits: of ``rank``, or all."""
         if self.memory is None or not self.limited:
             return True
-        for one in range(len(self.speeds)) if rank is None else (rank,):
-            own = [pair for owner, pair in zip(self.ranks, pairwise(edges), strict=False) if owner == one]
-            if self.limits[one] and own:
+        for candidate in range(len(self.speeds)) if rank is None else (rank,):
+            own = [pair for owner, pair in zip(self.ranks, pairwise(edges), strict=False) if owner == candidate]
+            if self.limits[candidate] and own:
                 starts, stops = zip(*own, strict=True)
-                if self.memory.on(one, starts, stops) > self.limits[one]:
+                if self.memory.on(candidate, starts, stops) > self.limits[candidate]:
                     return False
         return True
 
@@ -164,17 +164,17 @@ class _Task:
         shares = list(accumulate(self.speeds[rank] for rank in self.ranks))
         edges = [0]
         for number in range(1, chunks):
-            wanted = self.sums[-1] * shares[number - 1] / shares[-1]
+            target = self.sums[-1] * shares[number - 1] / shares[-1]
             places = range(edges[-1] + 1, units - (chunks - number) + 1)
-            edges.append(min((abs(self.sums[place] - wanted), place) for place in places)[1])
+            edges.append(min((abs(self.sums[place] - target), place) for place in places)[1])
         return (*edges, units)
 
 
 def _improve(task: _Task, edges: tuple[int, ...]) -> tuple[int, ...]:
     """Move single boundaries by one unit while the largest time, or then the longest chunk, becomes less."""
 
-    def rank_of(one: tuple[int, ...]) -> tuple[bool, float, float]:
-        return not task.fits(one), task.value(one), task.longest_chunk(one)
+    def rank_of(candidate: tuple[int, ...]) -> tuple[bool, float, float]:
+        return not task.fits(candidate), task.value(candidate), task.longest_chunk(candidate)
 
     now = rank_of(edges)
     while True:
@@ -185,18 +185,18 @@ def _improve(task: _Task, edges: tuple[int, ...]) -> tuple[int, ...]:
             if edges[at - 1] < edges[at] + step < edges[at + 1]
         ]
         best = min(moved, key=rank_of, default=edges)
-        found = rank_of(best)
-        if not _less(found, now):
+        rank = rank_of(best)
+        if not _less(rank, now):
             return edges
-        edges, now = best, found
+        edges, now = best, rank
 
 
-def _less(one: tuple[bool, float, float], other: tuple[bool, float, float]) -> bool:
-    if one[0] != other[0]:
-        return one[0] < other[0]
-    if abs(one[1] - other[1]) > SAME * other[1]:
-        return one[1] < other[1]
-    return one[2] < other[2] * (1 - SAME)
+def _less(first: tuple[bool, float, float], second: tuple[bool, float, float]) -> bool:
+    if first[0] != second[0]:
+        return first[0] < second[0]
+    if abs(first[1] - second[1]) > SAME * second[1]:
+        return first[1] < second[1]
+    return first[2] < second[2] * (1 - SAME)
 
 
 class _Walk:
@@ -251,7 +251,7 @@ class _Walk:
         if task.limited:
             return True
         seen = self._seen.setdefault((len(edges), edges[-1]), [])
-        if any(all(a <= b for a, b in zip(one, loads, strict=True)) for one in seen):
+        if any(all(a <= b for a, b in zip(earlier, loads, strict=True)) for earlier in seen):
             return False
         if len(seen) < VISITS:
             seen.append(loads)
@@ -298,8 +298,8 @@ def partition(
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
         return _contiguous(seconds, ranks, devices, memory)
-    found = search(seconds, ranks, devices.speeds, devices.limits, memory)
-    return None if found is None else StagePartition(found.chunks, found.largest, found.bound)
+    result = search(seconds, ranks, devices.speeds, devices.limits, memory)
+    return None if result is None else StagePartition(result.chunks, result.largest, result.bound)
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
@@ -307,18 +307,18 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]
-    found = _least([shares[rank] for rank in ranks])
-    assert found is not None
-    return found[1]
+    least = _least([shares[rank] for rank in ranks])
+    assert least is not None
+    return least[1]
 
 
 def split_by_parameters(model: Model, ranks: int) -> list[range]:
     """Return one chunk for each of ``ranks``, with the largest number of parameters as small as can be (local)."""
     check_units(len(model.stages), ranks, 1)
     sizes = [float(sum(spec.size for spec in stage.tensors())) for stage in model.stages]
-    found = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
-    assert found is not None
-    return list(found.chunks)
+    result = partition(sizes, range(ranks), StageDevices.alike(ranks), None)
+    assert result is not None
+    return list(result.chunks)
 
 
 def check_units(units: int, ranks: int, chunks: int) -> None:

@@ -68,9 +68,11 @@ class PartitionPlan:
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
         for rank, row in enumerate(self.rows):
-            parts = ", ".join(f"{name} {format_bytes(each)}" for name, each in row.bytes.items() if each)
+            parts = ", ".join(
+                f"{name} {format_bytes(size_bytes)}" for name, size_bytes in row.bytes.items() if size_bytes
+            )
             limit = f" of {format_bytes(row.limit)}" if row.limit else ""
-            figures = [f"{done / size:.3g}" if work else "" for done in (row.forward, row.backward)]
+            figures = [f"{amount / size:.3g}" if work else "" for amount in (row.forward, row.backward)]
             units = ", ".join(map(_shown, row.units))
             memory = f"{format_bytes(row.total_bytes)}{limit}: {parts}"
             lines.append([str(rank), units, f"{row.parameters:,}", *figures, f"{row.share:.0%}", memory])
@@ -90,13 +92,13 @@ def plan(
     samples: int,
     *,
     seconds: Sequence[PassSeconds] | None = None,
-    kept: Sequence[int] = (),
+    earlier_units: Sequence[int] = (),
 ) -> PartitionPlan:
     """Return which ranks compute which units of the whole ``model``, for micro-batches of ``samples``.
 
-    ``seconds`` are those of each unit, where the cut is by measurement. ``kept`` is the cut of an earlier start, as
-    `Plan.stage_units`. Raises ConfigurationError where there are fewer units than chunks, and where the limits of
-    memory cannot be kept, with the table.
+    ``seconds`` are those of each unit, where the cut is by measurement. ``earlier_units`` are those of the cut of an
+    earlier start, as `PartitionPlan.stage_units`. Raises ConfigurationError where there are fewer units than
+    chunks, and where the limits of memory cannot be kept, with the table.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
@@ -110,19 +112,19 @@ def plan(
     devices = StageDevices(speeds, limits * ranks if len(limits) == 1 else limits)
     work = list(_work(parallel.partition, costs, seconds, schedule, recompute=parallel.recompute))
     weights = [forward + backward for forward, backward in work]
-    given, gap = tuple(parallel.stage_units or kept), 0.0
-    origin = f"cut by {parallel.partition}" if not given else "given" if parallel.stage_units else "kept"
-    if given:
-        chunks = _given(given, count, ranks, schedule.chunks)
-    elif found := partition(weights, empty.ranks, devices, memory):
-        chunks, gap = found.chunks, 0.0 if found.is_proven else 1 - found.bound / found.largest
+    sizes, gap = tuple(parallel.stage_units or earlier_units), 0.0
+    origin = f"cut by {parallel.partition}" if not sizes else "given" if parallel.stage_units else "kept"
+    if sizes:
+        chunks = _given(sizes, count, ranks, schedule.chunks)
+    elif result := partition(weights, empty.ranks, devices, memory):
+        chunks, gap = result.chunks, 0.0 if result.is_proven else 1 - result.bound / result.largest
     else:
         chunks = _too_large(weights, empty, devices, memory)
     placement = replace(schedule.place(chunks), skips=model.skips)
     rows = tuple(_rows(placement, costs, work, memory, devices))
-    made = PartitionPlan(placement=placement, basis=parallel.partition, origin=origin, rows=rows, gap=gap)
-    _refuse_full(made, model, is_given=bool(given))
-    return made
+    partition_plan = PartitionPlan(placement=placement, basis=parallel.partition, origin=origin, rows=rows, gap=gap)
+    _refuse_full(partition_plan, model, is_given=bool(sizes))
+    return partition_plan
 
 
 def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recompute: bool) -> tuple[Moment, ...]:
@@ -138,12 +140,12 @@ def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSpl
     """
     if empty.ranks[0] == empty.ranks[-1]:
         return {}
-    found = {}
+    copies = {}
     for unit, stage in enumerate(model.stages):
         tied = [model.layout.by_key[key].spec for key in stage.tied.values()]
         if tied:
-            found[unit] = sum(2 * itemsize * split.size(spec) for spec in tied)
-    return found
+            copies[unit] = sum(2 * itemsize * split.size(spec) for spec in tied)
+    return copies
 
 
 def _work(
@@ -162,8 +164,11 @@ def _work(
         forward, backward = float(cost.forward_flop), float(cost.input_flop + cost.weight_flop)
         if basis == "measured":
             assert seconds is not None, "measure the units first"
-            one = seconds[unit]
-            forward, backward = one.forward, one.input + one.weight if schedule.splits else one.backward
+            measured = seconds[unit]
+            forward, backward = (
+                measured.forward,
+                measured.input + measured.weight if schedule.splits else measured.backward,
+            )
         yield forward, backward + forward * recompute
 
 
@@ -184,9 +189,9 @@ def _too_large(
     """Return a cut to show that the limits cannot be kept: the leanest, or the fastest."""
     if len(empty.chunks) == empty.stages:
         return least_memory(len(weights), empty.ranks, devices, memory)
-    found = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)
-    assert found is not None
-    return found.chunks
+    result = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)
+    assert result is not None
+    return result.chunks
 
 
 def _rows(
@@ -219,9 +224,9 @@ def _refuse_full(made: PartitionPlan, model: Model, *, is_given: bool) -> None:
         if row.limit and row.total_bytes > row.limit:
             largest = max(row.bytes, key=lambda name: row.bytes[name])
             all_seen = not is_given and len(made.placement.chunks) == len(made.rows)
-            found = f"however the {len(model.stages)} units are cut" if all_seen else "with these stages"
+            circumstance = f"however the {len(model.stages)} units are cut" if all_seen else "with these stages"
             raise ConfigurationError(
-                f"parallel.stage_memory_bytes: {found}, pipeline rank {rank} needs {row.total_bytes:,} bytes of "
+                f"parallel.stage_memory_bytes: {circumstance}, pipeline rank {rank} needs {row.total_bytes:,} bytes of "
                 f"{row.limit:,}, most of them {largest}; use more pipeline ranks, smaller or fewer micro-batches, "
                 "parallel.recompute, or a strategy that cuts its states (zero1, zero2, zero3):\n"
                 + "\n".join(made.table())

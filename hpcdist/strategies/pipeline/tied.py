@@ -34,15 +34,15 @@ class TiedTensor:
 def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
     """Return the tensors that are tied across pipeline ranks."""
     unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
-    found = []
+    ties = []
     for unit, stage in enumerate(model.stages):
         for key in stage.tied.values():
             owner = unit_of[model.layout.by_key[key].spec.layer]
             tie = TiedTensor(key, owner, placement.rank_of(owner), placement.rank_of(unit))
-            if tie.owner != tie.holder and tie not in found:
-                found.append(tie)
-    assert len(found) <= TIES, f"{len(found)} tied tensors would run into the tags of activations"
-    return found
+            if tie.owner != tie.holder and tie not in ties:
+                ties.append(tie)
+    assert len(ties) <= TIES, f"{len(ties)} tied tensors would run into the tags of activations"
+    return ties
 
 
 class TiedCopies:
@@ -52,19 +52,19 @@ class TiedCopies:
     and its new value travels back. So norms and checkpoints count the tensor once, and copies never drift.
     """
 
-    def __init__(self, seat: RankContext, found: list[TiedTensor], exchange: Exchange) -> None:
-        self._comm: Communicator = seat.pipeline
-        self._exchange, self._layout = exchange, seat.layout
-        self._owned = [tie for tie in found if tie.owner == self._comm.rank]
-        self._held = [tie for tie in found if tie.holder == self._comm.rank]
-        self._tags = {tie: TAG + number for number, tie in enumerate(found)}
-        keys = sorted({tie.key for tie in self._held}, key=lambda key: seat.layout.by_key[key].range)
-        parts = [seat.layout.by_key[key].range for key in keys]
-        self.layers = {seat.layout.by_key[key].spec.layer for key in keys}
-        self.parameters = seat.store("parameters", parts)
-        self.gradients = seat.store("gradients", parts)
-        owned_sizes = [seat.layout.by_key[tie.key].range.size for tie in self._owned]
-        self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, seat.on)
+    def __init__(self, context: RankContext, ties: list[TiedTensor], exchange: Exchange) -> None:
+        self._comm: Communicator = context.pipeline
+        self._exchange, self._layout = exchange, context.layout
+        self._owned = [tie for tie in ties if tie.owner == self._comm.rank]
+        self._held = [tie for tie in ties if tie.holder == self._comm.rank]
+        self._tags = {tie: TAG + number for number, tie in enumerate(ties)}
+        keys = sorted({tie.key for tie in self._held}, key=lambda key: context.layout.by_key[key].range)
+        parts = [context.layout.by_key[key].range for key in keys]
+        self.layers = {context.layout.by_key[key].spec.layer for key in keys}
+        self.parameters = context.store("parameters", parts)
+        self.gradients = context.store("gradients", parts)
+        owned_sizes = [context.layout.by_key[tie.key].range.size for tie in self._owned]
+        self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, context.on)
         self.handlers: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
 
     @property

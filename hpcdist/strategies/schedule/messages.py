@@ -22,7 +22,7 @@ RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)
 AHEAD: Final = 2  # receives that are posted before their turn: in steady state one of each direction
 LAST_TAG: Final = 32767  # that every MPI library knows
 
-Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `Placement.edge`)
+Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `StagePlacement.edge`)
 
 
 class StageMessages:
@@ -34,10 +34,10 @@ class StageMessages:
     where parameters and their gradients have 16 bits.
     """
 
-    def __init__(self, seat: RankContext, arena: Arena) -> None:
-        self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.model.dtype
-        self._placement = seat.placed
-        self._edges = len(seat.model.stages) + len(seat.placed.skips)
+    def __init__(self, context: RankContext, arena: Arena) -> None:
+        self._comm, self._arena, self._model, self._dtype = context.pipeline, arena, context.model, context.model.dtype
+        self._placement = context.placed
+        self._edges = len(context.model.stages) + len(context.placed.skips)
         self._window = (LAST_TAG + 1 - TIES) // (2 * self._edges)  # micro-batches whose tags differ
         self._awaited: deque[tuple[Operation, int]] = deque()  # (receive, samples), in the order of the list
         self._posted: dict[tuple[Kind, int, int], tuple[Request, Array]] = {}
@@ -121,9 +121,9 @@ class StageMessages:
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
         """Return a copy of ``dx``, the gradient of the input of ``unit``, that lives until `forget_gradient`."""
-        kept = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
-        kept[...] = dx
-        return kept
+        copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
+        copy[...] = dx
+        return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
         """Send the input of a unit to its rank; ``copy`` where ``y`` will be gone before the backward."""

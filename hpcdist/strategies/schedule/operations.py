@@ -1,8 +1,9 @@
 """The operations of a training step as data: the entries of the list that one rank executes in order.
 
-Schedules generate the compute operations, an exchange the others; the executor runs the list, and whatever simulates
-or verifies a schedule reads the same list. `Kind` says what an entry does, the sets below it which kinds compute, use
-parameters, send messages, or end what was started.
+Schedules generate the compute operations, an exchange the others; the executor runs the list, the verifier and the
+simulator read the same list. `Kind` is what an entry does; the sets below it are the kinds that compute, use
+parameters, send messages, or end what was started. `StagePlacement` is the rank of the pipeline that computes each
+stage of the model: chunks of consecutive stages, in turns around the ranks (`looped`) or forth and back (`folded`).
 """
 
 from collections.abc import Sequence
@@ -97,16 +98,16 @@ class Kind(Enum):
     GATHER = "gather"  # (unit): its parameters, whole, over the data axis
     START_GATHER = "start_gather"  # (unit): the same, but it goes on beside what follows, until WAIT_GATHER
     WAIT_GATHER = "wait_gather"  # (unit): the end of a START_GATHER
-    FREE = "free"  # (unit): its parameters go back to their shards
+    FREE = "free"  # (unit): memory of its whole parameters is given back; the shards stay (`zero.plain.PlainZero.free`)
     ADD = "add"  # (microbatch, range): gradients to those of earlier micro-batches, before they are overwritten
     REDUCE = "reduce"  # (range): gradients over the replicas
     COMBINE = "combine"  # (range): what REDUCEs have left of gradients, over the replicas that have the same part of it
     START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
-    POLL = "poll"  # whatever was started is moved on, where no thread does it
+    POLL = "poll"  # progress of what was started, where no thread makes it
     WAIT = "wait"  # (range): the end of a START
     DEFER = "defer"  # (range): the same as START, but it goes on until the SETTLE of the next step
     SETTLE = "settle"  # (range): the end of a DEFER of the step before
-    KEEP = "keep"  # (range): gradients stay with this rank, which steps by its own
+    KEEP = "keep"  # (range): gradients stay with this rank, which updates by its own
     MIX_START = "mix_start"  # (range): parameters to neighbours on a graph, and theirs here, until MIX_WAIT
     MIX_WAIT = "mix_wait"  # (range): the end of a MIX_START
     MIX = "mix"  # (range): parameters become a weighted mean of the own ones and the neighbours'
@@ -120,7 +121,7 @@ class Kind(Enum):
     COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
     SUM_ROWS = "sum_rows"  # of tensors that all ranks of the tensor axis have: each has the gradient of its own tokens
     AGREE = "agree"  # loss, found-inf, norm and the wish to stop; every REDUCE comes before it
-    COMPRESS = "compress"  # (range): what travels of gradients that nobody was to see before all had agreed
+    COMPRESS = "compress"  # (range): payloads of gradients are exchanged, after all ranks have agreed on the step
     DIRECTION = "direction"  # (range): gradients become update directions
     NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): parameters take a step along them
@@ -129,11 +130,11 @@ class Kind(Enum):
 
 
 COMPUTE: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-USES: Final = COMPUTE[:3]  # parameters: the gradients of weights need what a micro-batch has left, not the weights
+USES: Final = COMPUTE[:3]  # kinds that read parameters: the gradients of weights need saved activations, not weights
 MESSAGES: Final = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-# What takes gradients, which must be complete.
+# Kinds that take gradients, which must be complete.
 EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.DEFER, Kind.PUSH, Kind.KEEP)
-# What goes on beside the computation -> its end.
+# Kinds that start an exchange beside the computation -> the kind that waits for its end.
 ENDS: Final = {
     Kind.START: Kind.WAIT,
     Kind.DEFER: Kind.SETTLE,

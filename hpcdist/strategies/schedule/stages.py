@@ -110,13 +110,13 @@ class Stages:
     gradient of its input on the way back.
     """
 
-    def __init__(self, seat: RankContext, arena: Arena, bound: ParameterViews, watch: NanFinder) -> None:
-        self._seat, self._model, self._arena, self._bound, self._watch = seat, seat.model, arena, bound, watch
-        self._last = len(seat.model.stages) - 1
-        self._place = seat.placed
-        self._firsts = {chunk.start for chunk in seat.chunks}
-        self.neighbours = StageMessages(seat, arena)
-        self._skips = SkipExchange(seat.placed, self.neighbours)
+    def __init__(self, context: RankContext, arena: Arena, bound: ParameterViews, watch: NanFinder) -> None:
+        self._context, self._model, self._arena, self._bound, self._watch = context, context.model, arena, bound, watch
+        self._last = len(context.model.stages) - 1
+        self._place = context.placed
+        self._firsts = {chunk.start for chunk in context.chunks}
+        self.neighbours = StageMessages(context, arena)
+        self._skips = SkipExchange(context.placed, self.neighbours)
         self.scale = 1.0  # of the loss, in backward
         self.handlers = {
             Kind.FORWARD: self.forward,
@@ -134,7 +134,7 @@ class Stages:
         self._batches, evaluates = batches, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
-        self._losses = backend.empty(len(batches), np.dtype(np.float64), self._seat.on)
+        self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)
         self._counted = 0
         self._inputs: dict[tuple[int, int], Array] = {}
         self._gradients: dict[tuple[int, int], Array] = {}
@@ -147,8 +147,8 @@ class Stages:
     @property
     def losses(self) -> list[float]:
         """Sums over its targets, of each micro-batch so far that has samples; what a GPU computes is waited for."""
-        found: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
-        return found
+        losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
+        return losses
 
     @cached_property
     def _split(self) -> Operations:
@@ -239,7 +239,7 @@ class Stages:
 
     def _forget_gradient(self, op: Operation) -> None:
         """Give back the gradient that came into the chunk whose first unit is that of ``op``."""
-        stop = next(chunk.stop for chunk in self._seat.chunks if chunk.start == op.unit)
+        stop = next(chunk.stop for chunk in self._context.chunks if chunk.start == op.unit)
         if stop <= self._last:
             self.neighbours.forget_gradient(op.microbatch, stop)
 

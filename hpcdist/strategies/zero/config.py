@@ -211,15 +211,15 @@ class ZeroConfig:
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
         """Return the degrees on ``ranks`` data ranks (local). Raises ConfigurationError, with the whole equation."""
         names = ("zero.parameters", "zero.gradients", "zero.optimizer")
-        given = (self.parameters, self.gradients, self.optimizer)
+        own_degrees = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
-        found = [own or default for own, default in zip(given, by_stage, strict=True)]
-        for (name, degree), (above, multiple) in pairwise(zip((*names, "data ranks"), (*found, ranks), strict=True)):
+        degrees = [own or default for own, default in zip(own_degrees, by_stage, strict=True)]
+        for (name, degree), (above, multiple) in pairwise(zip((*names, "data ranks"), (*degrees, ranks), strict=True)):
             if multiple % degree:
-                equation = " | ".join(f"{name} {degree}" for name, degree in zip(names, found, strict=True))
+                equation = " | ".join(f"{name} {degree}" for name, degree in zip(names, degrees, strict=True))
                 raise ConfigurationError(
                     f"{equation} | {ranks} data ranks: each must divide the next, but {name} {degree} does not divide "
                     f"{above} {multiple}; choose among the divisors of {ranks}: "
                     f"{[divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]}"
                 )
-        return ShardingDegrees(*found)
+        return ShardingDegrees(*degrees)

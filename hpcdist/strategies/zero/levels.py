@@ -40,20 +40,20 @@ class Levels:
     the model once, ``replicas`` those with the same last cut; None where this rank is alone.
     """
 
-    def __init__(self, seat: RankContext, degrees: ShardingDegrees) -> None:
-        self._data, self._made = seat.data, dict[tuple[int, int], Communicator | None]()
+    def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
+        self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
-        self._blocks, self._itemsize = list(pairwise(bounds)), seat.dtype.itemsize
+        self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
         self._comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)
-        self.replicas = self._between(degrees.optimizer, seat.data.size)
-        self.algorithm = _alike(seat)
-        self._sharding = self._way(seat)
+        self.replicas = self._between(degrees.optimizer, context.data.size)
+        self.algorithm = _alike(context)
+        self._sharding = self._way(context)
         self.cuts: dict[int, list[Range]] = {}
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, from the start of its range
-        for unit, whole in seat.ranges.items():
-            layer = seat.model.stages[unit].layer
-            self.cuts[layer], self._shares[layer] = self._cut(whole, seat.dtype.itemsize)
+        for unit, whole in context.ranges.items():
+            layer = context.model.stages[unit].layer
+            self.cuts[layer], self._shares[layer] = self._cut(whole, context.dtype.itemsize)
 
     def _between(self, inner: int, outer: int) -> Communicator | None:
         """Return the ranks of a block of ``outer`` that have the same place in their blocks of ``inner``. Collective.
@@ -71,14 +71,14 @@ class Levels:
                 self._made[inner, outer] = data.split(color, data.rank, f"data of {inner} in {outer}")
         return self._made[inner, outer]
 
-    def _way(self, seat: RankContext) -> Sharding:
+    def _way(self, context: RankContext) -> Sharding:
         if self.algorithm == ALGORITHM:
             return SHARDED["ring"]  # hands round what the trees have summed
-        ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
+        ways = SHARDED | SHARDED_ON_GPUS if context.on == "gpu" else SHARDED
         if self.algorithm not in ways:
             raise ConfigurationError(
                 f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
-                f"all-gather, as ZeRO needs; on the {seat.on} choose one of {', '.join(ways)}"
+                f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(ways)}"
             )
         if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
             # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
@@ -143,13 +143,13 @@ class Levels:
 
         Where fewer ranks than all cut a layer, several have the same one. For an algorithm with shares in rank order.
         """
-        found = []
+        owners = []
         for rank in range(self._data.size):
             part = Range(0, self.cuts[layer][WHOLE].size)
             for inner, outer in self._blocks:
                 part = split(part.size, outer // inner, self._itemsize)[rank % outer // inner].shift(part.start)
-            found.append(part)
-        return found
+            owners.append(part)
+        return owners
 
     def free(self) -> None:
         """Give back the communicators of the levels; nothing can be summed or gathered then. Collective over them."""
@@ -175,13 +175,13 @@ class Levels:
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
 
 
-def _alike(seat: RankContext) -> str:
+def _alike(context: RankContext) -> str:
     """Return the algorithm, or the ring where the ranks of a tensor axis would be given other cuts. Collective.
 
     Those of ``hierarchical`` follow the nodes, and where tensor groups lie across nodes so may the replicas of one of
     their ranks lie otherwise than those of the next. All ranks of the world have to come.
     """
-    if seat.algorithm != "hierarchical" or seat.tensor.size == 1:
-        return seat.algorithm
-    places = seat.world.allgather_object(seat.data.nodes().members)
-    return seat.algorithm if all(place == places[0] for place in places) else "ring"
+    if context.algorithm != "hierarchical" or context.tensor.size == 1:
+        return context.algorithm
+    places = context.world.allgather_object(context.data.nodes().members)
+    return context.algorithm if all(place == places[0] for place in places) else "ring"

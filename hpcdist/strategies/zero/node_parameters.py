@@ -14,7 +14,7 @@ m).
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.node import shared_memory
 from hpcdist.errors import DivergenceError, MissingCapabilityError
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
+from hpcdist.strategies.zero.plain import PlainZero, ShardMemory
 
 _TAG: Final = 0  # messages between two ranks stay in the order of the layers, which all share
 
@@ -37,21 +40,21 @@ class NodeParameters:
     where those of a node cannot share memory.
     """
 
-    def __init__(self, seat: RankContext, cuts: Sequence[Sequence[Range]]) -> None:
-        nodes = seat.data.nodes()
+    def __init__(self, context: RankContext, cuts: Sequence[Sequence[Range]]) -> None:
+        nodes = context.data.nodes()
         self._intra = nodes.intra
-        self._data = seat.data
-        self._comm = seat.data.dup("node parameters") if nodes.count > 1 else seat.data
+        self._data = context.data
+        self._comm = context.data.dup("node parameters") if nodes.count > 1 else context.data
         shares = self._intra.size == 1 or shared_memory.is_available(self._intra)
-        if not all(seat.data.allgather_object(shares)):
+        if not all(context.data.allgather_object(shares)):
             raise MissingCapabilityError(
                 "zero.shared_parameters = true, but the ranks of a node cannot share memory (see the free memory, "
                 "/dev/shm and the containers' process namespaces); set it to false"
             )
         self._counted: list[Array] = []  # this rank's share of what is shared, kept for the ledger
         # Nobody else reads the parameters of a rank that is alone on its node: they are stepped where they are.
-        self._stores = [self._new(seat) for _ in range(2 if self._intra.size > 1 else 1)]
-        self._own = [parts[seat.data.rank] for parts in cuts if parts[seat.data.rank]]
+        self._stores = [self._new(context) for _ in range(2 if self._intra.size > 1 else 1)]
+        self._own = [parts[context.data.rank] for parts in cuts if parts[context.data.rank]]
         self._committed = 0
         here, index = nodes.members[nodes.index], nodes.intra.rank
         others = [members for number, members in enumerate(nodes.members) if number != nodes.index]
@@ -61,18 +64,18 @@ class NodeParameters:
             for parts in cuts
             for members in others
             for number, rank in enumerate(members)
-            if here[number % len(here)] == seat.data.rank and parts[rank]
+            if here[number % len(here)] == context.data.rank and parts[rank]
         ]
 
-    def _new(self, seat: RankContext) -> FlatStore:
+    def _new(self, context: RankContext) -> FlatStore:
         if self._intra.size == 1:
-            return seat.store("parameters")
-        store = seat.store(
+            return context.store("parameters")
+        store = context.store(
             "parameters", allocate=lambda size, dtype: shared_memory.allocate_common(self._intra, size, np.dtype(dtype))
         )
-        if seat.ledger is not None:
+        if context.ledger is not None:
             mine = split(store.size, self._intra.size, store.array.itemsize)[self._intra.rank]
-            self._counted.append(seat.ledger.track(store.array[mine.slice], "parameters"))
+            self._counted.append(context.ledger.track(store.array[mine.slice], "parameters"))
         return store
 
     @property
@@ -115,3 +118,54 @@ class NodeParameters:
                 f"the ranks of the node commit different steps of their common parameters: {-votes[1]} to {votes[0]}, "
                 f"and this one {self._committed}"
             )
+
+
+class NodeSharedZero(PlainZero):
+    """Layer of ZeRO in which the ranks of a node share one copy of the parameters, where ``config`` says so."""
+
+    def __init__(
+        self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
+    ) -> None:
+        self._node: NodeParameters | None = None
+        self._shares_parameters = config.shared_parameters
+        super().__init__(context, degrees, memory, config, **of_base)
+        self.handlers = {**self.handlers, Kind.COMMIT: self.commit}
+
+    def _make_parameters(self, own: Sequence[Range]) -> FlatStore:
+        """Return the parameters that the owners update: those that the node shares, if it does."""
+        if not self._shares_parameters:
+            return super()._make_parameters(own)
+        self._node = NodeParameters(self.context, [*map(self.levels.of_all, self.levels.cuts)])
+        return self._node.front
+
+    def _gathers_after_update(self) -> list[Operation]:
+        """Return COMMIT in the place of messages where the ranks of a node share the parameters (local)."""
+        return super()._gathers_after_update() if self._node is None else [Operation(Kind.COMMIT)]
+
+    def commit(self, op: Operation) -> None:
+        """Put the new parameters of the node in the place of the old ones."""
+        assert self._node is not None
+        self._node.commit()
+
+    @property
+    def parameters(self) -> FlatStore:
+        """The parameters that this rank keeps between steps; during an update, of shared ones, still the old."""
+        return super().parameters if self._node is None else self._node.front
+
+    def spread(self) -> None:
+        """Bring the own cuts to all ranks that keep them. Collective."""
+        if self._node is not None:
+            self.sharded_update.parameters = self._node.begin()  # in front, as they are now
+        super().spread()
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        if self._node is not None:
+            self.sharded_update.parameters = self._node.begin()
+        super().begin_update(scale)
+
+    def close(self) -> None:
+        """Give back the communicators of levels and nodes."""
+        super().close()
+        if self._node is not None:
+            self._node.free()

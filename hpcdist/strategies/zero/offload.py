@@ -53,13 +53,18 @@ class Offload:
     Raises ConfigurationError for what is not built, and StorageError where the directory has not the space.
     """
 
-    def __init__(self, seat: RankContext, config: ZeroConfig) -> None:
-        self._seat, self._config = seat, config
-        if seat.working is not None and config.offload_optimizer != "none":
+    def __init__(self, context: RankContext, config: ZeroConfig) -> None:
+        self._context, self._config = context, config
+        if context.working is not None and config.offload_optimizer != "none":
             raise ConfigurationError(
                 f"zero.offload_optimizer = {config.offload_optimizer!r} with 16-bit working copies is not built in "
                 "this version; set precision.mode = 'float32', or zero.offload_optimizer = 'none'"
             )
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether parameters stay in the memory that the model computes with (local)."""
+        return self._config.offload_parameters == "none"
 
     def parameters(self, parts: Sequence[Range]) -> FlatStore:
         """Return the store of sharded parameters."""
@@ -71,34 +76,34 @@ class Offload:
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:
         """Return the optimizer of ``parts``, with zeroed state."""
-        seat, place = self._seat, self._config.offload_optimizer
+        context, place = self._context, self._config.offload_optimizer
         if place == "none":
-            return seat.build_optimizer(parts)
+            return context.build_optimizer(parts)
         inner = optimizers.build(
-            seat.optimizer,
-            seat.layout,
+            context.optimizer,
+            context.layout,
             parts,
-            np.dtype(seat.dtype),
-            total_steps=seat.total_steps,
+            np.dtype(context.dtype),
+            total_steps=context.total_steps,
             make_slot=lambda name: self._store(place, "optimizer", parts, f"optimizer state {name}"),
         )
-        return BlockedOptimizer(inner, block_bytes=BLOCK_BYTES, on=seat.on, ledger=seat.ledger)
+        return BlockedOptimizer(inner, block_bytes=BLOCK_BYTES, on=context.on, ledger=context.ledger)
 
     def _store(self, place: str, category: str, parts: Sequence[Range], what: str = "") -> FlatStore:
-        seat = self._seat
+        context = self._context
         if place == "none":
-            return seat.store(category, parts)
+            return context.store(category, parts)
         if place == "host":  # what the ledger counts is the memory of the GPU, where the rest is
-            return FlatStore(seat.layout, np.dtype(seat.dtype), parts)
+            return FlatStore(context.layout, np.dtype(context.dtype), parts)
         return FileStore(
-            seat.layout,
-            np.dtype(seat.dtype),
+            context.layout,
+            np.dtype(context.dtype),
             parts,
             directory=self._config.offload_directory,
             what=what or category,
-            on=seat.on,
+            on=context.on,
             category=category,
-            ledger=seat.ledger,
+            ledger=context.ledger,
         )
 
 

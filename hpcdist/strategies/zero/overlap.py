@@ -1,4 +1,4 @@
-"""Overlap of ZeRO's messages with computation, and the lock-step guard on the order of its collectives.
+"""Overlap of ZeRO's messages with computation, a layer around the plain path, and the guard on their order.
 
   REDUCE   ->  START ... WAIT                  the whole gradient of a layer is freed, and its shard taken in, by WAIT
   GATHER   ->  START_GATHER ... WAIT_GATHER
@@ -14,7 +14,7 @@ message.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -27,7 +27,9 @@ from hpcdist.strategies.core.exchange import BackgroundCollectives, Handlers
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.strategies.zero.levels import WHOLE, Levels
+from hpcdist.strategies.zero.plain import PlainZero, ShardMemory
 
 # What takes part in a collective of a layer, or begins to.
 GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.DEFER)
@@ -88,9 +90,9 @@ class LockStepGuard:
         )
 
 
-def _first_difference(one: Sequence[Operation], other: Sequence[Operation]) -> int:
+def _first_difference(first: Sequence[Operation], second: Sequence[Operation]) -> int:
     """Return the number, from 1, of the first entry in which they differ; one of them may have ended there."""
-    same = [a == b for a, b in zip(one, other, strict=False)]
+    same = [a == b for a, b in zip(first, second, strict=False)]
     return same.index(False) + 1 if False in same else len(same) + 1
 
 
@@ -104,25 +106,25 @@ def _named(op: Operation | None) -> str:
     return f"{op} of unit {op.unit}" if op.unit >= 0 else str(op)
 
 
-def overlap_of(seat: RankContext, levels: Levels) -> BackgroundCollectives | None:
+def overlap_of(context: RankContext, levels: Levels) -> BackgroundCollectives | None:
     """Return what exchanges beside the computation, None where nothing does. Collective over the data axis.
 
     Raises ConfigurationError for sharding degrees with which it cannot.
     """
-    if seat.overlap == "none" or seat.data.size == 1:
+    if context.overlap == "none" or context.data.size == 1:
         return None
     if not levels.at_once:
         raise ConfigurationError(
-            f"communication.overlap = {seat.overlap!r} with sharding degrees that are neither 1 nor all of the "
-            f"{seat.data.size} data ranks is not built in this version: only what is cut over all of them in one step "
-            "goes on beside the computation; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
+            f"communication.overlap = {context.overlap!r} with sharding degrees that are neither 1 nor all of the "
+            f"{context.data.size} data ranks is not built in this version: only what is cut over all of them in one "
+            "step goes on beside the computation; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
             "communication.overlap = 'none'"
         )
-    return BackgroundCollectives(seat.data, seat.overlap)
+    return BackgroundCollectives(context.data, context.overlap)
 
 
 def transient_layers(
-    seat: RankContext,
+    context: RankContext,
     category: str,
     units: Collection[int],
     over: Communicator | None,
@@ -130,8 +132,8 @@ def transient_layers(
 ) -> TransientLayers:
     """Return memory for whole layers, exchanged over ``over`` or, where there is one, by ``overlap`` (local)."""
     if overlap is None:
-        return TransientLayers(seat, category, units, over)
-    return TransientLayers(seat, category, units, overlap.over, overlap.drain)
+        return TransientLayers(context, category, units, over)
+    return TransientLayers(context, category, units, overlap.over, overlap.drain)
 
 
 class ZeroOverlap:
@@ -194,3 +196,52 @@ class ZeroOverlap:
     def _start_gather(self, layer: int) -> None:
         whole = self._place(layer).range(self._levels.cuts[layer][WHOLE])
         self._overlap.start_gather(layer, whole, self._levels.shares(layer), self._levels.algorithm)
+
+
+class OverlappedZero(PlainZero):
+    """Layer of ZeRO that moves messages beside the computation, where ``communication.overlap`` says so."""
+
+    def __init__(
+        self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
+    ) -> None:
+        self._prefetch = config.prefetch
+        super().__init__(context, degrees, memory, config, **of_base)
+        self._overlapped: ZeroOverlap | None = None
+        if self.overlap is not None:
+            how = (self._layer_of, self.gradients_at, self._with_own_shard, self._keep_shard)
+            self._overlapped = ZeroOverlap(self.overlap, self.levels, self._order, *how)
+            self.handlers = {**self.handlers, **self._overlapped.handlers}
+
+    def _make_levels(self, degrees: ShardingDegrees) -> Levels:
+        levels = super()._make_levels(degrees)
+        self.overlap = overlap_of(self.context, levels)
+        self.ahead = self._prefetch if self.overlap is not None else 0
+        self._order = LockStepGuard(self.context.data, self.context.agree_algorithm)
+        return levels
+
+    def _transient_layers(self, name: str, units: Sequence[int], over: Communicator | None) -> TransientLayers:
+        moves_beside = self.overlap if name == "gradients" or self.ahead else None
+        return transient_layers(self.context, name, units, over, moves_beside)
+
+    def _gradients_of_all_layers(self, over: Communicator | None) -> FlatStore:
+        return super()._gradients_of_all_layers(over if self.overlap is None else self.overlap.over)
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Watch, where parameters are gathered for each use, that all ranks run the same list."""
+        super().begin(operations)
+        if self.gathers:
+            self._order.begin(operations)
+
+    def reduce(self, op: Operation) -> None:
+        """Sum the gradients of a layer, if that is what all ranks do next."""
+        self._order.meet(op)
+        super().reduce(op)
+
+    def gather(self, op: Operation) -> None:
+        """Bring a layer together, if that is what all ranks do next; one that was begun ahead is waited for."""
+        self._order.meet(op)
+        layer = self.context.model.stages[op.unit].layer
+        if layer in self._cut_layers and self._overlapped is not None and self.ahead:
+            self._overlapped.gather(layer)
+        else:
+            super().gather(op)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
@@ -193,24 +193,24 @@ def _record_head(path: Path) -> _RecordHead | None:
     """Return the begin of a record; None where it is none."""
     try:
         with open(regular.open_regular(path), "rb") as file:
-            data = file.read(flight_file.TEXTS)
+            data = file.read(flight_recorder.TEXTS)
     except OSError:
         return None
-    if len(data) < flight_file.TEXTS or not data.startswith(flight_file.MAGIC):
+    if len(data) < flight_recorder.TEXTS or not data.startswith(flight_recorder.MAGIC):
         return None
-    _, version, rank, world, pid, _, ticks, wall, monotonic, host = flight_file.HEADER.unpack_from(data)
-    if version != flight_file.VERSION:
+    _, version, rank, world, pid, _, ticks, wall, monotonic, host = flight_recorder.HEADER.unpack_from(data)
+    if version != flight_recorder.VERSION:
         return None
     words = []
-    for number, kind in enumerate(flight_file.KINDS):
-        start = flight_file.NOTES + number * flight_file.NOTE_BYTES
-        time_ns, length = flight_file.NOTE.unpack_from(data, start)
+    for number, kind in enumerate(flight_recorder.KINDS):
+        start = flight_recorder.NOTES + number * flight_recorder.NOTE_BYTES
+        time_ns, length = flight_recorder.NOTE.unpack_from(data, start)
         if time_ns and kind in ("raised", "deadline", "frozen"):
-            first = start + flight_file.NOTE.size
-            text = data[first : first + min(length, flight_file.NOTE_BYTES)].decode(errors="replace")
+            first = start + flight_recorder.NOTE.size
+            text = data[first : first + min(length, flight_recorder.NOTE_BYTES)].decode(errors="replace")
             words.append(LastRecord(rank, kind, time_ns + wall - monotonic, text))
     here = host.rstrip(b"\0").decode(errors="replace") == os.uname().nodename[:64]
-    gone = here and ticks > 0 and flight_file.has_ended(pid, ticks)
+    gone = here and ticks > 0 and flight_recorder.has_ended(pid, ticks)
     return _RecordHead(rank, wall, world, gone, words)
 
 

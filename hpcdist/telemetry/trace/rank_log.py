@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record import spans as record_spans
-from hpcdist.comm.record.flight_file import POINT_TO_POINT, RankRecord
+from hpcdist.comm.record.flight_recorder import POINT_TO_POINT, RankRecord
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
 
@@ -112,7 +112,7 @@ def load(run_dir: Path) -> RankLogs:
                 read = record_spans.read(path)
                 spans[_own_rank(read)] = read
             else:
-                record = flight_file.read(path)
+                record = flight_recorder.read(path)
                 records[_own_rank(record)] = record
         except StorageError as error:
             notes.append(f"left out: {error}")

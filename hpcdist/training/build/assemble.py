@@ -175,7 +175,7 @@ def _initialise(trainer: Trainer) -> None:
         if not trainer.model.seeded:
             trainer.comm.broadcast(initial.array)
         if unit in own:
-            trainer.exchange.take(initial)
+            trainer.exchange.load_initial(initial)
     trainer.executor.copies.refresh()
     run = trainer.recipe.run
     if run.init_from:

@@ -120,7 +120,7 @@ def plan_partition(
         measured = pipeline_measured.measure(own, samples, recipe.run.device)
         seconds = pipeline_measured.agree(comm, measured, speed)
     kinds = model_state_bytes(recipe, grid.data, splits=order.splits)
-    return plan(whole, parallel, order, kinds, samples, seconds=seconds, kept=kept)
+    return plan(whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=kept)
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:

@@ -21,9 +21,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from hpcdist.adapters.torch import recipe
-from hpcdist.adapters.torch.model import wrap
-from hpcdist.adapters.torch.recipe import DEFAULTS, recipe_of
+from hpcdist.adapters.torch import model as torch_model
+from hpcdist.adapters.torch.model import DEFAULTS, recipe_of, wrap
 
 
 def modules() -> nn.Sequential:
@@ -152,7 +151,7 @@ def test_a_model_that_is_none_of_pytorch_names_its_optimizer_itself(tmp_path: Pa
 
 def test_patterns_match_names_with_brackets_and_stars():
     def written(*names):
-        return recipe._written({name: (0.0, 1.0) if at == 0 else (None, 1.0) for at, name in enumerate(names)})
+        return torch_model._written({name: (0.0, 1.0) if at == 0 else (None, 1.0) for at, name in enumerate(names)})
 
     for names in (("2.y.b[0]", "4.q.b0"), ("*.w", "1.v"), ("1.*w", "2.w")):
         (text,) = written(*names)

@@ -92,4 +92,4 @@ def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(text: Path) -> No
     rates = [scaled.learning_rate(step) for step in range(1, 5)]
     assert rates == pytest.approx([2e-4, 4e-4, 5e-4, 5e-4])  # 10, 20, 30 and 40 of 25 samples
     assert rates == [plain.learning_rate(step) for step in range(1, 5)]
-    assert scaled.exchange.owner.optimizer.learning_rate == rates[-1]
+    assert scaled.exchange.sharded_update.optimizer.learning_rate == rates[-1]

@@ -27,7 +27,7 @@ class Run:
     def __init__(self, comm: Communicator, dtype: str, algorithm: str, microbatches: int):
         self.comm, self.microbatches = comm, microbatches
         self.model = models.build(MODEL, dtype, context=8)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -37,12 +37,12 @@ class Run:
             algorithm=algorithm,
             bucket_bytes=4096,
         )
-        self.exchange = AllreduceExchange(seat)
+        self.exchange = AllreduceExchange(context)
         self.parameters = self.exchange.parameters
         self.model.initialise(self.parameters, seed=3)
-        self.executor = build_executor(seat, self.exchange)
+        self.executor = build_executor(context, self.exchange)
         parallel = ParallelConfig(microbatches=microbatches)
-        self.operations = operations(seat, self.exchange, self.executor.copies, parallel)
+        self.operations = operations(context, self.exchange, self.executor.copies, parallel)
 
     def batches(self, step: int, data: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         mine = np.array_split(data[step], self.comm.size)[self.comm.rank]

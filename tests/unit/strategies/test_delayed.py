@@ -60,7 +60,7 @@ class Run:
         self.comm, self.microbatches, self.model = comm, microbatches, gpt()
         self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
         axes = GridCommunicators(self.grid, comm)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -72,15 +72,15 @@ class Run:
             bucket_bytes=4096,
             overlap=overlap,
         )
-        self.exchange = DelayedExchange(self.seat)
-        for unit, part in self.seat.ranges.items():
+        self.exchange = DelayedExchange(self.context)
+        for unit, part in self.context.ranges.items():
             initial = FlatStore(self.model.layout, self.model.dtype, part)
             self.model.initialise_stage(unit, initial, 3)
-            self.exchange.take(initial)
-        self.executor = build_executor(self.seat, self.exchange)
+            self.exchange.load_initial(initial)
+        self.executor = build_executor(self.context, self.exchange)
         self.executor.copies.refresh()
         parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches)
-        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
 
     def __enter__(self) -> "Run":
         return self
@@ -93,7 +93,7 @@ class Run:
         return self.executor.run(self.operations, self.batches(samples), SAMPLES, number, np.zeros(2)).loss
 
     def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
         return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
 
     def flush(self) -> bool:

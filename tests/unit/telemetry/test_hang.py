@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.cli.runs.hang import command
-from hpcdist.comm.record.flight_file import RankNote, RankRecord, RecordedEvent
-from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.hang import Finding, HangReport, analyse, load
 

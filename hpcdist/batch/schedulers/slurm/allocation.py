@@ -86,9 +86,9 @@ class SlurmAllocation:
                 say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
             if time.monotonic() - began >= limit_s:
                 return None
-            asked = pause(LOOK_INTERVAL_S)
-            if asked is not None:
-                return asked
+            received = pause(LOOK_INTERVAL_S)
+            if received is not None:
+                return received
             self.died()
         return None
 
@@ -131,20 +131,20 @@ def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -
     }
     # Slurm passes a start on from node to node, and tries those below one that is silent when it has waited for that.
     limit_s = max(PROBE_S, 3 * _setting_s("MessageTimeout", _MESSAGE_TIMEOUT_S, environment))
-    said = _output_of([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
-    return [name for name in names if name in said]
+    answers = _output_of([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
+    return [name for name in names if name in answers]
 
 
 def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> float:
     """Return the seconds of a setting of Slurm; ``otherwise`` where it does not say, or says 0."""
-    found = re.search(rf"^{name}\s*=\s*(\d+)", _output_of(["scontrol", "show", "config"], environment), re.MULTILINE)
-    return float(found[1]) if found and int(found[1]) else otherwise
+    match = re.search(rf"^{name}\s*=\s*(\d+)", _output_of(["scontrol", "show", "config"], environment), re.MULTILINE)
+    return float(match[1]) if match and int(match[1]) else otherwise
 
 
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
     """Return what a command of Slurm prints; where it fails or takes too long: "", or what it has, unless ``whole``."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             line,
             capture_output=True,
             stdin=subprocess.DEVNULL,
@@ -156,4 +156,4 @@ def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float =
         return "" if whole else (error.stdout or b"").decode(errors="replace")
     except OSError:
         return ""
-    return done.stdout.decode(errors="replace") if done.returncode == 0 or not whole else ""
+    return result.stdout.decode(errors="replace") if result.returncode == 0 or not whole else ""

@@ -61,10 +61,10 @@ class AccountedEnergy(NamedTuple):
 def joules(text: str) -> float | None:
     """Return the joules that sacct prints. Where it has none it prints 0, nothing, or the number that says so."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
         return None
-    return found if 0 < found < _NO_VALUE else None
+    return value if 0 < value < _NO_VALUE else None
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
@@ -101,13 +101,13 @@ def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
     if not known and len({row.energy_reason for row in ran}) == 1:
         return AccountedEnergy(None, ran[0].energy_reason)
     twice = {row.id for row in ran if row.restarts}
-    told = []
+    reasons = []
     for row in ran:
         if row.energy_reason:
             start = f", start {(row.restarts or 0) + 1}" if row.id in twice else ""
             lead = "without all of it: " if row.energy_j is None and known else ""
-            told.append(f"job {row.id}{start}: {lead}{row.energy_reason}")
-    return AccountedEnergy(math.fsum(known) if known else None, "; ".join(told))
+            reasons.append(f"job {row.id}{start}: {lead}{row.energy_reason}")
+    return AccountedEnergy(math.fsum(known) if known else None, "; ".join(reasons))
 
 
 def _uncovered_seconds(begin: int, end: int, others: Sequence[tuple[int, int]]) -> int:
@@ -129,19 +129,19 @@ def _missing_parts(
     covered: dict[str, list[tuple[int, int]]],
 ) -> Iterator[str]:
     """Yield what is in no step that has a value."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for step in blind:
         where = [node for node in step.nodes if _uncovered_seconds(step.begin, step.end, covered.get(node, ()))]
         if not step.end:
             yield f"without step {step.name}, which has not ended"
-            told.update(step.nodes)
+            reported.update(step.nodes)
         elif where and step.end > step.begin:
             yield f"without step {step.name} ({step.end - step.begin} s on {_listed(where)}), which has no value"
-            told.update(where)
+            reported.update(where)
     zeros = [node for step in steps if step not in blind for node, own in step.of_nodes.items() if not own]
     for node in dict.fromkeys(zeros):
         yield f"without {node}, which has measured none"
-    left = [node for node in job.nodes if node not in told]
+    left = [node for node in job.nodes if node not in reported]
     if bare := [node for node in left if node not in covered]:
         yield f"without {_listed(bare)}, where no step has a value"
     if partly := [
@@ -161,20 +161,20 @@ def expand_hostlist(short: str) -> tuple[str, ...]:
     """Return the names of nodes that Slurm writes as n[1-2,04],m7; none for "None assigned"."""
     if short in ("", "None assigned", "Unknown"):
         return ()
-    found: list[str] = []
+    names: list[str] = []
     for word in _WHOLE.findall(short):
         parts = [[match[2]] if match[2] else _numbers(match[1]) for match in _PART.finditer(word)]
-        found += ("".join(name) for name in itertools.islice(itertools.product(*parts), _MAX_NODES))
-    return tuple(found)
+        names += ("".join(name) for name in itertools.islice(itertools.product(*parts), _MAX_NODES))
+    return tuple(names)
 
 
 def _numbers(text: str) -> list[str]:
     """Return the numbers of 1-2,04, each as wide as it is written."""
-    found: list[str] = []
+    numbers: list[str] = []
     for stretch in text.split(","):
         first, _, last = stretch.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             continue
         until = min(int(last or first), int(first) + _MAX_NODES)
-        found += (str(number).zfill(len(first)) for number in range(int(first), until + 1))
-    return found
+        numbers += (str(number).zfill(len(first)) for number in range(int(first), until + 1))
+    return numbers

@@ -19,7 +19,7 @@ from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S: Final = 60.0  # a busy controller answers late
 
-# None of these can hold the separator but the last, which takes what is left.
+# Fields of squeue. None of these can hold the separator "|" but the last, which takes what is left of the row.
 _QUEUE: Final = (
     "JobArrayID",
     "State",
@@ -32,6 +32,7 @@ _QUEUE: Final = (
     "EndTime",
     "Reason",
 )
+# Fields of sacct, of jobs and steps; the last may hold "|", too.
 _ACCOUNTS: Final = (
     "JobID",
     "State",
@@ -59,12 +60,16 @@ def queued(jobs: Sequence[str]) -> list[JobState]:
     Raises MissingCapabilityError where there is no Slurm, or none that answers.
     """
     fields = ",".join(f"{name}:|" for name in _QUEUE)
-    code, said, why = _run("squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}")
+    code, output, complaint = _run(
+        "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}"
+    )
     if code:
-        if "invalid job id" in why.lower():
+        if "invalid job id" in complaint.lower():
             return []
-        raise MissingCapabilityError(f"squeue does not answer: {why or f'exit code {code}'}; is Slurm up? try sinfo")
-    rows = [line.split("|", len(_QUEUE) - 1) for line in said.splitlines()]
+        raise MissingCapabilityError(
+            f"squeue does not answer: {complaint or f'exit code {code}'}; is Slurm up? try sinfo"
+        )
+    rows = [line.split("|", len(_QUEUE) - 1) for line in output.splitlines()]
     return [_queued(row) for row in rows if len(row) == len(_QUEUE)]
 
 
@@ -94,24 +99,25 @@ def accounted(jobs: Sequence[str]) -> list[JobState]:
     Raises MissingCapabilityError where accounting is off.
     """
     options = ["--noheader", "--parsable2", "--duplicates"]
-    code, said, why = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
+    code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
-        raise MissingCapabilityError(f"sacct has no accounts: {why or f'exit code {code}'}")
+        raise MissingCapabilityError(f"sacct has no accounts: {complaint or f'exit code {code}'}")
     starts: list[tuple[list[str], list[list[str]]]] = []  # the row of a start, and those of its steps, which follow it
-    for row in (line.split("|", len(_ACCOUNTS) - 1) for line in said.splitlines()):
+    # A start has no number of its own in sacct: a row without ".step" begins one, also of a requeued job of that id.
+    for row in (line.split("|", len(_ACCOUNTS) - 1) for line in output.splitlines()):
         job, step, _ = row[0].partition(".")
         if len(row) != len(_ACCOUNTS):
             continue
         if not step:
             starts.append((row, []))
-        elif starts and starts[-1][0][0] == job:
+        elif starts and starts[-1][0][0] == job:  # else of a start that sacct has not printed
             starts[-1][1].append(row)
     seen: dict[str, int] = {}
-    found = []
+    states = []
     for row, steps in starts:
         seen[row[0]] = seen.get(row[0], -1) + 1
-        found.append(_accounted(row, seen[row[0]], steps))
-    return found
+        states.append(_accounted(row, seen[row[0]], steps))
+    return states
 
 
 def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -> JobState:
@@ -119,7 +125,7 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
     state = words.partition(" ")[0]  # CANCELLED by 1000
     joules = slurm_energy.AccountedEnergy(None, slurm_energy.NOT_YET)
     if _utc(end):
-        joules = slurm_energy.of_start(_accounted_step(row), [_accounted_step(each) for each in steps])
+        joules = slurm_energy.of_start(_accounted_step(row), [_accounted_step(step) for step in steps])
     return JobState(
         id=job,
         state=state,
@@ -138,6 +144,7 @@ def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -
 def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
     """Return what a row of sacct has of a job or a step."""
     named, words, _, _, _, start, end, energy, where, least, least_node, most, most_node, _ = row
+    # Slurm keeps of all nodes of a step those with the least and the most joules: of one or two nodes that is all.
     of_nodes: dict[str, float] = {}
     for values, places in ((least, least_node), (most, most_node)):
         value, node = _ENERGY.search(values), _ENERGY.search(places)
@@ -158,24 +165,25 @@ def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
     """Return the names of ``jobs``, None: of all jobs of this user, as far as squeue has them; {} without Slurm."""
     of = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
-        code, said, _ = _run("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
+        code, output, _ = _run("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
     except MissingCapabilityError:
         return {}
-    found: dict[str, str] = {}
-    for line in said.removesuffix("\n").split("\n") if not code else ():
+    # A name may hold newlines, and what follows one may look like a row: of each id the first row counts.
+    names: dict[str, str] = {}
+    for line in output.removesuffix("\n").split("\n") if not code else ():
         match = _NAMED.fullmatch(line)
-        if match and match[1] not in found:
-            found[match[1]] = match[2].removesuffix("|")
-    return found
+        if match and match[1] not in names:
+            names[match[1]] = match[2].removesuffix("|")
+    return names
 
 
 def log_of(job: str) -> str:
     """Return where the output of ``job`` goes, "" where squeue does not know."""
     try:
-        code, said, _ = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
+        code, output, _ = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
     except MissingCapabilityError:
         return ""
-    return "" if code else said.removesuffix("\n").partition("|\n")[0].removesuffix("|")
+    return "" if code else output.removesuffix("\n").partition("|\n")[0].removesuffix("|")
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -201,11 +209,15 @@ def _run(name: str, *arguments: str) -> tuple[int, str, str]:
     """Return the exit code of a command of Slurm, what it printed, and its errors. Raises MissingCapabilityError."""
     # A user's defaults for these commands would change what is read here. Times are in seconds since 1970, and the
     # tasks of an array that wait are listed in full.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))}
-    own = kept | {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
+    }
+    settings = environment | {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
     absent = f"there is no {name} on PATH; ask on a login node of the cluster"
-    answer = base.run_command([name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=own)
-    return answer.code, answer.said, " ".join(answer.complaint.split())
+    answer = base.run_command(
+        [name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=settings
+    )
+    return answer.code, answer.output, " ".join(answer.complaint.split())
 
 
 def _exit_code(text: str, state: str) -> int | None:
@@ -215,9 +227,12 @@ def _exit_code(text: str, state: str) -> int | None:
     parts = [_whole(part) for part in text.split(":")]
     if None in parts or len(parts) > 2:
         return None
+    # sacct prints code:signal; squeue prints the status of wait(2), whose low byte is the signal.
     code, signal = (parts[0] or 0, parts[1] or 0) if len(parts) == 2 else divmod(parts[0] or 0, 256)
-    found = 128 + (signal & 127) if signal & 127 else code
-    return found if found or state == SchedulerState.COMPLETED else None  # cancelled, and such: no code is its own
+    shell_code = 128 + (signal & 127) if signal & 127 else code
+    return (
+        shell_code if shell_code or state == SchedulerState.COMPLETED else None
+    )  # cancelled, and such: no code is its own
 
 
 def _seconds(text: str) -> float | None:

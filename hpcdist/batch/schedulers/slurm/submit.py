@@ -14,9 +14,9 @@ from typing import Final
 from hpcdist.batch.schedulers import base
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
-# Of options of sbatch; others have the option's name.
+# Option of sbatch -> the variable that overrides its directive; those of other options have the option's name.
 _VARIABLES: Final = {"--time": "SBATCH_TIMELIMIT", "--array": "SBATCH_ARRAY_INX", "--mem": "SBATCH_MEM_PER_NODE"}
-# What an allocation sets for those inside of it, and ranks are told by their launcher: of another job than the new one.
+# Variables that an allocation sets for its own steps, and launchers for their ranks: none is of the new job.
 _ALLOCATION_VARIABLES: Final = re.compile(
     r"(SLURM|SLURMD|SRUN|OMPI_COMM|PMI)_.*|PMIX_(?!MCA_).*|SBATCH_(CPU|MEM)_BIND.*", re.ASCII
 )
@@ -45,20 +45,23 @@ def submit(script: str, after: str | None = None) -> str:
     that answers it.
     """
     try:
+        # Asked first, because sbatch itself takes a job that can never start, and leaves it pending.
         _sbatch(script, "--test-only")
     except ConfigurationError as error:
         absent = _unavailable_nodes(script) if _NO_NODES.search(str(error)) else ""
         if not absent:
-            raise
-        if after is None:
+            raise  # the reason is in the job, and waiting does not help
+        if after is None:  # of a later link of a chain: the first has said it
             print(f"hpcdist submit: warning: the job waits for nodes: now {absent}", file=sys.stderr)
+    # afterany: also after a failure. The script of the next link asks the ledger whether there is anything left to do.
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
-    said = _sbatch(script, "--parsable", *dependency)
+    output = _sbatch(script, "--parsable", *dependency)
     # With several clusters it is "number;cluster"; and some sites have sbatch print a greeting before.
-    numbers = re.findall(r"^(\d+)(?:;.*)?$", said, re.MULTILINE)
+    numbers = re.findall(r"^(\d+)(?:;.*)?$", output, re.MULTILINE)
     if not numbers:
         raise ConfigurationError(
-            f"sbatch has said no number of a job, but {said.strip()!r}; see squeue whether there is one, and cancel it"
+            f"sbatch has said no number of a job, but {output.strip()!r}; see squeue whether there is one, and "
+            "cancel it"
         )
     return str(numbers[-1])
 
@@ -80,7 +83,7 @@ def _sbatch(script: str, *options: str) -> str:
             f"Slurm refuses the job (sbatch {options[0]}, exit code {answer.code}): {answer.complaint}; "
             "change the option it names, or see `sinfo` for partitions and their limits"
         )
-    return answer.said
+    return answer.output
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -90,14 +93,14 @@ def clean_environment(script: str, environment: Mapping[str, str] = os.environ) 
     would hand that on to srun, which refuses what contradicts the new job.
     """
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
+    # To sbatch variables win over directives, and either of these two undoes the other.
     if options & {"--requeue", "--no-requeue"}:
         options |= {"--requeue", "--no-requeue"}
     over = {_VARIABLES.get(option, "SBATCH_" + option[2:].upper().replace("-", "_")) for option in options}
     if "SLURM_JOB_ID" in environment:
-        kept = (
-            _USER_VARIABLES if "SLURM_STEP_ID" in environment else _USER_VARIABLES | {"SLURM_MPI_TYPE"}
-        )  # srun sets that
-        over |= {name for name in environment if _ALLOCATION_VARIABLES.fullmatch(name) and name not in kept}
+        # In a step srun has set SLURM_MPI_TYPE; outside of one it is the choice of the user.
+        user_variables = _USER_VARIABLES if "SLURM_STEP_ID" in environment else _USER_VARIABLES | {"SLURM_MPI_TYPE"}
+        over |= {name for name in environment if _ALLOCATION_VARIABLES.fullmatch(name) and name not in user_variables}
     return {name: value for name, value in environment.items() if name not in over}
 
 
@@ -107,18 +110,19 @@ def _unavailable_nodes(script: str) -> str:
     It is none where the partition has fewer nodes, or too few that have the cores: such a job would wait for ever.
     """
     absent = []
+    # Each component of a heterogeneous job has a partition and a node count of its own.
     for component in script.split("\n#SBATCH hetjob\n"):
-        asked = _requested_options(component)
-        partition = asked.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+        requested = _requested_options(component)
+        partition = requested.get("partition") or os.environ.get("SBATCH_PARTITION", "")
         where = [f"--partition={partition}"] if partition else ["--all"]
         table = _output_of(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
         rows = [line.split(maxsplit=3) for line in table.splitlines()]
         states = {
             row[0]: row[2]
             for row in rows
-            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= _cores(asked)
+            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= _cores(requested)
         }
-        if len(states) < _number(asked, "nodes"):
+        if len(states) < _number(requested, "nodes"):
             return ""
         absent += [f"{name} is {state}" for name, state in states.items() if not _USABLE.fullmatch(state)]
     return ", ".join(absent)
@@ -129,29 +133,29 @@ def _requested_options(script: str) -> dict[str, str]:
     return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', script, re.MULTILINE))
 
 
-def _number(asked: Mapping[str, str], option: str) -> int:
-    value = asked.get(option, "")
+def _number(requested: Mapping[str, str], option: str) -> int:
+    value = requested.get(option, "")
     return int(value) if value.isdecimal() else 1
 
 
-def _cores(asked: Mapping[str, str]) -> int:
-    return _number(asked, "ntasks-per-node") * _number(asked, "cpus-per-task")
+def _cores(requested: Mapping[str, str]) -> int:
+    return _number(requested, "ntasks-per-node") * _number(requested, "cpus-per-task")
 
 
 def check_folder(folder: Path) -> None:
     """Raise ConfigurationError where no log could go into ``folder``: Slurm reads a whole path as a pattern."""
-    found = re.search(r"\\|%[0-9A-Za-z%]+", str(folder))
-    if found is not None:
+    pattern = re.search(r"\\|%[0-9A-Za-z%]+", str(folder))
+    if pattern is not None:
         raise ConfigurationError(
-            f"{folder}, where the log goes, has {found[0]} in its name, which Slurm reads as a pattern: the job "
+            f"{folder}, where the log goes, has {pattern[0]} in its name, which Slurm reads as a pattern: the job "
             "would end without a log; submit from another directory"
         )
 
 
 def is_this_machine() -> bool:
     """Whether all nodes of the cluster are this machine, so that they see its files; False where Slurm does not say."""
-    done = _output_of(["scontrol", "--oneliner", "show", "node"])
-    hosts = set(re.findall(r"\bNodeHostName=(\S+)", done))
+    nodes = _output_of(["scontrol", "--oneliner", "show", "node"])
+    hosts = set(re.findall(r"\bNodeHostName=(\S+)", nodes))
     return hosts == {socket.gethostname().partition(".")[0]}
 
 
@@ -161,9 +165,9 @@ def _output_of(line: list[str]) -> str:
         answer = base.run_command(line, "", "")
     except MissingCapabilityError:
         return ""
-    return answer.said if answer.code == 0 else ""
+    return answer.output if answer.code == 0 else ""
 
 
-def _unreachable(said: str) -> bool:
+def _unreachable(complaint: str) -> bool:
     words = ("contact slurm controller", "connect to slurm", "configuration source", "slurm_conf", "munge")
-    return any(word in said.lower() for word in words)
+    return any(word in complaint.lower() for word in words)

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 
-if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.bench.power.pareto import PowerAxes
-    from hpcdist.training.recipe.recipe import Recipe
 if TYPE_CHECKING:  # late at run time: --help must not load what measures
     from hpcdist.bench.power.pareto import PowerAxes
     from hpcdist.energy.power_limits.devices import DeviceLimit
     from hpcdist.energy.sources.nvml import NvmlDriver
     from hpcdist.training.recipe.recipe import Recipe
 
+GPU: Final = "gpu"
+CPU: Final = "cpu"
 RANKS: Final = "ranks"
 THREADS: Final = "threads"
 # Lists have commas of their own: [0, 1],[2, 3].
@@ -44,13 +43,13 @@ _MEASURING_OPTIONS: Final = (
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that do not go together."""
-    asked = [name for name in ("restore", "show") if options[name]]
+    actions = [name for name in ("restore", "show") if options[name]]
     extra = [name for name in ("recipe", *_MEASURING_OPTIONS) if options[name]]
-    if len(asked) == 2:
+    if len(actions) == 2:
         raise UsageError("--restore and --show are two things to do; choose one")
-    if asked:
+    if actions:
         if extra:
-            raise UsageError(f"--{asked[0]} measures nothing; leave out {_option(extra[0])}")
+            raise UsageError(f"--{actions[0]} measures nothing; leave out {_option(extra[0])}")
         return
     if options["recipe"] is None:
         raise UsageError("name a RECIPE to train, or use --show or --restore")
@@ -77,7 +76,7 @@ def sweep_axes(options: Mapping[str, Any]) -> "PowerAxes":
         if key in (RANKS, THREADS):
             counts[key] = _counts(key, texts)
         else:
-            keys[key] = tuple(_value(key, one) for one in texts)
+            keys[key] = tuple(_value(key, value) for value in texts)
     if RANKS in counts and options["ranks"] is not None:
         raise UsageError(f"-n {options['ranks']} and --sweep ranks=... both say how many ranks; leave -n out")
     return PowerAxes(
@@ -91,7 +90,7 @@ def sweep_axes(options: Mapping[str, Any]) -> "PowerAxes":
 
 def _swept(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
-    texts = [one.strip() for one in _LIST_COMMA.split(values)]
+    texts = [value.strip() for value in _LIST_COMMA.split(values)]
     if not equals or not all(texts):
         raise UsageError(f"--sweep {text}: expected KEY=V1,V2, for example --sweep threads=1,2")
     return key.strip(), texts
@@ -117,16 +116,16 @@ def _counts(key: str, texts: Sequence[str]) -> tuple[int, ...]:
 def _numbers(option: str, text: str | None, unit: str) -> tuple[float, ...]:
     """Return the numbers in a list. Raises UsageError for one that is none, or is there twice."""
     try:
-        found = tuple(float(one) for one in text.split(",")) if text else ()
+        numbers = tuple(float(word) for word in text.split(",")) if text else ()
     except ValueError:
-        found = (math.nan,)
-    if not all(math.isfinite(value) for value in found):
+        numbers = (math.nan,)
+    if not all(math.isfinite(value) for value in numbers):
         raise UsageError(f"{option} {text}: expected numbers of {unit} with commas between, such as 200,300")
-    if option == "--clocks" and not all(value.is_integer() for value in found):
+    if option == "--clocks" and not all(value.is_integer() for value in numbers):
         raise UsageError(f"{option} {text}: clocks are whole numbers of {unit}")
-    if len(set(found)) < len(found):
+    if len(set(numbers)) < len(numbers):
         raise UsageError(f"{option} {text}: a value is there twice; leave it out")
-    return found
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -148,10 +147,10 @@ class PowerRecipes:
             raise UsageError(f"{both[0]} is given by --set and by --sweep; keep one of them")
         chosen.values |= settings
         chosen.origin |= dict.fromkeys(settings, "--sweep")
-        found = recipes.load(self.path, chosen).recipe
+        recipe = recipes.load(self.path, chosen).recipe
         if ranks is not None:
-            degrees_equation(found, ranks)
-        return found
+            degrees_equation(recipe, ranks)
+        return recipe
 
     def text(self, settings: Mapping[str, Any], ranks: int) -> str:
         """Return the recipe of a trial as TOML, with every key."""
@@ -167,10 +166,6 @@ class PowerRecipes:
 def utc_now() -> str:
     """Return the time as results files have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-GPU: Final = "gpu"
-CPU: Final = "cpu"
 
 
 class LimitedDevices:
@@ -225,9 +220,9 @@ class LimitedDevices:
         from hpcdist.energy.sources import nvml
 
         if nvml.VISIBLE in self._environment:
-            found = nvml.gpus_in_use(driver, None, self._environment)
-            if found:
-                return found
+            visible = nvml.gpus_in_use(driver, None, self._environment)
+            if visible:
+                return visible
             raise UsageError(f"{nvml.VISIBLE}={self._environment[nvml.VISIBLE]} names no GPU whose limits could change")
         every, ranks = [gpu.uuid for gpu in driver.gpus()], max(self._axes.ranks)
         if self._recipe.run.device != GPU:
@@ -292,8 +287,8 @@ class LimitedDevices:
 
     def in_force(self) -> float | None:
         """Return the least power limit that the devices show, in W."""
-        found = [value for knob in self.power if (value := knob.in_force()) is not None]
-        return min(found, default=None)
+        limits = [value for knob in self.power if (value := knob.in_force()) is not None]
+        return min(limits, default=None)
 
 
 def _check_one_node(environment: Mapping[str, str]) -> None:

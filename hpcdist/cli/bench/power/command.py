@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.bench.power import axes as given
+from hpcdist.cli.bench.power import axes as power_axes
 from hpcdist.cli.bench.power.axes import CPU, GPU, LimitedDevices, check_energy_is_measured
 from hpcdist.cli.bench.trials import check_alone, remove_leftovers, run_options, run_trials
 from hpcdist.errors import FAILURE, MISSING_CAPABILITY, OK, REQUEUE, MissingCapabilityError, UsageError
@@ -96,7 +96,7 @@ def command(**options: Any) -> int:
     Exit code 0 when all trials are recorded as ok, 1 when any failed, 69 where limits cannot be changed, 75 when some
     are left for the next call.
     """
-    given.check_options(options)
+    power_axes.check_options(options)
     shown = PowerOutput(options["objective"], options["max_slowdown"], options["as_json"], options["plot"])
     if options["restore"]:
         return _restore()
@@ -130,15 +130,15 @@ def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
     from hpcdist.bench.sweep import results, series
 
     output: Path = options["output"]
-    axes = given.sweep_axes(options)
-    found = given.PowerRecipes(options["recipe"], options["overrides"])
-    base = found.resolve({}, None)
+    axes = power_axes.sweep_axes(options)
+    recipes = power_axes.PowerRecipes(options["recipe"], options["overrides"])
+    base = recipes.resolve({}, None)
     check_energy_is_measured(base)
-    trials = pareto.expand(axes, lambda settings, ranks: found.text(settings, ranks))
+    trials = pareto.expand(axes, lambda settings, ranks: recipes.text(settings, ranks))
     line_for = _trial_commands(options, axes.threads)
     results.check_place(output)
     with LimitedDevices(axes, base, options["on"]) as devices:
-        seed, told = _provenance_of_sweep(options, devices, base.energy.sources)
+        seed, attributes = _provenance_of_sweep(options, devices, base.energy.sources)
         if options["dry_run"]:
             _show(pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
             return OK
@@ -151,9 +151,11 @@ def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
             items = pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed)
             bounds = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
             around = _with_limits(devices, items, options["warmup"])
-            tally = run_trials(items, output, bounds, options["anonymous"], line_for(trials[0]), told, line_for, around)
-    again = "; --retry-failed runs the failed again" if tally.failed else ""
-    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left, in {output}{again}", err=True)
+            tally = run_trials(
+                items, output, bounds, options["anonymous"], line_for(trials[0]), attributes, line_for, around
+            )
+    hint = "; --retry-failed runs the failed again" if tally.failed else ""
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left, in {output}{hint}", err=True)
     _report(output, shown)
     return REQUEUE if tally.left else FAILURE if tally.failed else OK
 
@@ -207,9 +209,9 @@ def _provenance_of_sweep(options: dict[str, Any], devices: LimitedDevices, sourc
             raise UsageError(f"{output} was measured on {before}, and this is {names}; choose another --output")
         if options["seed"] is None:
             seed = int(known[report.SEED])
-    told = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: devices.kind}
+    attributes = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: devices.kind}
     declared = {report.DECLARED: "declared"} if sources == "declared" else {}
-    return seed, {**told, **declared}
+    return seed, {**attributes, **declared}
 
 
 def _with_limits(
@@ -234,7 +236,7 @@ def _with_limits(
                 try:
                     in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
                 except MissingCapabilityError as error:
-                    return TrialOutcome(FAILED, given.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
+                    return TrialOutcome(FAILED, power_axes.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
                 outcome = measure(of, limit_s)
                 after = devices.in_force()
             if outcome.status != OK:
@@ -242,9 +244,9 @@ def _with_limits(
             trouble = _invalid_reason(outcome, in_force, after) if devices.kind else ""
             if trouble:
                 return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
-            said = {**pareto.figures(outcome), "in_force_w": in_force}
-            said |= {name: of.settings.get(name) for name in (pareto.LIMIT, pareto.CLOCK, pareto.THREADS)}
-            return replace(outcome, summary={**outcome.summary, pareto.GROUP: said})
+            figures = {**pareto.figures(outcome), "in_force_w": in_force}
+            figures |= {name: of.settings.get(name) for name in (pareto.LIMIT, pareto.CLOCK, pareto.THREADS)}
+            return replace(outcome, summary={**outcome.summary, pareto.GROUP: figures})
 
         return measured
 
@@ -283,11 +285,11 @@ def _report(output: Path, shown: PowerOutput) -> None:
     from hpcdist.bench.power import report
     from hpcdist.bench.sweep import results
 
-    found = report.report(results.read(output), shown.objective, shown.max_slowdown)
-    click.echo(json.dumps(report.jsonable(found)) if shown.as_json else report.text(output, found))
+    summary = report.report(results.read(output), shown.objective, shown.max_slowdown)
+    click.echo(json.dumps(report.jsonable(summary)) if shown.as_json else report.text(output, summary))
     if shown.plot is not None:
         from hpcdist.bench.power import plot
 
-        plot.plot(found, shown.plot)
+        plot.plot(summary, shown.plot)
         if not shown.as_json:
             click.echo(f"plot: {shown.plot}")

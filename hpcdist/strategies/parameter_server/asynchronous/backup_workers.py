@@ -105,8 +105,8 @@ class BackupExchange(AsynchronousServerExchange):
 
     drops_late = True
 
-    def __init__(self, seat: RankContext, roles: Roles, spare: int) -> None:
-        super().__init__(seat, roles, seat)
+    def __init__(self, context: RankContext, roles: Roles, spare: int) -> None:
+        super().__init__(context, roles, context)
         self._notes.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}
         self._quorum = Quorum(roles.workers, spare) if self.rank == self._first else None
         self._turns: deque[Turn] = deque()
@@ -182,8 +182,8 @@ class BackupExchange(AsynchronousServerExchange):
 
     def _update(self, turn: Turn) -> bool:
         """Step along the mean of what is taken; False when other servers' norms are still missing."""
-        shard, scale, limit = self.shard, turn.scale, self.seat.optimizer.clip_norm
-        normalizes = self.seat.optimizer.normalize_gradient
+        shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
+        normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
         if not self._summed:
             self._sum(turn.taken)
@@ -248,7 +248,7 @@ class BackupExchange(AsynchronousServerExchange):
     @property
     def learning_rate(self) -> float:
         """Rate of the last update that this rank knows of (local)."""
-        return rates.learning_rate(self.seat.optimizer, max(1, self.updates), self.seat.total_steps)
+        return rates.learning_rate(self.context.optimizer, max(1, self.updates), self.context.total_steps)
 
     def state(self) -> dict[str, Any]:
         """Return the number of updates: the clock of all workers in a meeting."""

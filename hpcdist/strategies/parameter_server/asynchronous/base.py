@@ -41,13 +41,13 @@ from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
-def per_push_context(seat: RankContext, workers: int) -> RankContext:
-    """Return ``seat`` for servers that update ``workers`` times where a lock-step run would once.
+def per_push_context(context: RankContext, workers: int) -> RankContext:
+    """Return ``context`` for servers that update ``workers`` times where a lock-step run would once.
 
     The schedule of the learning rate is that of the steps of a worker: it goes by updates / workers.
     """
-    optimizer = replace(seat.optimizer, warmup_steps=seat.optimizer.warmup_steps * workers)
-    return replace(seat, optimizer=optimizer, total_steps=seat.total_steps * workers)
+    optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
+    return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
 
 
 class ServerShard:
@@ -58,10 +58,10 @@ class ServerShard:
     layer-wise rates need nobody else's norms.
     """
 
-    def __init__(self, seat: RankContext, parts: Sequence[Range]) -> None:
+    def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
         self.parts = parts
-        self.parameters, self.inbox = seat.store("parameters", parts), seat.store("gradients", parts)
-        self.optimizer = seat.build_optimizer(parts)
+        self.parameters, self.inbox = context.store("parameters", parts), context.store("gradients", parts)
+        self.optimizer = context.build_optimizer(parts)
         self.busy_s = 0.0  # spent in updates
 
     @property
@@ -104,13 +104,13 @@ class AsynchronousServerExchange(ExchangeDefaults):
     taken = True  # whether the last gradient of this worker was
     staleness = 0  # of that gradient
 
-    def __init__(self, seat: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Collective. ``serving`` is the seat by which a server builds its optimizer."""
-        self.seat, self.roles, self.algorithm = seat, roles, seat.algorithm
-        self.rank, self._first = seat.world.rank, roles.servers[0]
+    def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
+        """Collective. A server builds its optimizer by the context ``serving``."""
+        self.context, self.roles, self.algorithm = context, roles, context.algorithm
+        self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
-        self._values = seat.world.dup("values")
-        self._notes = ControlChannel(seat.world.dup("notes"))
+        self._values = context.world.dup("values")
+        self._notes = ControlChannel(context.world.dup("notes"))
         self._notes.answers |= {
             ControlKind.PUSH: self._on_push,
             ControlKind.REPLY: self._on_reply,
@@ -118,16 +118,16 @@ class AsynchronousServerExchange(ExchangeDefaults):
         }
         self.meetings = Rendezvous(self.rank, roles, self._notes)
         self.meetings.left = self._on_left
-        found = partition_keys(seat.layout, len(roles.servers), whole=True)
-        self.fullest = found.fullest
-        self._messages = [(part, roles.servers[index]) for part, index in found.messages(seat.layout.units)]
+        partition = partition_keys(context.layout, len(roles.servers), whole=True)
+        self.fullest = partition.fullest
+        self._messages = [(part, roles.servers[index]) for part, index in partition.messages(context.layout.units)]
         self._owner_of = dict(self._messages)
-        self._parts = {rank: found.parts(index) for index, rank in enumerate(roles.servers)}
+        self._parts = {rank: partition.parts(index) for index, rank in enumerate(roles.servers)}
         own = self._parts.get(self.rank)
         self.shard = None if own is None else ServerShard(serving, own)
         self.serves_beside = self.shard is not None
-        self.parameters = seat.store("parameters") if self.shard is None or self.works else self.shard.parameters
-        self.gradients = seat.store("gradients") if self.shard is None or self.works else self.shard.inbox
+        self.parameters = context.store("parameters") if self.shard is None or self.works else self.shard.parameters
+        self.gradients = context.store("gradients") if self.shard is None or self.works else self.shard.inbox
         self._pushed: list[Request] = []
         self._expected: dict[int, list[Request]] = {}  # server -> the values that it will send
         self._pushes = True
@@ -140,7 +140,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
         if not self.works:
             return []
         pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
-        return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.seat.layout.size))]
+        return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
         """Return ``operations`` with, on a colocated rank, a look at what has come behind each that computes."""
@@ -171,7 +171,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
         """Say that this worker's gradient is complete, and take the new values; serve others meanwhile (local)."""
         raise NotImplementedError
 
-    def _request(self, note: ControlKind, what: ControlFields, told: Sequence[int]) -> None:
+    def _request(self, note: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
         """Tell the servers ``told`` what this worker wants, and return when all servers have given their values.
 
         What it has pushed is with them then. Others are served meanwhile.
@@ -179,10 +179,10 @@ class AsynchronousServerExchange(ExchangeDefaults):
         for server in self.roles.servers:
             # Posted before the server can send them: a server never waits for a rank that serves it something else.
             self._expected[server] = [] if server == self.rank else self._take_from(server)
-        for server in told:
+        for server in servers:
             if server != self.rank:
                 self._notes.tell(server, note, what)
-        if self.rank in told:
+        if self.rank in servers:
             self._notes.answers[note](self.rank, what)
         while self._expected:
             self._notes.wait(alone=self.shard is None)
@@ -319,7 +319,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over those who are together: the world in a meeting, this rank alone in a step."""
         if self.together:
-            collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+            collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -327,7 +327,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
 
-    def take(self, initial: FlatStore) -> None:
+    def load_initial(self, initial: FlatStore) -> None:
         """Take over the initial values."""
         self.parameters.copy_from(initial)
         if self.shard is not None:
@@ -343,8 +343,8 @@ class AsynchronousServerExchange(ExchangeDefaults):
 
     def wanted(self) -> Sequence[Piece]:
         """Return what this rank keeps: all parameters on a worker, and the state of what it serves."""
-        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
-        return [*kept, *self.pieces()]
+        parameters = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
+        return [*parameters, *self.pieces()]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back the clocks."""

@@ -88,10 +88,10 @@ class VersionVector:
 
     def answerable(self) -> list[int]:
         """Return those who may be answered now, in the order in which they asked; they do not wait any more."""
-        found = [worker for worker in self._asking if self.may_start(worker)]
-        for worker in found:
+        workers = [worker for worker in self._asking if self.may_start(worker)]
+        for worker in workers:
             del self._asking[worker]
-        return found
+        return workers
 
     def may_start(self, worker: int) -> bool:
         """Whether ``worker`` may start the iteration of its clock."""
@@ -124,8 +124,8 @@ class VersionVector:
 class AsynchronousExchange(AsynchronousServerExchange):
     """One rank under asp (``bound`` infinite) or ssp."""
 
-    def __init__(self, seat: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
-        super().__init__(seat, roles, per_push_context(seat, len(roles.workers)))
+    def __init__(self, context: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
+        super().__init__(context, roles, per_push_context(context, len(roles.workers)))
         self._notes.answers |= {ControlKind.READ: self._on_read}
         self._bound, self._aware = bound, staleness_aware
         self._vector = VersionVector(roles.workers, bound)  # of this rank's shard
@@ -190,14 +190,16 @@ class AsynchronousExchange(AsynchronousServerExchange):
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
         super().leave(clocks, updates, calls)
-        found = dict(zip(self.roles.workers, self.clocks, strict=True))
-        assert self.shard is None or self.seen == found, f"pushes {self.seen} came to server {self.rank} of {found}"
-        self._vector.convene(found)
+        clock_of = dict(zip(self.roles.workers, self.clocks, strict=True))
+        assert self.shard is None or self.seen == clock_of, (
+            f"pushes {self.seen} came to server {self.rank} of {clock_of}"
+        )
+        self._vector.convene(clock_of)
 
     def part(self) -> None:
         """End the meeting: every rank goes on by itself, once it may (local)."""
         super().part()
-        left = self.clock < self.seat.total_steps
+        left = self.clock < self.context.total_steps
         if self.works and left and self.clock - min(self.clocks) > self._bound:
             self._request(ControlKind.READ, ControlFields(clock=self.clock), self.roles.servers)
 
@@ -209,8 +211,8 @@ class AsynchronousExchange(AsynchronousServerExchange):
     @property
     def learning_rate(self) -> float:
         """Rate of the last update that this rank knows of (local)."""
-        seat = per_push_context(self.seat, len(self.roles.workers))
-        rate = rates.learning_rate(seat.optimizer, max(1, self.updates), seat.total_steps)
+        context = per_push_context(self.context, len(self.roles.workers))
+        rate = rates.learning_rate(context.optimizer, max(1, self.updates), context.total_steps)
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:

@@ -94,13 +94,13 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
             f"{name}: chunks = {chunks}, more than the {min(map(len, passes))} passes of a rank; every micro-batch "
             "goes through each of them"
         )
-    found = ScheduleText(placement, int(chunks), tuple(passes))
-    units = [range(unit, unit + 1) for unit in range(ranks * found.chunks)]
+    schedule = ScheduleText(placement, int(chunks), tuple(passes))
+    units = [range(unit, unit + 1) for unit in range(ranks * schedule.chunks)]
     try:
-        liveness.prove(passes, found.place(units), microbatches, lines)
+        liveness.prove(passes, schedule.place(units), microbatches, lines)
     except ScheduleError as error:
         raise ConfigurationError(str(error)) from error  # whoever wrote the file can change it
-    return found
+    return schedule
 
 
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
@@ -140,12 +140,12 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _pass(token: str, where: str) -> tuple[Pass, int, int]:
-    found = _TOKEN.fullmatch(token)
-    if found is None:
+    match = _TOKEN.fullmatch(token)
+    if match is None:
         raise ConfigurationError(
             f"{where}: {token!r} is no pass; one is F, B, I or W, a micro-batch and a chunk of the rank, as F3.1"
         )
-    letter, microbatch, chunk = found.groups(default="0")
+    letter, microbatch, chunk = match.groups(default="0")
     return _PASSES[letter], int(microbatch), int(chunk)
 
 
@@ -228,12 +228,12 @@ def insert_gathers(
                 frees[using[end]].remove(unit)  # still there, or needed again at once: it stays
             end = max(end, last)
             frees.setdefault(using[end], []).append(unit)
-    found: list[Operation] = []
+    operations: list[Operation] = []
     for index, op in enumerate(steps):
-        found += [Operation(Kind.GATHER, op.microbatch, unit) for unit in sorted(gathers.get(index, ()))]
-        found.append(op)
-        found += [Operation(Kind.FREE, op.microbatch, unit) for unit in sorted(frees.get(index, ()))]
-    return found
+        operations += [Operation(Kind.GATHER, op.microbatch, unit) for unit in sorted(gathers.get(index, ()))]
+        operations.append(op)
+        operations += [Operation(Kind.FREE, op.microbatch, unit) for unit in sorted(frees.get(index, ()))]
+    return operations
 
 
 def insert_exchange(
@@ -273,10 +273,10 @@ def insert_exchange(
                 due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
         else:
             rest.append(op)
-    found: list[Operation] = first
+    operations: list[Operation] = first
     for index, op in enumerate(steps):
-        found += [op, *due.get(index, [])]
-    return found + rest
+        operations += [op, *due.get(index, [])]
+    return operations + rest
 
 
 NEEDS_SUMS = (Kind.SUM_ROWS, Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
@@ -294,11 +294,11 @@ def overlap_reductions(
     ranges of this rank, and ``needs`` maps each unit to those whose gradients its backward adds to. With ``most`` there
     are never more under way: where whole gradients are freed by WAIT, this bounds their memory to that of one more.
     """
-    found: list[Operation] = []
+    operations: list[Operation] = []
     under_way: deque[Operation] = deque()
 
     def wait() -> None:
-        found.append(replace(under_way.popleft(), kind=Kind.WAIT))
+        operations.append(replace(under_way.popleft(), kind=Kind.WAIT))
 
     for op in steps:
         if op.kind is Kind.REDUCE:
@@ -313,10 +313,10 @@ def overlap_reductions(
         elif op.kind in NEEDS_SUMS:
             while under_way:
                 wait()
-        found.append(op)
+        operations.append(op)
     while under_way:
         wait()
-    return found
+    return operations
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
@@ -331,7 +331,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
     if not ahead or not freed:
         return list(steps)
     waiting = deque(op for op in steps[:agreed] if op.kind is Kind.GATHER and op.unit in freed)
-    found: list[Operation] = []
+    operations: list[Operation] = []
     under_way: list[Operation] = []
     there: set[int] = set()  # units in memory, or on their way there
 
@@ -340,29 +340,29 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
             gather = waiting.popleft()
             there.add(gather.unit)
             under_way.append(gather)
-            found.append(replace(gather, kind=Kind.START_GATHER))
+            operations.append(replace(gather, kind=Kind.START_GATHER))
 
     for op in steps[:agreed]:
         if op.kind is Kind.GATHER and op.unit in freed:
             start()  # the first of all, and those that had to wait for a FREE right before
             under_way.remove(op)
-            found.append(replace(op, kind=Kind.WAIT_GATHER))
+            operations.append(replace(op, kind=Kind.WAIT_GATHER))
             start()
         else:
-            found.append(op)
+            operations.append(op)
             if op.kind is Kind.FREE:
                 there.discard(op.unit)
                 start()
-    return found + list(steps[agreed:])
+    return operations + list(steps[agreed:])
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
     """Put POLL behind each operation that computes while something is under way that was started."""
-    found: list[Operation] = []
+    operations: list[Operation] = []
     under_way = sum(op.kind is Kind.SETTLE for op in steps)  # from the step before
     for op in steps:
-        found.append(op)
+        operations.append(op)
         under_way += (op.kind in ENDS) - (op.kind in ENDS.values())
         if under_way and op.kind in COMPUTE:
-            found.append(Operation(Kind.POLL))
-    return found
+            operations.append(Operation(Kind.POLL))
+    return operations

@@ -168,7 +168,7 @@ def _skips(kind: Kind, microbatch: int, unit: int, placement: StagePlacement) ->
     enters = kind in (Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
     ends = [(source, unit) for source in placement.skips_into(unit)]
     ends = ends if enters else [(unit, target) for target in placement.skips_from(unit)]
-    apart = [(one, other) for one, other in ends if placement.rank_of(one) != placement.rank_of(other)]
+    apart = [(first, other) for first, other in ends if placement.rank_of(first) != placement.rank_of(other)]
     return [Operation(kind, microbatch, target, source=source) for source, target in apart]
 
 

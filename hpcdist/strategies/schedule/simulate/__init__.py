@@ -2,5 +2,5 @@
 
 Floor 4; imports the operations, the placement and the grid. `lists` and `passes` translate a step into arrays,
 `program` runs them (compiled), `timeline` reads stages, bubbles and the critical path off the result. Begin with
-`timeline.simulate_passes` and `costs.StepCosts`.
+`timeline.simulate_passes` and `program.StepCosts`.
 """

@@ -68,16 +68,16 @@ def program(
     Every pipeline of ``grid`` (None: one pipeline, and nothing else) has its units placed alike; lists beyond its size
     are those of parameter servers.
     """
-    found = _Entries()
+    entries = _Entries()
     neighbours = PeerRanks(grid or ProcessGrid(pipeline=placement.stages), len(lists))
     for rank, steps in enumerate(lists):
-        _Rank(found, neighbours, rank, costs, placement, lists).add(steps)
-        found.starts.append(len(found.rows))
-    columns = list(zip(*found.rows, strict=True)) or [()] * 6
+        _Rank(entries, neighbours, rank, costs, placement, lists).add(steps)
+        entries.starts.append(len(entries.rows))
+    columns = list(zip(*entries.rows, strict=True)) or [()] * 6
     code, target, seconds, work, microbatch, chunk = columns
-    routes = [found.routes.get(number, (0, 0.0, 0.0)) for number in range(len(found.messages))]
+    routes = [entries.routes.get(number, (0, 0.0, 0.0)) for number in range(len(entries.messages))]
     return Program(
-        starts=np.array(found.starts, np.int64),
+        starts=np.array(entries.starts, np.int64),
         code=np.array(code, np.int8),
         target=np.array(target, np.int64),
         seconds=np.array(seconds, np.float64),
@@ -86,9 +86,9 @@ def program(
         chunk=np.array(chunk, np.int64),
         links=np.array([link for link, _, _ in routes], np.int64),
         travel_s=np.array([travel for _, *travel in routes], np.float64).reshape(-1, 2),
-        members=np.array(found.members, np.int64),
-        axes=np.array(found.axes, np.int64),
-        lasts_s=np.array(found.lasts_s, np.float64),
+        members=np.array(entries.members, np.int64),
+        axes=np.array(entries.axes, np.int64),
+        lasts_s=np.array(entries.lasts_s, np.float64),
     )
 
 
@@ -97,14 +97,14 @@ class _Rank:
 
     def __init__(
         self,
-        found: _Entries,
+        entries: _Entries,
         neighbours: PeerRanks,
         rank: int,
         costs: StepCosts,
         placement: StagePlacement,
         lists: Sequence[Sequence[Operation]],
     ) -> None:
-        self._found, self._rank, self._costs, self._placement, self._lists = found, rank, costs, placement, lists
+        self._found, self._rank, self._costs, self._placement, self._lists = entries, rank, costs, placement, lists
         self._chunk_of = {unit: number for number, units in enumerate(placement.chunks) for unit in units}
         self._ranks = len(lists)
         self._data = neighbours.along("data", rank)

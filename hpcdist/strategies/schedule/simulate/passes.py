@@ -175,15 +175,15 @@ def _peak(program: Program, row: slice, placement: StagePlacement, costs: StepCo
 def _bytes(
     way: np.ndarray, chunk: np.ndarray, dropped: np.ndarray, placement: StagePlacement, costs: StepCosts
 ) -> float:
-    kept, held, inputs = (
+    kept_bytes, held, inputs = (
         np.array([sum(of[unit] for unit in units) if of else 0.0 for units in placement.chunks])
         for of in (costs.kept_bytes, costs.held_bytes, ())
     )
     if costs.message_bytes:
         inputs = np.array([costs.message_bytes[units.start] for units in placement.chunks])
     change = np.zeros(len(way))
-    change += np.where(way == FORWARD, np.where(dropped, inputs[chunk], kept[chunk]), 0.0)
-    change += np.where(way == AGAIN, kept[chunk] - inputs[chunk], 0.0)
-    change -= np.where((way == BACKWARD) | (way == INPUT), kept[chunk], 0.0)
+    change += np.where(way == FORWARD, np.where(dropped, inputs[chunk], kept_bytes[chunk]), 0.0)
+    change += np.where(way == AGAIN, kept_bytes[chunk] - inputs[chunk], 0.0)
+    change -= np.where((way == BACKWARD) | (way == INPUT), kept_bytes[chunk], 0.0)
     change += np.where(way == INPUT, held[chunk], 0.0) - np.where(way == WEIGHT, held[chunk], 0.0)
     return float(np.cumsum(change).max(initial=0.0))

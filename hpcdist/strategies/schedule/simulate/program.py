@@ -194,13 +194,13 @@ def _run(
     messages: tuple[np.ndarray, ...],
     meetings: tuple[np.ndarray, ...],
     at: np.ndarray,
-    found: tuple[np.ndarray, ...],
+    times: tuple[np.ndarray, ...],
 ) -> None:
     """Advance ``at`` to the end of every row, or to where nothing moves; ``found`` is filled on the way."""
     starts, code, target, seconds = rows
     links, travel_s = messages
     members, axes, lasts_s = meetings
-    begin_s, end_s, cause, before, arrival_s = found
+    begin_s, end_s, cause, before, arrival_s = times
     ranks = len(starts) - 1
     lines, halls = links.max() + 1 if len(links) else 0, axes.max() + 1 if len(axes) else 0
     now = np.zeros(ranks)
@@ -293,8 +293,8 @@ def _nothing() -> tuple[object, ...]:
     """Return the arguments of two ranks that do nothing."""
     count, kinds, seconds = np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0)
     rows = np.zeros(3, np.int64), kinds, count, seconds
-    found = seconds.copy(), seconds.copy(), count.copy(), count.copy(), seconds.copy()
-    return rows, (count, np.zeros((0, 2))), (count, count, seconds), np.zeros(2, np.int64), found
+    times = seconds.copy(), seconds.copy(), count.copy(), count.copy(), seconds.copy()
+    return rows, (count, np.zeros((0, 2))), (count, count, seconds), np.zeros(2, np.int64), times
 
 
 _run.sample(_nothing)

@@ -123,7 +123,7 @@ def simulate_lists(
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the timeline of the passes of all ranks of one pipeline, given as `simulate_passes.compact` (local).
+    """Return the timeline of the passes of all ranks of one pipeline, given as `simulate.passes.compact` (local).
 
     Raises ScheduleError where a rank would wait for ever.
     """
@@ -132,26 +132,26 @@ def simulate_passes(
 
 
 def _critical_path(program: Program, times: Times) -> list[CriticalSegment]:
-    found: list[CriticalSegment] = []
+    segments: list[CriticalSegment] = []
     entry = int(times.end_s.argmax()) if len(times.end_s) else -1
     while entry >= 0:
         rank = program.rank_of(entry)
         cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
         if cause < 0:
-            found.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
+            segments.append(CriticalSegment(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
             follows = entry
         else:
             there_s = end_s - float(program.seconds[entry])
             if there_s < end_s:
-                found.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
+                segments.append(CriticalSegment(rank, entry, there_s, end_s, travels=False))
             while times.before[cause] >= 0:
                 cause = int(times.before[cause])
             meets = program.code[entry] in (AWAIT, MEET)
             left_s = float((times.begin_s if meets else times.end_s)[cause])
-            found.append(CriticalSegment(rank, entry, left_s, there_s, travels=True))
+            segments.append(CriticalSegment(rank, entry, left_s, there_s, travels=True))
             if not meets:
                 entry = cause
                 continue
             follows = cause
         entry = follows - 1 if follows > program.starts[program.rank_of(follows)] else -1
-    return [link for link in reversed(found) if link.end_s > link.begin_s]
+    return [link for link in reversed(segments) if link.end_s > link.begin_s]

@@ -160,7 +160,7 @@ class DryRun:
         """Return the ranks along the data axis that update: all of them, or those among them that serve."""
         axis = self._data[rank]
         kinds = {member: {op.kind for op in self._lists[member]} for member in axis}
-        if not any(Kind.COLLECT in found for found in kinds.values()):
+        if not any(Kind.COLLECT in kinds_of_member for kinds_of_member in kinds.values()):
             return axis
         return tuple(member for member in axis if kinds[member] & {Kind.COLLECT, Kind.NORMS})
 
@@ -221,13 +221,13 @@ class DryRun:
     def _explain(self, rank: int) -> str:
         """Follow who waits for whom from ``rank`` to a rank that has ended, or around the circle."""
         chain: list[int] = []
-        told: list[str] = []
+        waits: list[str] = []
         while rank not in chain:
             op = self._now(rank)
             if op is None:
-                return f"rank {rank} has ended, but {'; '.join(told)}"
+                return f"rank {rank} has ended, but {'; '.join(waits)}"
             chain.append(rank)
             awaited = self._awaited(rank, op)
-            told.append(f"rank {rank} waits in {op} for rank {awaited[0]}")
+            waits.append(f"rank {rank} waits in {op} for rank {awaited[0]}")
             rank = awaited[0]
-        return f"a cyclic wait: {'; '.join(told[chain.index(rank) :])}"
+        return f"a cyclic wait: {'; '.join(waits[chain.index(rank) :])}"

@@ -128,7 +128,7 @@ def _circle(
 ) -> str:
     """Say who waits for whom, around the circle."""
     chain: list[int] = []
-    told: list[str] = []
+    waits: list[str] = []
     needs = {rank: needed for needed, rank in waiting.items()}
     rank = min(needs)
     while rank not in chain:
@@ -139,12 +139,12 @@ def _circle(
             way for way, mb, chunk in passes[other] if (mb, chunk) == (microbatch, local) and (way in BACK) == back
         )
         chain.append(rank)
-        told.append(
+        waits.append(
             f"{names[rank]} waits before {spell(passes[rank][at[rank]])} for {spell((way, microbatch, local))} of rank "
             f"{other}"
         )
         rank = other
-    return f"a cyclic wait: {'; '.join(told[chain.index(rank) :])}"
+    return f"a cyclic wait: {'; '.join(waits[chain.index(rank) :])}"
 
 
 @dataclass(frozen=True)
@@ -171,15 +171,15 @@ class RankProgram:
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
         """Return (position, operation) of ``kinds``, in their order."""
-        found = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
-        return list(merge(*found, key=itemgetter(0)))
+        entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
+        return list(merge(*entries, key=itemgetter(0)))
 
     @cached_property
     def _by_kind(self) -> dict[Kind, list[tuple[int, Operation]]]:
-        found: dict[Kind, list[tuple[int, Operation]]] = {}
+        entries: dict[Kind, list[tuple[int, Operation]]] = {}
         for index, op in enumerate(self.steps):
-            found.setdefault(op.kind, []).append((index, op))
-        return found
+            entries.setdefault(op.kind, []).append((index, op))
+        return entries
 
     def ranges(self, *kinds: Kind) -> list[Range]:
         """Return the ranges of all operations of ``kinds``."""

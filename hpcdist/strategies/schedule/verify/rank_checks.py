@@ -44,8 +44,8 @@ def check_mixing(share: RankProgram) -> None:
         raise share.refuse(f"{Operation(Kind.MIX_WAIT, range=arrived[0])} brings what is never mixed")
 
 
-def _meet_mixing(one: Range | None, other: Range | None) -> bool:
-    return one is not None and other is not None and bool(one.intersect(other))
+def _meet_mixing(first: Range | None, second: Range | None) -> bool:
+    return first is not None and second is not None and bool(first.intersect(second))
 
 
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
@@ -116,15 +116,17 @@ def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequenc
     """Return the passes of a micro-batch over the chunks of a rank, split and computed again as in ``steps``."""
     chunks = place[0].of(place[1])
     split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
-    again = {op.unit for op in steps if op.recompute}
-    found = expand([(Pass.FORWARD, microbatch, chunk) for chunk in range(len(chunks))], *place)
+    recomputed = {op.unit for op in steps if op.recompute}
+    expected = expand([(Pass.FORWARD, microbatch, chunk) for chunk in range(len(chunks))], *place)
     for chunk in reversed(range(len(chunks))):
         units = chunks[chunk]
-        if again.intersection(units):
-            found += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
+        if recomputed.intersection(units):
+            expected += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
         for op in expand([(Pass.BACKWARD, microbatch, chunk)], *place):
-            found.append(replace(op, kind=Kind.BACKWARD_INPUT) if op.kind is Kind.BACKWARD and op.unit in split else op)
-    return found
+            expected.append(
+                replace(op, kind=Kind.BACKWARD_INPUT) if op.kind is Kind.BACKWARD and op.unit in split else op
+            )
+    return expected
 
 
 def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
@@ -169,23 +171,25 @@ def _check_rounds(share: RankProgram) -> None:
     """Check that an exchange of one micro-batch has gradients of no other: backwards do not overlap."""
     if share.accumulates:
         return
-    found: dict[int, set[int]] = {unit: set() for unit in share.units}  # whose gradients are in memory, by unit
+    microbatches_in: dict[int, set[int]] = {
+        unit: set() for unit in share.units
+    }  # whose gradients are in memory, by unit
     taken: set[int] = set()  # units whose gradients were exchanged since they were written
     for _, op in share.where(*WRITES, *EXCHANGED):
         if op.kind in WRITES:
-            for unit in {op.unit, *share.needs.get(op.unit, ())} & found.keys():
+            for unit in {op.unit, *share.needs.get(op.unit, ())} & microbatches_in.keys():
                 if unit in taken:
-                    found[unit].clear()
+                    microbatches_in[unit].clear()
                 taken.discard(unit)
-                found[unit].add(op.microbatch)
+                microbatches_in[unit].add(op.microbatch)
             continue
         for unit, part in share.units.items():
             if op.range is not None and op.range.intersect(part):
                 taken.add(unit)
-                if found[unit] - {op.microbatch}:
+                if microbatches_in[unit] - {op.microbatch}:
                     raise share.refuse(
-                        f"{op} exchanges gradients of unit {unit} of micro-batches {sorted(found[unit])} together; one "
-                        "has to be complete before the next is begun, or all are added up first"
+                        f"{op} exchanges gradients of unit {unit} of micro-batches {sorted(microbatches_in[unit])} "
+                        "together; one has to be complete before the next is begun, or all are added up first"
                     )
 
 
@@ -227,19 +231,22 @@ def _check_waits(share: RankProgram) -> None:
 def _check_settled(share: RankProgram) -> None:
     """Check that a deferred gradient is settled once in the next step, whose list is the same."""
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
-    for one, others, why in ((deferred, settled, "is never settled"), (settled, deferred, "settles what none defers")):
-        for op in one:
+    for operations, others, why in (
+        (deferred, settled, "is never settled"),
+        (settled, deferred, "settles what none defers"),
+    ):
+        for op in operations:
             if sum(other.range == op.range for other in others) != 1:
                 raise share.refuse(f"{op} {why}, or more than once")
 
 
 def _check_rows(share: RankProgram) -> None:
     """Check that the sums of the tensor axis are complete, and summed once."""
-    found = share.where(Kind.SUM_ROWS)
-    if len(found) > 1:
+    sums = share.where(Kind.SUM_ROWS)
+    if len(sums) > 1:
         raise share.refuse("SUM_ROWS() comes twice in one step")
-    for index, op in share.where(*BEFORE_SUM) if found else ():
-        if index > found[0][0]:
+    for index, op in share.where(*BEFORE_SUM) if sums else ():
+        if index > sums[0][0]:
             raise share.refuse(f"{op} comes after SUM_ROWS(), which sums what it leaves")
 
 
@@ -274,11 +281,11 @@ def _check_update(share: RankProgram) -> None:
 
 def _check_compressed(share: RankProgram) -> None:
     """Check that gradients which travel after the agreement are agreed on, and have all travelled before the update."""
-    found = share.where(Kind.COMPRESS)
-    if found and not share.where(Kind.AGREE):
-        raise share.refuse(f"{found[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
+    compressed = share.where(Kind.COMPRESS)
+    if compressed and not share.where(Kind.AGREE):
+        raise share.refuse(f"{compressed[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
     travelled = share.ranges(Kind.COMPRESS)
-    for _, op in share.where(Kind.DIRECTION) if found else ():
+    for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or Range(0, 0), travelled):
             raise share.refuse(f"{op} has no COMPRESS of all of its range before it")
 
@@ -310,5 +317,5 @@ def _check_copies(share: RankProgram) -> None:
                 raise share.refuse(f"{copy} comes before {op}, which changes what it sends")
 
 
-def _meet(one: Operation, other: Operation) -> bool:
-    return one.range is not None and other.range is not None and bool(one.range.intersect(other.range))
+def _meet(first: Operation, second: Operation) -> bool:
+    return first.range is not None and second.range is not None and bool(first.range.intersect(second.range))

@@ -103,7 +103,7 @@ def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
 
 
 def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
-    for module in ("format.manifest", "format.block_reader", "restoring.restore", "format.shard_layout"):
+    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     monkeypatch.setattr("hpcdist.checkpoint.format.shard.READ_BYTES", 192)
     monkeypatch.setattr("hpcdist.checkpoint.format.shard.PART_BYTES", 320)

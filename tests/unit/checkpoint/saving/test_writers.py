@@ -37,7 +37,7 @@ LAYOUT = Layout.of(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in ("format.manifest", "format.block_reader", "restoring.restore", "format.shard_layout"):
+    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr(shard, "PART_BYTES", 128)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpcdist.arrays.gpu import device
-from hpcdist.cli.doctor import command, job
+from hpcdist.cli.doctor import command, report
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check, MpiLibrary
 from hpcdist.comm.launch.environment import LaunchEnvironment
@@ -192,5 +192,5 @@ def test_variables_are_listed(monkeypatch):
 
 
 def test_the_exit_code_follows_the_worst():
-    assert job.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
-    assert job.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
+    assert report.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
+    assert report.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1

@@ -656,13 +656,13 @@ def test_walltime(monkeypatch, environment, scheduler, status, words):
 def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
     monkeypatch.setattr(facts, "plugin_versions", lambda: "pmi2, none")
     error = ConfigurationError("a world of 1")
-    of_srun = job._clock_offsets(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
+    of_srun = job._world_failure(LaunchEnvironment("Slurm srun", 4, 0, 0), error)
     assert of_srun.status == FAIL and "`srun --mpi=list` has pmi2, none" in of_srun.cure
     by_pmi2 = LaunchEnvironment("MPICH mpirun", 4, 2, 0)
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
-    assert "--mpi=pmix for Open MPI" in job._clock_offsets(by_pmi2, error, step).cure
-    assert "srun" not in job._clock_offsets(by_pmi2, error, {}).cure
-    assert "srun" not in job._clock_offsets(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
+    assert "--mpi=pmix for Open MPI" in job._world_failure(by_pmi2, error, step).cure
+    assert "srun" not in job._world_failure(by_pmi2, error, {}).cure
+    assert "srun" not in job._world_failure(LaunchEnvironment("Open MPI mpirun", 4, 0, 0), error).cure
 
 
 def test_a_single_process_is_a_job_too(tmp_path):

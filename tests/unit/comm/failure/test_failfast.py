@@ -10,7 +10,7 @@ import pytest
 
 import hpcdist
 from hpcdist.comm.failure import failfast
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
 
 PREAMBLE = """
@@ -172,7 +172,8 @@ raise ConfigurationError("bad\\nsecond line")
     ended = run(source, str(path), HPCDIST_FAILURE_DIR=str(tmp_path))
     assert (tmp_path / "rank-2.txt").read_text() == ended.stderr
     assert (
-        flight_file.read(path).notes["raised"].text == "ConfigurationError: bad second line at <string>:16 (<module>)"
+        flight_recorder.read(path).notes["raised"].text
+        == "ConfigurationError: bad second line at <string>:16 (<module>)"
     )
 
 
@@ -227,7 +228,7 @@ def test_closed_stderr_does_not_keep_the_process() -> None:
 def test_normal_end_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "rank-00002.rec"
     assert run("failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))", str(path)).returncode == 0
-    assert flight_file.read(path).notes["finished"].text == "end of the program"
+    assert flight_recorder.read(path).notes["finished"].text == "end of the program"
 
 
 def test_sigusr2_shows_all_stacks_and_goes_on() -> None:

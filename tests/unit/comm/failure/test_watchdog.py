@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.comm.failure.watchdog import MARKER, Watchdog
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import ConfigurationError
 
@@ -55,7 +55,7 @@ def test_expired_operation_ends_the_process(
     rank.begin()
     rank.watchdog.start()
     assert rank.left.wait(LIMIT_S) and rank.codes == [1]
-    note = flight_file.read(rank.recorder.path).notes["deadline"].text
+    note = flight_recorder.read(rank.recorder.path).notes["deadline"].text
     assert "allreduce #1 on world, 3 x float32, at " in note and "the deadline is 0.3 s" in note
     stacks = (tmp_path / "rank-00000.stacks").read_text()
     assert "test_expired_operation_ends_the_process" in stacks and note in stacks
@@ -83,7 +83,7 @@ def test_two_expired_ranks_speak_once(make: Callable[..., Rank], capfd: pytest.C
         rank.watchdog.start()
     assert all(rank.left.wait(LIMIT_S) for rank in ranks)
     assert capfd.readouterr().err.count("waited past its deadline") == 1
-    assert all("deadline" in flight_file.read(rank.recorder.path).notes for rank in ranks)
+    assert all("deadline" in flight_recorder.read(rank.recorder.path).notes for rank in ranks)
 
 
 def test_a_marker_of_an_earlier_run_means_nothing(make: Callable[..., Rank], tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_a_stopped_process_is_forgiven(make: Callable[..., Rank]) -> None:
 def test_signs_of_life(make: Callable[..., Rank]) -> None:
     rank = make(0, 0.5)
     rank.watchdog.start()
-    first = flight_file.read(rank.recorder.path)
+    first = flight_recorder.read(rank.recorder.path)
     assert first.next_beat_ns == 50_000_000
     deadline = time.monotonic() + LIMIT_S
-    while flight_file.read(rank.recorder.path).beat_ns <= first.beat_ns:
+    while flight_recorder.read(rank.recorder.path).beat_ns <= first.beat_ns:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     rank.watchdog.stop()
-    assert flight_file.read(rank.recorder.path).next_beat_ns == 0
+    assert flight_recorder.read(rank.recorder.path).next_beat_ns == 0
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan])
@@ -150,4 +150,4 @@ def test_no_deadline(make: Callable[..., Rank]) -> None:
     rank.begin()
     rank.watchdog.start()
     assert not rank.left.wait(0.2)
-    assert os.getpid() == flight_file.read(rank.recorder.path).pid
+    assert os.getpid() == flight_recorder.read(rank.recorder.path).pid

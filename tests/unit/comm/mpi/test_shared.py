@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.comm.mpi import shared_memory, ulfm
 from hpcdist.comm.mpi.shared_memory import Members
-from hpcdist.comm.record.flight_file import start_ticks
+from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import RankDiedError
 
 

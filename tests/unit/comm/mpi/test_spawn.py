@@ -12,7 +12,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import spawn
 from hpcdist.comm.mpi.spawn import SpawnMember, declared_nodes
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import MissingCapabilityError, RankDiedError, UsageError
@@ -75,7 +75,7 @@ def test_records_of_ranks_that_have_left_are_removed(tmp_path: Path) -> None:
     kept = ["rank-00000.rec", "rank-00001.stacks", "deadline", "rank-x.rec"]
     for name in [*kept, "rank-00002.rec", "rank-00010.rec", "rank-00002.stacks"]:
         (tmp_path / name).touch()
-    flight_file.remove_others(tmp_path, 2)
+    flight_recorder.remove_others(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import hpcdist
 from hpcdist.comm.mpi.shared_memory import Members
-from hpcdist.comm.record import flight_file
+from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, StorageError
@@ -35,7 +35,7 @@ def begin(recorder: Recorder, op: str = "allreduce", count: int = 7, comm: str =
 def test_round_trip(recorder: Recorder) -> None:
     recorder.end(begin(recorder))
     begin(recorder, "recv", peer=2)
-    record = flight_file.read(recorder.path)
+    record = flight_recorder.read(recorder.path)
     assert (record.rank, record.world, record.pid, record.capacity) == (3, 8, os.getpid(), 16)
     first, second = record.events
     assert (first.comm, first.op, first.dtype, first.count) == ("world", "allreduce", "float32", 7)
@@ -56,7 +56,7 @@ def test_call_sites_are_those_outside_comm(recorder: Recorder) -> None:
     comm.allreduce(np.ones(4))
     for _ in range(3):
         comm.barrier()
-    sites = [event.site for event in flight_file.read(recorder.path).events]
+    sites = [event.site for event in flight_recorder.read(recorder.path).events]
     here = "(test_call_sites_are_those_outside_comm)"
     assert sites == [f"{__file__}:{line + step} {here}" for step in (0, 1, 3, 3, 3)]
 
@@ -73,7 +73,7 @@ def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder: Re
     for _ in range(2):
         recorder.end(algorithm(recorder))
     recorder.end(algorithm(recorder))
-    sites = [event.site for event in flight_file.read(recorder.path).events]
+    sites = [event.site for event in flight_recorder.read(recorder.path).events]
     assert all(site.endswith("via hpcdist/collectives/made_up.py:2 (algorithm)") for site in sites)
     assert all(site.startswith(f"{__file__}:") for site in sites)
     assert sites[0] == sites[1] != sites[2]
@@ -88,7 +88,7 @@ def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorde
         ("send", "world"),
     ]:
         recorder.end(begin(recorder, op, comm=comm))
-    events = flight_file.read(recorder.path).events
+    events = flight_recorder.read(recorder.path).events
     assert [(event.op, event.comm, event.sequence) for event in events] == [
         ("allreduce", "world", 1),
         ("send", "world", 1),
@@ -103,18 +103,18 @@ def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder: Recorder) -> 
     slow = begin(recorder, "irecv", peer=1)
     for _ in range(100):
         recorder.end(begin(recorder))
-    record = flight_file.read(recorder.path)
+    record = flight_recorder.read(recorder.path)
     assert len(record.events) == 16
     assert record.events[0].op == "irecv" and record.events[0].ended_ns is None
     assert [event.sequence for event in record.events[1:]] == list(range(86, 101))
     recorder.end(slow)
-    assert flight_file.read(recorder.path).open_events == ()
+    assert flight_recorder.read(recorder.path).open_events == ()
 
 
 def test_requests_that_nobody_waits_for_do_not_stop_the_recorder(recorder: Recorder) -> None:
     for _ in range(40):
         begin(recorder, "isend", peer=1)
-    assert len(flight_file.read(recorder.path).events) == 16
+    assert len(flight_recorder.read(recorder.path).events) == 16
     assert len(recorder.running()) <= 16
 
 
@@ -130,7 +130,7 @@ def test_threads_share_a_recorder(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    events = flight_file.read(recorder.path).events
+    events = flight_recorder.read(recorder.path).events
     assert len(events) == 2000 and recorder.running() == []
     for name in ("c0", "c1", "c2", "c3"):
         mine = [event for event in events if event.comm == name]
@@ -144,7 +144,7 @@ def test_notes(recorder: Recorder) -> None:
     recorder.note("stage", "step 2")
     recorder.note("raised", "ValueError: first ü" + "x" * 3000)
     recorder.note("raised", "second")
-    notes = flight_file.read(recorder.path).notes
+    notes = flight_recorder.read(recorder.path).notes
     assert notes["stage"].text == "step 2"
     assert notes["raised"].text.startswith("ValueError: first ü") and len(notes["raised"].text.encode()) <= 1024
     assert notes.keys() == {"stage", "raised"}
@@ -155,7 +155,7 @@ def test_notes(recorder: Recorder) -> None:
 def test_table_of_texts_may_fill_up(recorder: Recorder) -> None:
     for number in range(600):
         recorder.end(begin(recorder, comm=f"{number}" + "x" * 900))
-    events = flight_file.read(recorder.path).events
+    events = flight_recorder.read(recorder.path).events
     assert len(events) == 16 and {event.comm for event in events} == {"?"}
 
 
@@ -178,7 +178,7 @@ def test_survives_sigkill(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
-    record = flight_file.read(path)
+    record = flight_recorder.read(path)
     assert len(record.events) == 1001 and record.notes["stage"].text == "about to die"
     assert [event.op for event in record.open_events] == ["barrier"]
     assert [event.count for event in record.events[:1000]] == list(range(1000))
@@ -186,7 +186,7 @@ def test_survives_sigkill(tmp_path: Path) -> None:
 
 
 def test_process_state(recorder: Recorder) -> None:
-    assert flight_file.read(recorder.path).process_state() in ("R", "S", "D")
+    assert flight_recorder.read(recorder.path).process_state() in ("R", "S", "D")
 
 
 class _Mpi:
@@ -197,7 +197,7 @@ class _Mpi:
 
 
 def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> None:
-    record, began = flight_file.read(recorder.path), flight_file.start_ticks(os.getpid())
+    record, began = flight_recorder.read(recorder.path), flight_recorder.start_ticks(os.getpid())
     announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a member that lives, and one that has ended
     everybody = SimpleNamespace(
         allgather=lambda value: [value] if isinstance(value, bool) else announced[:1],
@@ -208,13 +208,13 @@ def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> Non
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        unknown = flight_file.start_ticks(os.getpid()), record.process_state()
-        ended = [flight_file.has_ended(*process) for process in announced]
+        unknown = flight_recorder.start_ticks(os.getpid()), record.process_state()
+        ended = [flight_recorder.has_ended(*process) for process in announced]
         members.check_alive(0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (unknown, ended) == ((0, None), [False, False])
-    assert [flight_file.has_ended(*process) for process in announced] == [False, True]
+    assert [flight_recorder.has_ended(*process) for process in announced] == [False, True]
     members._processes = announced[1:]
     members.check_alive(0.0)  # what it wrote before its end is looked at once more
     with pytest.raises(CommunicationError, match="rank 0 of node .* has died"):
@@ -225,7 +225,7 @@ def test_a_new_recorder_leaves_the_old_mapping_alone(recorder: Recorder) -> None
     begin(recorder)
     again = Recorder(recorder.path, 3, 8, capacity=16)
     begin(recorder)  # would be a SIGBUS had the file been truncated
-    assert flight_file.read(recorder.path).events == ()
+    assert flight_recorder.read(recorder.path).events == ()
     again.close()
 
 
@@ -234,9 +234,9 @@ def test_foreign_files_are_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "rank-00000.rec"
     path.write_bytes(data)
     with pytest.raises(StorageError, match="not a file of the flight recorder"):
-        flight_file.read(path)
+        flight_recorder.read(path)
     with pytest.raises(StorageError, match="cannot read"):
-        flight_file.read(tmp_path / "absent.rec")
+        flight_recorder.read(tmp_path / "absent.rec")
 
 
 def test_no_room_is_a_clear_error(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_half_written_records_are_left_out(recorder: Recorder) -> None:
     recorder.end(begin(recorder))
     recorder.end(begin(recorder))
     data = bytearray(recorder.path.read_bytes())
-    flight_file.RECORD.pack_into(data, flight_file.RING + 2 * 64, 77, 1, 0, 1, 1, 1, 9999, 1, 0, 0)
-    events = flight_file.parse(bytes(data), recorder.path).events
+    flight_recorder.RECORD.pack_into(data, flight_recorder.RING + 2 * 64, 77, 1, 0, 1, 1, 1, 9999, 1, 0, 0)
+    events = flight_recorder.parse(bytes(data), recorder.path).events
     assert [event.index for event in events] == [1]
 
 
@@ -271,10 +271,10 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rng: np.random.Gene
     refusals = []
     for _ in range(300):
         damaged = bytearray(whole)
-        for place in rng.integers(flight_file.TEXTS + 2000, size=40):
+        for place in rng.integers(flight_recorder.TEXTS + 2000, size=40):
             damaged[place] = rng.integers(256)
         try:
-            assert len(flight_file.parse(bytes(damaged), recorder.path).events) <= 64
+            assert len(flight_recorder.parse(bytes(damaged), recorder.path).events) <= 64
         except StorageError as error:
             refusals.append(str(error))
     # 40 bytes of 7 KiB: some hit the signature, a length or a text

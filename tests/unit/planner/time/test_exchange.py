@@ -79,7 +79,7 @@ class Run:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm) if strategy == "parameter_server" else comm
         self.model = models.build(MODEL, "float32", context=8)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=part,
             pipeline=solo() if part is comm else part.split(part.rank),
@@ -91,18 +91,18 @@ class Run:
             computes=strategy != "parameter_server" or comm.rank in roles.workers,
         )
         if strategy == "parameter_server":
-            self.exchange = servers.server_exchange(seat, config)
+            self.exchange = servers.server_exchange(context, config)
         elif strategy == "allreduce":
-            self.exchange = AllreduceExchange(seat)
+            self.exchange = AllreduceExchange(context)
         else:
-            self.exchange = ZeroExchange(seat, int(strategy[-1]))
+            self.exchange = ZeroExchange(context, int(strategy[-1]))
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
-        self.exchange.take(initial)
-        self.executor = build.build_executor(seat, self.exchange)
-        self.works, self.rank, self.workers = seat.computes, part.rank, part.size
+        self.exchange.load_initial(initial)
+        self.executor = build.build_executor(context, self.exchange)
+        self.works, self.rank, self.workers = context.computes, part.rank, part.size
         self.operations = build.operations(
-            seat, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
+            context, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
         )
         self.microbatches = microbatches
 

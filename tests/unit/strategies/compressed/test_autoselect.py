@@ -113,9 +113,9 @@ def test_every_candidate_runs_on_several_nodes_and_by_halves() -> None:
     half = CompressionConfig(candidates=("int8", "topk"), density=0.1, error_feedback=False)
 
     def run(comm: Communicator) -> list[CompressionDecision]:
-        seat = seat_of(comm)
+        context = seat_of(comm)
         kept = {"budget_s": 0.0}
-        return [decide(seat, config, 1, halved=False, **kept), decide(seat, half, 1, halved=True, **kept)]
+        return [decide(context, config, 1, halved=False, **kept), decide(context, half, 1, halved=True, **kept)]
 
     for found in run_threads(4, run, ranks_per_node=2):
         assert [[row.name for row in each.rows] for each in found] == [
@@ -143,9 +143,9 @@ def test_stages_with_other_buckets_decide_alike(costs: tuple[Time, dict[str, flo
     def run(comm: Communicator) -> tuple[CompressionDecision, float]:
         data, pipeline = comm.split(comm.rank % 2), comm.split(comm.rank // 2)
         given = replace(seat_of(comm), data=data, pipeline=pipeline, model=model, placement=placement)
-        seat = replace(given, bucket_bytes=1 << 14)  # less than the embeddings, which are one layer
-        return decide(seat, config, 1, halved=False, clock=time), autoselect._Candidate(
-            seat, "powersgd", config, 1, False
+        context = replace(given, bucket_bytes=1 << 14)  # less than the embeddings, which are one layer
+        return decide(context, config, 1, halved=False, clock=time), autoselect._Candidate(
+            context, "powersgd", config, 1, False
         ).share
 
     found = run_threads(4, run)

@@ -119,8 +119,8 @@ def test_with_everything_sent_and_nothing_masked_it_is_momentum_sgd(
     given = np.array([[padded(rng.standard_normal) for _ in range(ranks)] for _ in range(STEPS)])
 
     def body(comm: Communicator) -> np.ndarray:
-        seat = seat_of(comm, sgd(momentum=0.9, nesterov=nesterov))
-        exchange = DgcExchange(seat, CompressionConfig(density=1.0), masks_velocity=False)
+        context = seat_of(comm, sgd(momentum=0.9, nesterov=nesterov))
+        exchange = DgcExchange(context, CompressionConfig(density=1.0), masks_velocity=False)
         return steps(exchange, given[:, comm.rank])[-1]
 
     w, velocity = np.zeros((2, LAYOUT.size))

@@ -156,7 +156,7 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, clip: float, rng: np.rando
             where = np.concatenate([np.r_[part.slice] for _, part in held.stretch.tensors])
             moves = paper.v[where] > 0  # errors of what stays where it is count for nothing
             worker, own = held.adam.worker_error * moves, held.adam.own.slice
-            np.testing.assert_allclose(worker, paper.worker[exchange.seat.data.rank, where], atol=1e-5)
+            np.testing.assert_allclose(worker, paper.worker[exchange.context.data.rank, where], atol=1e-5)
             np.testing.assert_allclose(held.adam.server_error * moves[own], paper.server[where[own]], atol=1e-5)
     assert not paper.w[::7].any() and np.count_nonzero(paper.w) > LAYOUT.parameters / 2
 
@@ -167,8 +167,8 @@ def test_the_warm_up_and_one_rank_are_adamw(ranks: int, rng: np.random.Generator
     start = padded(rng.standard_normal)
 
     def body(comm: Communicator) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
-        seat = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
-        plain, exchange = AllreduceExchange(seat), OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
+        context = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
+        plain, exchange = AllreduceExchange(context), OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
         norms = []
         for each in (plain, exchange):
             each.parameters.array[...] = start

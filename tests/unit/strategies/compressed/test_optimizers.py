@@ -239,8 +239,8 @@ def test_on_a_gpu_the_numbers_of_the_cpu(gpu: ModuleType, name: str) -> None:
             config = CompressionConfig(density=0.1, warmup_steps=4)
             exchange = DgcExchange(seat_of(comm, keys, on=on), config)
         else:
-            seat = seat_of(comm, {"name": "adamw", "learning_rate": 0.01}, on=on)
-            exchange = OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
+            context = seat_of(comm, {"name": "adamw", "learning_rate": 0.01}, on=on)
+            exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
         return given_steps(exchange, given[:, comm.rank])
 
     host = run_threads(2, lambda comm: body(comm, "cpu"))
@@ -252,9 +252,9 @@ def test_on_a_gpu_the_numbers_of_the_cpu(gpu: ModuleType, name: str) -> None:
 
 
 def listed(comm: Communicator) -> list[Operation]:
-    seat = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
-    exchange = OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
-    return operations(seat, exchange, build_executor(seat, exchange).copies, ParallelConfig())
+    context = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
+    exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
+    return operations(context, exchange, build_executor(context, exchange).copies, ParallelConfig())
 
 
 def test_lists_that_send_too_early_or_too_little_are_refused() -> None:

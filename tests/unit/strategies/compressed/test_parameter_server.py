@@ -212,7 +212,7 @@ def test_what_is_owed_of_an_own_range_is_paid_at_once(rng: np.random.Generator) 
         this.residuals.feedback.residuals.array[...] = owed[comm.rank]
         this._payloads.owes = True
         job.step(given[0][comm.rank])
-        for part in this.owner.parts:
+        for part in this.sharded_update.parts:
             assert not this.residuals.feedback.residuals.range(part).any()
         assert not this._payloads.owes
         return job.sums[0], this.residuals.feedback.residuals.array.copy()

@@ -331,8 +331,8 @@ def test_draws_of_no_two_pieces_have_the_same_name(
     def run(comm: Communicator) -> None:
         made = models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64), "float32", context=8)
         given = {"world": comm, "data": comm, "pipeline": comm.split(comm.rank), "model": made, "total_steps": 1}
-        seat = RankContext(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
-        sums = bucket_reduction(seat, "qsgd", CompressionConfig(), 3)
+        context = RankContext(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
+        sums = bucket_reduction(context, "qsgd", CompressionConfig(), 3)
         for part in sums.buckets:
             sums.way.allreduce(np.ones(part.size, np.float32), part)
 

@@ -62,7 +62,7 @@ class Run:
         make, servers = WAYS[way]
         roles = Roles.of(servers, comm.size) if servers else None
         self.model = models.build(MODEL, dtype, features=FEATURES, classes=CLASSES)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=roles.part_of(comm) if roles else comm,
             pipeline=solo(),
@@ -72,18 +72,18 @@ class Run:
             algorithm="ring",
             bucket_bytes=400,
         )
-        self.exchange = make(self.seat)
+        self.exchange = make(self.context)
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
-        self.exchange.take(initial)
-        self.executor = build.build_executor(self.seat, self.exchange)
+        self.exchange.load_initial(initial)
+        self.executor = build.build_executor(self.context, self.exchange)
         parallel = ParallelConfig(microbatches=MICROBATCHES)
-        self.operations = build.operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.operations = build.operations(self.context, self.exchange, self.executor.copies, parallel)
 
     def losses(self, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
         found = []
         for step in range(STEPS):
-            mine = np.array_split(np.arange(SAMPLES), self.seat.data.size)[self.seat.data.rank]
+            mine = np.array_split(np.arange(SAMPLES), self.context.data.size)[self.context.data.rank]
             parts = [(inputs[step][own], targets[step][own]) for own in np.array_split(mine, MICROBATCHES)]
             found.append(self.executor.run(self.operations, parts, SAMPLES, step, np.zeros(2)).loss)
         return found
@@ -92,7 +92,7 @@ class Run:
         """All parameters, from the ranks that save them. Collective."""
         whole = FlatStore(self.model.layout, self.model.dtype)
         kept = [(p.tensor, p.flat, p.array) for p in self.exchange.pieces() if p.kind == "parameters"]
-        for pieces in self.seat.world.allgather_object(kept):
+        for pieces in self.context.world.allgather_object(kept):
             for tensor, flat, values in pieces:
                 whole.view(tensor).reshape(-1)[flat.slice] = values
         return whole.array
@@ -140,7 +140,7 @@ def test_ssp_of_0_is_bsp() -> None:
 
     def body(comm: Communicator, config: ParameterServerConfig) -> tuple[type, list[object]]:
         run = Run(comm, "bsp", "lamb", "float64")
-        made = served(run.seat, config)
+        made = served(run.context, config)
         return type(made), made.plan()
 
     kinds = [run_threads(3, lambda comm, config=config: body(comm, config)) for config in (COLOCATED, zero)]

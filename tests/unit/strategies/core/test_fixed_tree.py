@@ -38,7 +38,7 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
 
 
 def digest(trainer: Trainer) -> str:
-    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.owner.slots()}  # type: ignore[attr-defined]
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
 
 

@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_pa
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_step_is_proven_and_meets_once_a_layer(text: Path, way: dict[str, Any], size: int) -> None:
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, way))
-    layers, microbatches = len(trainers[0].seat.ranges), -(-SHARDS // size)
+    layers, microbatches = len(trainers[0].context.ranges), -(-SHARDS // size)
     for trainer in trainers:
         kinds = [op.kind for op in trainer.operations]
         assert trainer.proof is not None and not trainer.exchange.accumulates
@@ -202,8 +202,8 @@ def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any
 
         def spoiled() -> float:
             if comm.rank == comm.size - 1:
-                (part, *_) = trainer.exchange.owner.parts  # type: ignore[attr-defined]
-                trainer.exchange.owner.gradients.range(part)[0] = bad  # type: ignore[attr-defined]
+                (part, *_) = trainer.exchange.sharded_update.parts  # type: ignore[attr-defined]
+                trainer.exchange.sharded_update.gradients.range(part)[0] = bad  # type: ignore[attr-defined]
             return exact()
 
         trainer.exchange.norm_squared = spoiled  # type: ignore[method-assign]

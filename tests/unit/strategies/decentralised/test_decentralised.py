@@ -99,10 +99,10 @@ def trails(
     """The parameters of all ranks after each step (steps, ranks, n), distances, and which elements are no padding."""
 
     def body(comm: Communicator) -> tuple[np.ndarray, dict[int, float], np.ndarray]:
-        seat = seat_of(comm, optimizer)
-        exchange = DECENTRALISED_EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
-        mask = np.zeros(seat.layout.size)
-        for segment in seat.layout.segments:
+        context = seat_of(comm, optimizer)
+        exchange = DECENTRALISED_EXCHANGES[strategy](context, DecentralisedConfig(**keys))
+        mask = np.zeros(context.layout.size)
+        for segment in context.layout.segments:
             mask[segment.range.slice] = 1
         run = Quadratic(exchange, comm.rank, mask * targets[comm.rank], samples)
         run.x[...] = mask * start[comm.rank]
@@ -229,7 +229,7 @@ def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng: np.random
             seat_of(comm, SGD | {"learning_rate": rate}), DecentralisedConfig()
         )
         mask = exchange.parameters.array * 0
-        for segment in exchange.seat.layout.segments:
+        for segment in exchange.context.layout.segments:
             mask[segment.range.slice] = 1
         run = Quadratic(exchange, comm.rank, mask * targets[comm.rank], [1] * size)
         for _ in range(steps):
@@ -477,10 +477,10 @@ def test_every_list_is_a_proven_step(keys: dict[str, str] | None, microbatches: 
 def listed(
     comm: Communicator, strategy: str, keys: dict[str, Any], optimizer: str, microbatches: int
 ) -> list[Operation]:
-    seat = seat_of(comm, {"name": optimizer})
-    exchange = DECENTRALISED_EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
-    executor = build_executor(seat, exchange)
-    return operations(seat, exchange, executor.copies, ParallelConfig(strategy=strategy, microbatches=microbatches))
+    context = seat_of(comm, {"name": optimizer})
+    exchange = DECENTRALISED_EXCHANGES[strategy](context, DecentralisedConfig(**keys))
+    executor = build_executor(context, exchange)
+    return operations(context, exchange, executor.copies, ParallelConfig(strategy=strategy, microbatches=microbatches))
 
 
 def lists_of(

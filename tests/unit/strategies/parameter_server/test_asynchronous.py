@@ -56,7 +56,7 @@ class Run:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm)
         self.comm, self.model, self.steps = comm, models.build(MODEL, "float32", context=8), steps
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -67,21 +67,21 @@ class Run:
             on=on,
             computes=comm.rank in roles.workers,
         )
-        found = server_exchange(self.seat, config)
+        found = server_exchange(self.context, config)
         assert isinstance(found, AsynchronousExchange)
         self.exchange = found
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
-        found.take(initial)
-        self.executor = build.build_executor(self.seat, found)
+        found.load_initial(initial)
+        self.executor = build.build_executor(self.context, found)
         parallel = ParallelConfig(strategy="parameter_server")
-        self.operations = found.attended(build.operations(self.seat, found, self.executor.copies, parallel))
+        self.operations = found.attended(build.operations(self.context, found, self.executor.copies, parallel))
         self.meetings: list[list[int]] = []
         self.losses: list[float] = []
 
     def step(self, data: np.ndarray) -> None:
         samples = data[self.exchange.clock, self.comm.rank]
-        batch = [(backend.place(samples[:, :-1], self.seat.on), backend.place(samples[:, 1:], self.seat.on))]
+        batch = [(backend.place(samples[:, :-1], self.context.on), backend.place(samples[:, 1:], self.context.on))]
         found = self.executor.run(self.operations, batch, SAMPLES, self.exchange.clock, np.zeros(0))
         self.losses.append(found.loss)
 
@@ -183,12 +183,12 @@ def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -
 def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]:
     """The same steps in lock-step with nobody."""
     run = Run(comm, COLOCATED)
-    lockstep = server_exchange(run.seat, replace(COLOCATED, consistency="bsp"))
+    lockstep = server_exchange(run.context, replace(COLOCATED, consistency="bsp"))
     initial = FlatStore(run.model.layout, run.model.dtype)
     run.model.initialise(initial, seed=3)
-    lockstep.take(initial)
-    executor = build.build_executor(run.seat, lockstep)
-    operations = build.operations(run.seat, lockstep, executor.copies, ParallelConfig(strategy="parameter_server"))
+    lockstep.load_initial(initial)
+    executor = build.build_executor(run.context, lockstep)
+    operations = build.operations(run.context, lockstep, executor.copies, ParallelConfig(strategy="parameter_server"))
     losses = [
         executor.run(operations, [(s[:, :-1], s[:, 1:])], SAMPLES, 0, np.zeros(0)).loss for s in data[:, comm.rank]
     ]
@@ -437,7 +437,7 @@ def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest() -> None
 def test_the_learning_rate_goes_by_updates_over_workers() -> None:
     def body(comm: Communicator) -> None:
         run = Run(comm, COLOCATED, 40)
-        alone = optimizers.build(run.seat.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
+        alone = optimizers.build(run.context.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
         for step in (1, 2, 3, 17, 40):
             alone.restore({"count": step})
             run.exchange.restore({"count": step})

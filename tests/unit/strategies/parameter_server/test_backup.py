@@ -39,7 +39,7 @@ class Place:
         part = roles.part_of(comm)
         self.comm, self.workers = comm, len(roles.workers)
         model = models.build(MODEL, "float64", context=8)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -50,13 +50,13 @@ class Place:
             on=on,
             computes=comm.rank in roles.workers,
         )
-        self.exchange: Exchange = server_exchange(seat, config)
+        self.exchange: Exchange = server_exchange(context, config)
         initial = FlatStore(model.layout, model.dtype)
         model.initialise(initial, seed=3)
-        self.exchange.take(initial)
-        self.executor: Executor = build.build_executor(seat, self.exchange)
+        self.exchange.load_initial(initial)
+        self.executor: Executor = build.build_executor(context, self.exchange)
         parallel = ParallelConfig(strategy="parameter_server")
-        self.operations: list[Operation] = build.operations(seat, self.exchange, self.executor.copies, parallel)
+        self.operations: list[Operation] = build.operations(context, self.exchange, self.executor.copies, parallel)
 
     def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
         samples = backend.place(data[step, self.comm.rank], self.executor.seat.on)

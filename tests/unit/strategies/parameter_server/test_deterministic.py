@@ -105,7 +105,7 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
         trainer = trainer_of(comm, text, keys | served(3, "colocated", mirrored="true"))
         found, exchange = train(trainer, 2), trainer.exchange
         if comm.rank == 1:
-            for store in (exchange.parameters, *exchange.owner.slots().values()):  # type: ignore[attr-defined]
+            for store in (exchange.parameters, *exchange.sharded_update.slots().values()):  # type: ignore[attr-defined]
                 store.array[...] = np.nan
         exchange.recover(1)  # type: ignore[attr-defined]
         trainer.first_step = 2

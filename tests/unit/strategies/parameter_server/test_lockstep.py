@@ -45,7 +45,7 @@ class Run:
         self.roles = Roles.of(config, comm.size)
         part = self.roles.part_of(comm)
         self.model = models.build(MODEL, dtype, context=8)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=part,
             pipeline=part.split(part.rank),
@@ -57,20 +57,20 @@ class Run:
             on=on,
             ledger=self.ledger,
         )
-        self.exchange = server_exchange(self.seat, config)
+        self.exchange = server_exchange(self.context, config)
         assert isinstance(self.exchange, LockStepExchange)
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
-        self.exchange.take(initial)
-        self.executor = build.build_executor(self.seat, self.exchange)
+        self.exchange.load_initial(initial)
+        self.executor = build.build_executor(self.context, self.exchange)
         parallel = ParallelConfig(strategy="parameter_server", microbatches=microbatches)
-        self.operations = build.operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.operations = build.operations(self.context, self.exchange, self.executor.copies, parallel)
         self.microbatches = microbatches
 
     def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         if not self.exchange.works:
             return []
-        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
         return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
 
     def losses(self, data: np.ndarray) -> list[float]:
@@ -86,7 +86,7 @@ class Run:
     def weights(self) -> dict[int, bytes]:
         """The bits of every part that this rank holds, by where it starts."""
         store = self.exchange.parameters
-        return {part.start: store.range(part).tobytes() for part in self.exchange.owner.parts or store.parts}
+        return {part.start: store.range(part).tobytes() for part in self.exchange.sharded_update.parts or store.parts}
 
 
 def text(rng: np.random.Generator) -> np.ndarray:
@@ -297,7 +297,7 @@ def test_pushes_go_out_while_backward_still_runs() -> None:
 def test_a_colocated_rank_keeps_its_own_part_to_itself() -> None:
     def body(comm: Communicator) -> list[Range]:
         run = Run(comm, ParameterServerConfig(servers=1, placement="colocated"))
-        return run.exchange.owner.parts
+        return run.exchange.sharded_update.parts
 
     served = run_threads(2, body)
     assert served[1] == [] and len(served[0]) == 1
@@ -413,9 +413,9 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
             before = run.served(), run.weights()
             comm.barrier()
             if comm.rank == lost:
-                wipe(run.exchange.owner, config.transport)
+                wipe(run.exchange.sharded_update, config.transport)
                 wipe(run.exchange.mirror, "messages")
-                run.exchange.owner.optimizer.restore({"count": 77})
+                run.exchange.sharded_update.optimizer.restore({"count": 77})
                 run.exchange.mirror.optimizer.restore({"count": 78})
             comm.barrier()
             run.exchange.recover(lost)
@@ -428,8 +428,8 @@ def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Gen
             else {part.start: [store.range(part).tobytes() for store in stores_of(mirror)] for part in mirror.parts}
         )
         own = {
-            part.start: [store.range(part).tobytes() for store in stores_of(run.exchange.owner)]
-            for part in run.exchange.owner.parts
+            part.start: [store.range(part).tobytes() for store in stores_of(run.exchange.sharded_update)]
+            for part in run.exchange.sharded_update.parts
         }
         return losses, run.served(), run.weights(), own, mirrored
 
@@ -470,8 +470,8 @@ def test_a_mirror_is_restored_with_its_server(rng: np.random.Generator) -> None:
             piece.array[...] = np.frombuffer(bytes(whole[piece.name][8 * piece.flat.start : 8 * piece.flat.stop]))
         fresh.exchange.restore(run.exchange.state())
         if comm.rank == 1:
-            fresh.exchange.owner.parameters.zero()
-            for store in fresh.exchange.owner.slots().values():
+            fresh.exchange.sharded_update.parameters.zero()
+            for store in fresh.exchange.sharded_update.slots().values():
                 store.zero()
         fresh.exchange.recover(1)
         assert fresh.losses(data[2:]) == run.losses(data[2:])

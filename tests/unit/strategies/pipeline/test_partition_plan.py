@@ -42,7 +42,7 @@ def planned(
 ) -> PartitionPlan:
     parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})  # type: ignore[arg-type]
     schedule = generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
-    return plan(model, parallel, schedule, STATES, 2, seconds=seconds, kept=kept)
+    return plan(model, parallel, schedule, STATES, 2, seconds=seconds, earlier_units=kept)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

@@ -343,7 +343,7 @@ def real_lists(
 
     def body(comm: Communicator) -> list[Operation]:
         axes = GridCommunicators(grid, comm)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -354,8 +354,8 @@ def real_lists(
             algorithm="ring",
             overlap=overlap,
         )
-        exchange = EXCHANGES[strategy](seat)
-        return operations(seat, exchange, build_executor(seat, exchange).copies, parallel)
+        exchange = EXCHANGES[strategy](context)
+        return operations(context, exchange, build_executor(context, exchange).copies, parallel)
 
     return run_threads(grid.size, body), placement
 

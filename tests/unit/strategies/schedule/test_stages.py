@@ -45,7 +45,7 @@ class Plan:
 def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple[float, dict[str, bytes]]:
     """One step; the loss, and the gradients of the own tensors. An SGD with rate 0 changes nothing."""
     built = models.build(model, dtype, context=8, features=5, classes=3)
-    seat = RankContext(
+    context = RankContext(
         world=comm,
         data=comm.split(comm.rank),
         pipeline=comm,
@@ -54,15 +54,15 @@ def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple
         optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
         total_steps=1,
     )
-    exchange = AllreduceExchange(seat)
-    for unit, part in seat.ranges.items():
+    exchange = AllreduceExchange(context)
+    for unit, part in context.ranges.items():
         initial = FlatStore(built.layout, built.dtype, part)
         built.initialise_stage(unit, initial, seed=3)
-        exchange.take(initial)
-    executor = build_executor(seat, exchange)
+        exchange.load_initial(initial)
+    executor = build_executor(context, exchange)
     executor.copies.refresh()
     steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
-    steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), seat.ranges)
+    steps = insert_exchange(steps + executor.copies.after_backward(), exchange.plan(), context.ranges)
     steps += executor.copies.after_update()
     lists: list[list[Operation]] = comm.allgather_object(steps)
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
@@ -166,7 +166,7 @@ def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.M
 def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:
     def build(comm: Communicator) -> None:
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=comm.split(comm.rank),
             pipeline=comm,
@@ -175,7 +175,7 @@ def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:
             optimizer=OptimizerConfig(),
             total_steps=1,
         )
-        build_executor(seat, AllreduceExchange(seat))
+        build_executor(context, AllreduceExchange(context))
 
     with pytest.raises(CommunicationError, match="sends and receives activations"):
         run_threads(2, build)

@@ -32,7 +32,7 @@ def lists(
 
     def body(comm: Communicator) -> tuple[list[Operation], bool]:
         axes = GridCommunicators(grid, comm)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -43,9 +43,9 @@ def lists(
             algorithm="ring",
             bucket_bytes=2000,
         )
-        exchange = EXCHANGES[parallel.strategy](seat)
-        executor = build_executor(seat, exchange)
-        return operations(seat, exchange, executor.copies, parallel), exchange.accumulates
+        exchange = EXCHANGES[parallel.strategy](context)
+        executor = build_executor(context, exchange)
+        return operations(context, exchange, executor.copies, parallel), exchange.accumulates
 
     results = run_threads(grid.size, body)
     return [steps for steps, _ in results], results[0][1]

@@ -25,6 +25,8 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.exchange import ZeroExchange
+from hpcdist.strategies.zero.offload import Offload
+from hpcdist.strategies.zero.plain import PlainZero
 
 SAMPLES, STEPS = 11, 50
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
@@ -60,7 +62,7 @@ class Run:
         self.model = models.build(model, dtype, context=8)
         defaults = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
         self.ledger = Ledger()
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=comm,
             pipeline=comm.split(comm.rank),
@@ -70,16 +72,16 @@ class Run:
             algorithm=algorithm,
             ledger=self.ledger,
         )
-        self.exchange = make(self.seat)
+        self.exchange = make(self.context)
         initial = FlatStore(self.model.layout, self.model.dtype)
         self.model.initialise(initial, seed=3)
-        self.exchange.take(initial)
-        self.executor = build.build_executor(self.seat, self.exchange)
+        self.exchange.load_initial(initial)
+        self.executor = build.build_executor(self.context, self.exchange)
         self.operations = build.operations(
-            self.seat, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
+            self.context, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
         )
         build.prove(
-            self.seat,
+            self.context,
             ProcessGrid(data=comm.size),
             self.operations,
             microbatches,
@@ -119,7 +121,7 @@ class Run:
 
 
 def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[RankContext], Exchange]:  # noqa: B008 (frozen)
-    return lambda seat: ZeroExchange(seat, stage, config)
+    return lambda context: ZeroExchange(context, stage, config)
 
 
 @cache
@@ -162,6 +164,21 @@ def test_all_degrees_train_as_one_process(size: int) -> None:
             np.testing.assert_allclose(found, losses[:2], rtol=1e-12)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_plain_path_without_any_layer_has_the_bits_of_its_stage(stage: int) -> None:
+    def plain(context: RankContext) -> Exchange:
+        config = ZeroConfig()
+        return PlainZero(context, config.degrees(stage, context.data.size), Offload(context, config), config)
+
+    layered = run_threads(3, lambda comm: trained(comm, zero(stage), steps=4, microbatches=2))
+    for (losses, state), (expected, expected_state) in zip(
+        run_threads(3, lambda comm: trained(comm, plain, steps=4, microbatches=2)), layered, strict=True
+    ):
+        assert losses == expected
+        assert state.keys() == expected_state.keys()
+        assert all(state[key].tobytes() == expected_state[key].tobytes() for key in state)
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "why"),
     [
@@ -176,7 +193,7 @@ def test_a_step_without_its_second_half_is_refused(kind: Kind, config: ZeroConfi
         steps = [op for op in run.operations if op.kind is not kind]
         assert len(steps) < len(run.operations)
         with pytest.raises(ScheduleError, match=why):
-            build.prove(run.seat, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
+            build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
 
     run_threads(4, body)
 
@@ -277,7 +294,10 @@ def test_small_units_stay_gathered_and_their_state_is_cut() -> None:
             after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
             assert sorted(after) == sorted(kept), "one gather after the update"
             assert not kept & {op.unit for op in one.operations[:agreed] if op.kind is Kind.GATHER}
-        assert run.exchange.owner.optimizer.slots["m"].size == whole.exchange.owner.optimizer.slots["m"].size
+        assert (
+            run.exchange.sharded_update.optimizer.slots["m"].size
+            == whole.exchange.sharded_update.optimizer.slots["m"].size
+        )
         assert run.exchange.parameters.size > whole.exchange.parameters.size
 
     run_threads(2, body)
@@ -419,7 +439,7 @@ def test_model_states_take_what_the_closed_form_says(size: int) -> None:
         before = sum(run.ledger.current[kind] for kind in kinds)
         assert before == pytest.approx(each * run.model.layout.parameters, rel=0.03)
         run.losses(text()[:1])
-        unit = max(part.size for part in run.seat.ranges.values()) * 4
+        unit = max(part.size for part in run.context.ranges.values()) * 4
         assert sum(run.ledger.peak[kind] for kind in kinds) <= before + layers * unit
 
     for form in forms:

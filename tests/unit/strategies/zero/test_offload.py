@@ -385,7 +385,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
     def body(comm: Communicator) -> tuple[list[int], list[int], int, int, int]:
         trainer = assembled(comm, settings)
         exchange = trainer.exchange
-        kept = [exchange.parameters, exchange.gradients, *exchange.owner.optimizer.slots.values()]
+        kept = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]
         before = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
         steps(trainer, 1)
         after = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
@@ -403,7 +403,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
 def test_checkpoints_go_from_files_to_memory_and_back(
     text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("format.manifest", "format.block_reader", "restoring.restore", "format.shard_layout"):
+    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
     files = settings | away(tmp_path, ALL_AWAY)

@@ -44,7 +44,7 @@ class Run:
         self.grid = grid or ProcessGrid(data=comm.size)
         axes = GridCommunicators(self.grid, comm)
         self.model = models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float32", context=8)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -56,15 +56,15 @@ class Run:
             bucket_bytes=4096,
             overlap=overlap,
         )
-        self.exchange = AllreduceExchange(self.seat)
-        for unit, part in self.seat.ranges.items():
+        self.exchange = AllreduceExchange(self.context)
+        for unit, part in self.context.ranges.items():
             initial = FlatStore(self.model.layout, self.model.dtype, part)
             self.model.initialise_stage(unit, initial, 3)
-            self.exchange.take(initial)
-        self.executor = build_executor(self.seat, self.exchange)
+            self.exchange.load_initial(initial)
+        self.executor = build_executor(self.context, self.exchange)
         self.executor.copies.refresh()
         parallel = ParallelConfig(pipeline=self.grid.pipeline, microbatches=microbatches)
-        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
 
     def __enter__(self) -> "Run":
         return self
@@ -74,7 +74,7 @@ class Run:
             self.exchange.overlap.close()
 
     def step(self, samples: np.ndarray, number: int) -> float:
-        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
         batches = [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
         return self.executor.run(self.operations, batches, SAMPLES, number, np.zeros(2)).loss
 

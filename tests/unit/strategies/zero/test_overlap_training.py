@@ -60,7 +60,7 @@ class Run:
         self.grid = ProcessGrid(data=comm.size // pipeline, pipeline=pipeline)
         axes = GridCommunicators(self.grid, comm)
         self.model = models.build(ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied), "float32", context=8)
-        self.seat = RankContext(
+        self.context = RankContext(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
@@ -72,15 +72,15 @@ class Run:
             overlap=overlap,
             ledger=self.ledger,
         )
-        self.exchange = ZeroExchange(self.seat, stage, ZeroConfig(prefetch=prefetch, **zero))
-        for unit, part in self.seat.ranges.items():
+        self.exchange = ZeroExchange(self.context, stage, ZeroConfig(prefetch=prefetch, **zero))
+        for unit, part in self.context.ranges.items():
             initial = FlatStore(self.model.layout, self.model.dtype, part)
             self.model.initialise_stage(unit, initial, 3)
-            self.exchange.take(initial)
-        self.executor = build_executor(self.seat, self.exchange)
+            self.exchange.load_initial(initial)
+        self.executor = build_executor(self.context, self.exchange)
         self.executor.copies.refresh()
         parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
-        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.operations = operations(self.context, self.exchange, self.executor.copies, parallel)
 
     def __enter__(self) -> "Run":
         return self
@@ -90,7 +90,7 @@ class Run:
             self.exchange.overlap.close()
 
     def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        mine = np.array_split(samples, self.context.data.size)[self.context.data.rank]
         return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
 
     def step(self, samples: np.ndarray, number: int) -> float:
@@ -251,7 +251,7 @@ def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch:
     def body(comm: Communicator, overlap: str) -> tuple[dict[str, int], int]:
         with Run(comm, stage, overlap, algorithm, prefetch if overlap != "none" else 0) as run:
             run.train(data)
-            return run.ledger.peak, max(part.size for part in run.seat.ranges.values()) * 4
+            return run.ledger.peak, max(part.size for part in run.context.ranges.values()) * 4
 
     for (without, layer), (behind, _) in zip(
         run_threads(2, lambda comm: body(comm, "none")), run_threads(2, lambda comm: body(comm, "thread")), strict=True

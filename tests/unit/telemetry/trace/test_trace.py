@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from recorded import Host, Rank, invent, write_clocks
 
 from hpcdist.cli.runs import trace as command
-from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.record import flight_recorder, spans
 from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.trace import chrome, critical_path, summary, timeline
@@ -390,7 +390,7 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
         for path in sorted((folder / "recorder").iterdir()):
             data = bytearray(path.read_bytes())
             if rng.integers(0, 2):
-                layout = spans if path.suffix == ".spans" else flight_file
+                layout = spans if path.suffix == ".spans" else flight_recorder
                 for start in (12, layout.TEXTS, layout.RING):  # not the signature: that is refused as a whole
                     for place in rng.integers(start, min(start + 1000, len(data)), int(rng.integers(0, 12))).tolist():
                         data[place] = int(rng.integers(0, 256))

@@ -209,7 +209,7 @@ def test_memory_is_that_of_the_closed_form(
         losses_of(trainer, 2)
         psi = trainer.model.layout.parameters
         layer = max(part.size for part in trainer.seat.ranges.values())
-        update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.owner.parts))  # type: ignore[attr-defined]
+        update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
         named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
             "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
             "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,

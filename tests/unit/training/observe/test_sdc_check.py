@@ -169,7 +169,7 @@ def test_a_rank_that_errs_each_time_stops_the_run(text: Settings, tmp_path: Path
         def backward(op: Operation) -> None:
             handlers[Kind.BACKWARD](op)
             if trainer.comm.rank == 1 and trainer.executor.number == 2:
-                trainer.executor.gradients_in(trainer.exchange.seat.part)[0] += drifts.random()
+                trainer.executor.gradients_in(trainer.exchange.context.part)[0] += drifts.random()
 
         trainer.executor._handlers = {**handlers, Kind.BACKWARD: backward}
 

@@ -15,7 +15,7 @@ from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli.jobs import begin
-from hpcdist.comm.record import flight_file, spans
+from hpcdist.comm.record import flight_recorder, spans
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
@@ -139,7 +139,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     STARTS_FILE: start_record.read_starts,
     USAGE_FILE: lambda path: record_usage(path.parent),
     LOCK_FILE: lock,
-    "rank-00000.rec": flight_file.read,
+    "rank-00000.rec": flight_recorder.read,
     "rank-00000.spans": spans.read,
     "state.json": history.read_small_file,
     "metrics.jsonl": lambda path: AppendOnlyFile(path, "choose another"),
