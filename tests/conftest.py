@@ -56,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Halves(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "launch" if "launch/" in path and not path.endswith(BESIDE) else "others"
+            return "launch" if path.startswith("tests/launch/") and not path.endswith(BESIDE) else "others"
 
     return Halves(config, log)
 

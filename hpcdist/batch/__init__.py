@@ -4,4 +4,7 @@ Floor 5: imports comm, arrays, reporting and errors, no other package of this fl
 import on a login node. `sites` are the profiles of clusters, `schedulers` the commands of Slurm and PBS and jobs
 without either, `packaging` modulefiles and wheelhouses; `carbon` chooses a begin.
 Begin with `job.BatchJob` and `submission.submit`.
+
+Whether a job is requeued is decided by `hpcdist jobs end`, in `hpcdist.cli.jobs.begin`; the block ``again`` of
+``slurm/templates/slurm.j2`` carries it out.
 """

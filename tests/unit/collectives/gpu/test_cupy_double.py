@@ -95,7 +95,7 @@ def test_ways_to_the_host_are_counted_at_their_site(gpu: ModuleType, name: str) 
     use(on_device(gpu))
     (event,) = gpu.LOG.events
     assert (event.kind, event.nbytes) == (gpu.D2H, nbytes)
-    assert event.site == "test_gpu_double.<lambda>" and event.thread == "MainThread"
+    assert event.site == "test_cupy_double.<lambda>" and event.thread == "MainThread"
 
 
 def test_ways_to_the_device_and_waits_are_counted(gpu: ModuleType) -> None:
