@@ -164,11 +164,9 @@ def _steps(trainer: Trainer, batch: int, target: float, curve: list[tuple[float,
     with trainer.batches(steps) as batches:
         for number, batch_of_step in enumerate(batches, start=1):
             try:
-                found = trainer.step(number, trainer.cut(trainer.place(batch_of_step)), np.zeros(1))
+                trainer.step(number, trainer.cut(trainer.place(batch_of_step)), np.zeros(1))
             except NonFiniteError:
                 return True
-            if trainer.noise is not None:
-                trainer.noise.after(number, found)
             if number * batch < due and number < steps:
                 continue
             curve.append(_evaluated(trainer, number * batch))

@@ -21,6 +21,7 @@ import resource
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +138,7 @@ def stores(trainer: Trainer) -> list[FileStore]:
 
 def step(trainer: Trainer, number: int, *, to_disk: bool = False) -> float:
     """Take step ``number`` and return its seconds, of the slowest rank. Collective."""
-    trainer.first_step = number - 1
+    trainer = replace(trainer, first_step=number - 1)
     with trainer.batches(number) as batches:
         parts = microbatches(next(iter(batches)), trainer.recipe.parallel.microbatches)
     if to_disk:

@@ -1,7 +1,7 @@
-"""Array functions that take numpy and cupy arrays alike.
+"""Array functions for numpy and cupy arrays alike: placement, allocation, and conversion of foreign tensors.
 
-The library is asked of the buffer itself (`namespace`), never of a module global, so buffers of the host and of a GPU
-can live side by side in one process.
+The library is found from the array itself (`namespace`), never from a module global, so arrays in host memory and on a
+GPU can be used side by side in one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,9 +22,9 @@ Scalar: TypeAlias = float | Array  # a number of the host, or an array () that i
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Several arrays (samples, ...) that go together, as tokens and their mask: cut, counted and placed as one.
+    """Several arrays (samples, ...) that form one batch, such as tokens and their mask: indexed and placed as one.
 
-    ``names`` are those of a dict, None for a tuple.
+    ``names`` are the keys where they came as a dict, None where they came as a tuple.
     """
 
     arrays: tuple[Any, ...]
@@ -37,17 +37,17 @@ class ArrayGroup:
         return self.map(lambda array: array[samples])
 
     def map(self, function: Callable[[Any], Any]) -> "ArrayGroup":
-        """Return what ``function`` makes of each."""
+        """Return the group of ``function(array)`` for each array."""
         return replace(self, arrays=tuple(map(function, self.arrays)))
 
     @property
     def given(self) -> tuple[Any, ...] | dict[str, Any]:
-        """The arrays as they were given: a tuple, or a dict."""
+        """The arrays in the form in which they came: a tuple, or a dict."""
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 
 def arrays_in(values: Any) -> tuple[Any, ...]:
-    """Return the arrays in ``values``: of `Several` all, else the one."""
+    """Return the arrays in ``values``: all of an `ArrayGroup`, else the one array itself."""
     return values.arrays if isinstance(values, ArrayGroup) else (values,)
 
 
@@ -75,7 +75,7 @@ def to_host(array: Any) -> np.ndarray:
 def place(array: Any, on: str) -> Array:
     """Return ``array`` on ``"cpu"`` or ``"gpu"``: itself where it is there already, else an explicit copy."""
     if isinstance(array, ArrayGroup):
-        return array.map(lambda one: place(one, on))  # type: ignore[return-value]
+        return array.map(lambda member: place(member, on))  # type: ignore[return-value]
     if on == "gpu":
         return array if is_device(array) else device.cupy().asarray(array)
     return to_host(array)
@@ -84,17 +84,17 @@ def place(array: Any, on: str) -> Array:
 def as_array(values: Any) -> Array:
     """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
 
-    A tuple or a dict of them becomes `Several`, which must have as many samples each. Raises UsageError for what is
-    neither, such as a tensor that another library still differentiates.
+    A tuple or a dict of them becomes an `ArrayGroup`, whose arrays must have equally many samples. Raises UsageError
+    for anything else, such as a tensor that another library still differentiates.
     """
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, tuple | Mapping) and len(values):
-        given = values.values() if isinstance(values, Mapping) else values
+        inputs = values.values() if isinstance(values, Mapping) else values
         names = tuple(map(str, values)) if isinstance(values, Mapping) else None
-        if any(isinstance(one, tuple | Mapping) for one in given):
+        if any(isinstance(member, tuple | Mapping) for member in inputs):
             raise UsageError(f"a {type(values).__name__} of tuples or dicts; several arrays go together in one of them")
-        several = ArrayGroup(tuple(map(as_array, given)), names)
+        several = ArrayGroup(tuple(map(as_array, inputs)), names)
         members = dict(zip(names or range(len(values)), several.arrays, strict=True))
         if single := [str(name) for name, array in members.items() if not array.ndim]:
             raise UsageError(
@@ -103,11 +103,11 @@ def as_array(values: Any) -> Array:
             )
         sizes = {name: len(array) for name, array in members.items()}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise UsageError(f"what goes together has unequally many samples ({told}); the first dim is theirs")
+            counts = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise UsageError(f"what goes together has unequally many samples ({counts}); the first dim is theirs")
         return several  # type: ignore[return-value]
     try:
-        # Asked of the object: PyTorch's type has it, and its tensors on the host do not.
+        # Ask the object, not its type: PyTorch's tensor type has the attribute, its tensors on the host do not.
         if hasattr(values, "__cuda_array_interface__"):
             return device.cupy().asarray(values)
         array = np.asarray(values)
@@ -124,9 +124,9 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return zeroed memory on ``"cpu"`` or ``"gpu"``. It begins on a cache line, which some libraries need to share it.
+    """Return zeroed memory on ``"cpu"`` or ``"gpu"``, aligned to a cache line: JAX shares only such memory.
 
-    On the host the owner of the memory is the ``base`` of what is returned.
+    On the host the owner of the memory is the ``base`` of the returned array.
     """
     if on == "gpu":
         return device.cupy().zeros(shape, dtype)

@@ -1,12 +1,12 @@
 """File-backed store for states that are larger than memory.
 
 The file has no name: it is unlinked as soon as it is open, so that a process that is killed leaves nothing behind.
-Its space is reserved at the start, so that a file system that is too small is met before the first step. Bytes go
+Its space is reserved at the start, so that a file system that is too small fails before the first step. Bytes move
 between the file and the buffers of the caller (pread, pwrite) without the GIL and without a copy beside the kernel's.
 
-What is written stays in the page cache while memory is free, and is read from there. Such pages belong to the kernel,
-not to the process (its PSS has none of them), and the kernel drops clean ones when memory is short. Dirty ones it
-cannot drop: so each write asks at once that its pages go to the disk (sync_file_range), without waiting for it.
+Written pages stay in the page cache while memory is free, and are read from there. They belong to the kernel, not to
+the process (they are not in its PSS), and the kernel drops clean pages when memory is short. It cannot drop dirty
+pages: so each write starts their write-back at once (sync_file_range), without waiting for it.
 """
 
 import ctypes
@@ -38,9 +38,9 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class FileStore(FlatStore):
     """A `FlatStore` that holds ``parts`` in a file in ``directory``; zero at first.
 
-    There are no views of it, so it has `read`, `write`, `add`, `blocks` and `contents`, and no ``range`` or ``view``;
-    ``array`` is empty, on the side where its owner computes. ``what`` names the contents in errors. Raises
-    StorageError, naming directory and bytes, where the space cannot be had.
+    A file has no views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. ``array`` is
+    empty, on the device where its owner computes. ``what`` names the contents in errors. Raises StorageError, naming
+    directory and bytes, where the space cannot be reserved.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Number of elements that are moved at a time."""
+        """Number of elements that are moved at a time, `BLOCK_BYTES` of them."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, wanted: Range) -> Array:
-        """Return a view of nothing; where something is wanted, a file has no views."""
+        """Return the empty view of an empty range; for any other range there is no view, and this asserts."""
         assert not wanted, f"{wanted} lies in a file: read it"
         return self.array
 
     def read(self, wanted: Range, out: Array) -> None:
-        """Read ``wanted`` into ``out``, 1-D, on either side of the bus. Raises StorageError."""
+        """Read ``wanted`` into ``out``, 1-D, on the host or a GPU. Raises StorageError."""
         if not wanted:
             return
         start = self._offset(wanted)
@@ -85,7 +85,7 @@ class FileStore(FlatStore):
             self._pread(out, start)
 
     def write(self, wanted: Range, values: Array) -> None:
-        """Write ``values``, 1-D, on either side of the bus, at ``wanted``. Raises StorageError."""
+        """Write ``values``, 1-D, on the host or a GPU, to ``wanted``. Raises StorageError."""
         if not wanted:
             return
         start = self._offset(wanted)
@@ -95,11 +95,12 @@ class FileStore(FlatStore):
             self._pwrite(values, start)
 
     def add(self, wanted: Range, values: Array) -> None:
-        """Add ``values``, 1-D, on either side of the bus, to what is at ``wanted``. Raises StorageError."""
+        """Add ``values``, 1-D, on the host or a GPU, to ``wanted``. Raises StorageError."""
         if not wanted:
             return
         start = self._offset(wanted)
 
+        # Read, add and write back block by block: never more than one block of the file is in memory.
         def into(where: Range, block: np.ndarray) -> None:
             held = self._buffer(where.size)
             self._pread(held, start + where.start)
@@ -113,7 +114,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, wanted: Range) -> Iterator[Array]:
-        """Yield ``wanted`` in order, on the host: each block lies in the same memory as the one before."""
+        """Yield ``wanted`` in order, on the host; each block overwrites the one before in memory."""
         start = self._offset(wanted) if wanted else 0
         for where in cut(Range(0, wanted.size), self.block):
             held = self._buffer(where.size)
@@ -121,11 +122,11 @@ class FileStore(FlatStore):
             yield held
 
     def contents(self, wanted: Range) -> Array:
-        """Return what a `Piece` of ``wanted`` holds: a `Stretch`, which is read and written in blocks."""
+        """Return the array of a `Piece` of ``wanted``: here a `FileSlice`, which is read and written in blocks."""
         return FileSlice(self, wanted)  # type: ignore[return-value]
 
     def copy_from(self, other: FlatStore) -> None:
-        """Take over what ``other``, of the same layout and dtype and in memory, holds of these parts."""
+        """Copy from ``other``, a store in memory of the same layout and dtype, the elements that both hold."""
         for part in self.parts:
             for theirs in other.parts:
                 common = part.intersect(theirs)
@@ -162,7 +163,8 @@ class FileStore(FlatStore):
         begin_write_back(self._fd, start * self.dtype.itemsize, values.nbytes)
 
     def _move(self, verb: str, move: Callable[[memoryview, int], int], array: np.ndarray, start: int) -> None:
-        """Move the bytes of ``array``, however many the kernel takes at a time."""
+        """Move all bytes of ``array``, whose first element is element ``start`` of the file."""
+        # preadv and pwrite may move fewer bytes than asked for (2 GiB at most): go on behind those.
         view, at = array.view(np.uint8).data, start * self.dtype.itemsize
         while view.nbytes:
             try:
@@ -179,7 +181,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Elements ``where`` of ``store``, in the place of a 1-D array that would hold them."""
+    """Elements ``where`` of ``store``: stands in for a 1-D array of them in a `Piece`."""
 
     store: FileStore
     where: Range
@@ -191,36 +193,38 @@ class FileSlice:
 
     @property
     def shape(self) -> tuple[int]:
-        """That of the array."""
+        """Shape of the array that it stands in for."""
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Read ``part``, counted from the beginning of the stretch."""
+        """Read ``part``, counted from the beginning of the slice."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Write ``part``, counted from the beginning of the stretch."""
+        """Write ``part``, counted from the beginning of the slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:
-        """Return all of it in memory."""
-        found = np.empty(self.where.size, self.dtype)
-        self.store.read(self.where, found)
-        return found
+        """Return all elements, in memory."""
+        values = np.empty(self.where.size, self.dtype)
+        self.store.read(self.where, values)
+        return values
 
 
 def _reserved(directory: Path, nbytes: int, what: str) -> int:
-    """Return the descriptor of a new file without a name in ``directory``, whose ``nbytes`` bytes are reserved."""
+    """Return the descriptor of a new unnamed file in ``directory`` of ``nbytes`` bytes, all of them reserved."""
     needs = f"{nbytes} bytes are needed there for the {what}"
     hint = "give zero.offload_directory a directory on a disk of this node that has them"
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            fd = os.dup(file.fileno())
+            fd = os.dup(
+                file.fileno()
+            )  # outlives the context manager; the name is gone already (O_TMPFILE, or unlinked)
     except OSError as error:
         raise StorageError(f"{directory} cannot be written ({error.strerror}), and {needs}; {hint}") from error
     try:
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)  # not a hole: a disk that fills up later cannot fail a write of a step
     except OSError as error:
         os.close(fd)
         space = os.statvfs(directory)
@@ -230,7 +234,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Ask the kernel to write the pages of a range to the disk now, without waiting; no matter where it cannot."""
+    """Start the write-back of the pages of a byte range, without waiting; does nothing where that is not possible."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

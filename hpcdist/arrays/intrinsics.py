@@ -1,11 +1,11 @@
 """Intrinsics for compiled loops: ordered memory access between processes, and the bits of a float32.
 
-A loop of numba knows no other writer: it may keep a flag in a register for ever, and may store the data after the
-flag that announces it. `store_release` and `load_acquire` go through LLVM's atomics: a value written before the
-release is seen by whoever has read the flag with the acquire. On x86-64 both are plain moves, so a missing one shows
-on ARM first. `bits_of` and `float_of` are moves between registers; nothing is computed.
+The compiler of a numba loop assumes that no other thread or process writes: it may keep a flag in a register for ever,
+and may store the data after the flag that announces it. `store_release` and `load_acquire` are LLVM's atomics: a value
+written before the release is visible to a process that has read the flag with the acquire. On x86-64 both are plain
+moves, so a missing one shows on ARM first. `bits_of` and `float_of` are moves between registers; nothing is computed.
 
-The names can be called inside functions under `arrays.jit`, not from Python. An address is an integer.
+They can be called inside functions under `arrays.jit`, not from Python. An address is an integer.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def _pause(numba: Any) -> Any:
 
     from llvmlite import ir
 
-    # What tells the core that this is a wait: without it, the loop's speculative loads flush the pipeline at its end.
+    # Tells the core that this is a spin wait: without it the loop's speculative loads flush the pipeline at its end.
     name = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}.get(platform.machine())
 
     def intrinsic(context: Any) -> Any:
@@ -131,7 +131,7 @@ def _copy_bytes(numba: Any) -> Any:
 
 
 def _view(numba: Any, context: Any, builder: Any, kind: Any, pointer: Any, size: Any) -> Any:
-    """Generate the array of ``kind`` that begins at ``pointer``."""
+    """Generate the numba array of type ``kind`` over ``size`` elements from ``pointer`` on; it owns no memory."""
     array = numba.np.arrayobj.make_array(kind)(context, builder)
     step = context.get_constant(numba.types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
     numba.np.arrayobj.populate_array(array, data=pointer, shape=[size], strides=[step], itemsize=step, meminfo=None)

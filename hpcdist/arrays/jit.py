@@ -1,8 +1,7 @@
 """Just-in-time compilation of scalar loops by numba: at the first call, cached on disk.
 
-The only importer of numba. Nothing is imported or compiled when a module that uses `jit` is imported. The machine
-code is kept in a private directory of the user (the cache is code, so its owner and mode are checked), or where
-NUMBA_CACHE_DIR says.
+The only importer of numba. Importing a module that uses `jit` imports and compiles nothing. The machine code is cached
+in a private directory of the user (it is code, so owner and mode of the directory are checked), or in NUMBA_CACHE_DIR.
 """
 
 import contextlib
@@ -38,10 +37,10 @@ def _private(folder: str) -> Path:
 
 
 def _prepare_cache() -> bool:
-    """Create the cache directory, or refuse one that another user could have filled with code; whether there is one.
+    """Create the cache directory; return whether there is one. Refuses one that another user could have written to.
 
-    Where it cannot be written, the processes of this user on the node share one in a temporary directory instead: numba
-    would compile all kernels again in each of them.
+    Where it cannot be written, the processes of this user on the node share one in a temporary directory instead:
+    otherwise numba would compile all kernels again in each of them.
     """
     global _prepared
     chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
@@ -60,7 +59,9 @@ def _prepare_cache() -> bool:
         instead = private / sources
         if instead == wanted or _why_not_private(private):
             continue
-        is_first = _copy_cache(wanted, instead)  # of this node: what it compiles is there for the others, and later
+        is_first = _copy_cache(
+            wanted, instead
+        )  # this process is the first on the node; the others, and later ones, share its cache
         if not _why_not_writable(instead):
             if is_first:
                 _warn(f"{wanted} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
@@ -99,7 +100,7 @@ def _why_not_writable(directory: Path) -> str:
 
 
 def _copy_cache(source: Path, directory: Path) -> bool:
-    """Make ``directory`` with what ``source`` has, if anything; False where it was there already.
+    """Make ``directory`` as a copy of ``source``, empty where there is none; False where it was there already.
 
     numba reads no kernels where it cannot write any, even if somebody has compiled all of them.
     """
@@ -132,30 +133,30 @@ def _digest_of_sources() -> str:
     of two releases may have the same times.
     """
     package = Path(__file__).parents[1]
-    found = {path: path.read_bytes() for path in sorted(package.rglob("*.py"))}
+    sources = {path: path.read_bytes() for path in sorted(package.rglob("*.py"))}
     text = hashlib.blake2b(digest_size=8)
-    for path, source in found.items():
+    for path, source in sources.items():
         if b"arrays.jit" in source or path.samefile(__file__):
             text.update(str(path.relative_to(package)).encode() + source)
     return text.hexdigest()
 
 
 class Primitive:
-    """An instruction that numba has no name for, to be called inside compiled functions; ``build(numba)`` makes it."""
+    """An instruction that numba does not offer, to be called inside compiled functions; ``build(numba)`` makes it."""
 
-    def __init__(self, build: Callable[[Any], Any], says: str) -> None:
-        self.__doc__ = says
+    def __init__(self, build: Callable[[Any], Any], doc: str) -> None:
+        self.__doc__ = doc
         self._build = build
 
     @functools.cached_property
     def intrinsic(self) -> Any:
-        """Compiled function, which numba takes in place of this."""
+        """The numba intrinsic that stands in for this object in compiled functions."""
         import numba
 
         return self._build(numba)
 
     def __call__(self, *args: Any) -> Any:
-        """Only compiled code can."""
+        """Raise TypeError: only compiled code can call it."""
         raise TypeError(f"to be called inside a function under arrays.jit only: {self.__doc__}")
 
 
@@ -180,21 +181,24 @@ class Kernel:
         if self._compiled is None:
             with _lock:
                 if self._compiled is None:
-                    is_kept = _prepare_cache()
+                    is_cached = _prepare_cache()
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
                     import numba.extending
 
                     self._compiled = numba.njit(
                         _linked(self.function, numba),
                         nogil=True,
-                        cache=is_kept,
+                        cache=is_cached,
                         fastmath=self.fastmath,
                         error_model="numpy",  # a check for zero before every division keeps loops scalar
                     )
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return what other kernels call: the same for all, so that it is compiled once (under the lock)."""
+        """Return the numba function that other kernels call, one for all callers, so that it is compiled once.
+
+        The caller holds the lock of this module.
+        """
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -203,13 +207,13 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Return where the machine code for these types of arguments is, for `atomics.call`; it returns nothing.
+        """Return the address of the machine code for these argument types, for `intrinsics.call`; its result is void.
 
-        Types are numba's by name; one with a star behind it is a pointer. The code stays as long as the process.
+        Types are numba's by name; a star behind the name makes it a pointer. The code lives as long as the process.
         """
         with _lock:
             if types not in self._exported:
-                is_kept = _prepare_cache()
+                is_cached = _prepare_cache()
                 import numba
                 import numba.extending
 
@@ -219,7 +223,7 @@ class Kernel:
                     for kind, name in zip(known, types, strict=True)
                 ]
                 export = numba.cfunc(
-                    numba.types.void(*taken), cache=is_kept, fastmath=self.fastmath, error_model="numpy", nogil=True
+                    numba.types.void(*taken), cache=is_cached, fastmath=self.fastmath, error_model="numpy", nogil=True
                 )
                 self._exported[types] = export(_linked(self.function, numba))
             return int(self._exported[types].address)
@@ -256,7 +260,7 @@ def _linked(function: Callable[..., Any], numba: Any) -> FunctionType:
     return linked
 
 
-FastMath = bool | set[str]  # all of LLVM's liberties, or those named
+FastMath = bool | set[str]  # all of LLVM's fast-math flags, or those named
 
 
 @overload

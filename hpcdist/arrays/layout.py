@@ -1,7 +1,7 @@
 """Layout of a model: named tensors at aligned offsets of one flat address space.
 
-A `Layout` is pure: no bytes, no rank, no number of parts. It is the same on every rank and for every world size, so a
-range of it means the same thing everywhere.
+A `Layout` holds no bytes and depends on no rank and no number of parts: it is the same on every rank and for every
+world size, so a range of it means the same thing everywhere.
 """
 
 import math
@@ -25,11 +25,11 @@ class TensorSpec:
     tensor parallelism cuts it; None: every rank has all of it.
 
     Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty
-    where it has all. ``room`` are the elements that its layout keeps free for it, the most that any of the ranks has:
-    so the layouts of all of them agree.
+    where it has all of it. ``room`` is the number of elements that the layout reserves, the most that any rank has: so
+    the layouts of all ranks agree.
 
-    ``stacked`` tensors of one shape lie one behind the other along the first dim, as query, key and value do: their
-    biases (3, h) are vectors, and no matrix.
+    ``stacked`` is how many tensors of one shape lie one behind the other along the first dim, as query, key and value
+    do: their biases (3, h) are three vectors and no matrix.
     """
 
     layer: int
@@ -44,7 +44,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has rows and columns, or dims that can be read so, and is no stack of vectors."""
+        """Whether it has two dims or more, not counting that of a stack: a stack of vectors is no matrix."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
@@ -59,7 +59,7 @@ class TensorSpec:
 
     @property
     def padded(self) -> int:
-        """Number of elements that a layout keeps for it."""
+        """Number of elements that a layout reserves for it, padding included."""
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
@@ -73,7 +73,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A tensor at its place: ``range`` excludes the padding behind it."""
+    """A tensor and its ``range`` of the flat space, without the padding behind it."""
 
     spec: TensorSpec
     range: Range
@@ -117,7 +117,7 @@ class Layout:
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer, padding included: what is gathered and freed as one."""
+        """The range of each layer, padding included: the unit that ZeRO-3 gathers and frees."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded
@@ -135,6 +135,7 @@ class Layout:
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
         """Return, for each tensor that ``part`` touches, the segment and the touched range of the flat space."""
+        # The last tensor that begins at or before the part may still reach into it.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []
         for segment in self.segments[first:]:

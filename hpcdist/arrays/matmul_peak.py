@@ -1,6 +1,6 @@
 """Measured peak of the array library: the flop/s of a large matrix product, and the BLAS that computes it.
 
-This is what a machine can do, measured rather than declared; utilisation (MFU) is given as a part of it.
+The peak is measured rather than declared; model flop utilisation (MFU) is reported as a fraction of it.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, namespace
 
-# Of square matrices. A processor is at its best from here on, and a product short enough not to be interrupted often.
+# Rows of the square matrices: large enough for full speed, short enough that few products are interrupted.
 SIDE: Final = {"cpu": 512, "gpu": 8192}
-ROWS: Final = 64  # that are drawn, on the host: a GPU's matrices have too many numbers to draw, or to hold, there
-LEAST: Final = 3
+ROWS: Final = 64  # random rows drawn on the host and repeated: a GPU's matrix is too large to draw, or to hold, there
+LEAST: Final = 3  # products that are timed at least
 _VARIABLES: Final = ("OPENBLAS_", "MKL_", "OMP_")
 
 
 class MatrixProduct:
-    """A product of square matrices in memory of its own: once made, `run` allocates nothing."""
+    """A product of two square matrices, with all its memory: `run` allocates nothing."""
 
     def __init__(self, dtype: np.dtype, on: str = "cpu", side: int = 0) -> None:
         side = side or SIDE[on]
@@ -33,7 +33,7 @@ class MatrixProduct:
         self.flops = 2 * side**3
 
     def run(self) -> float:
-        """Multiply once; return the seconds it took. What a GPU computes is waited for."""
+        """Multiply once; return the seconds it took, kernels on a GPU included."""
         backend.synchronise(self._into)
         begin_s = time.perf_counter()
         namespace(self._a).matmul(self._a, self._b, out=self._into)
@@ -42,7 +42,7 @@ class MatrixProduct:
 
 
 def _repeated(rows: Array, side: int, on: str) -> Array:
-    """Return a square matrix of ``rows`` again and again, made where they are."""
+    """Return a square matrix that repeats ``rows``, on the device ``on``, where they are."""
     matrix = backend.empty((side, side), rows.dtype, on)
     for first in range(0, side, len(rows)):
         matrix[first : first + len(rows)] = rows[: side - first]
@@ -50,7 +50,7 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the operations a second of the fastest of the products that fit into ``seconds``, of 3 at least (local).
+    """Return the flop/s of the fastest product of those that fit into ``seconds``, of 3 at least (local).
 
     A product of n x n matrices is 2 n^3 operations. All cores that the library uses take part: where other ranks share
     them, let all measure at the same time.
@@ -65,23 +65,23 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return which kernels numpy's OpenBLAS has chosen for this processor, and the variables that it was told by.
+    """Return the kernels that numpy's OpenBLAS uses on this processor, and the variables that configure it.
 
-    Both change what a matrix product reaches by factors. The kernels are not known of another BLAS, or of one that did
-    not come with numpy.
+    Both change the speed of a matrix product by factors. The kernels of another BLAS, or of one that did not come with
+    numpy, are not known.
     """
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
-    told = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
-    return ", ".join([*names, *told]) or "not known"
+    variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
+    return ", ".join([*names, *variables]) or "not known"
 
 
 def _bundled() -> list[Path]:
-    """Return the libraries that a wheel of numpy brings along."""
+    """Return the OpenBLAS libraries that numpy's wheel contains."""
     return sorted(Path(np.__file__).parents[1].glob("numpy.libs/lib*openblas*"))
 
 
 def _core(library: Path) -> str:
-    """Return what an OpenBLAS, which numpy has loaded, calls the kernels that it uses; "" where it does not say."""
+    """Return OpenBLAS's name for the kernels that it uses; "" where the library has no such query."""
     loaded = ctypes.CDLL(str(library))
     for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
         if hasattr(loaded, name):

@@ -1,6 +1,6 @@
 """Memory of a training step by category (parameters, gradients, communication, ...), now and at its peak.
 
-Whoever allocates a buffer that counts registers it with `Ledger.track`; its bytes leave the sum when it is collected.
+Code that allocates a buffer registers it with `Ledger.track`; its bytes leave the sum when it is collected.
 """
 
 import threading
@@ -16,15 +16,15 @@ CATEGORIES = (
     "activations",
     "communication",
     "checkpoint",
-    "buddy_copies",  # of the own state
-    "partner_copies",  # of that of another rank
+    "buddy_copies",  # copies of the own state
+    "partner_copies",  # copies of the state of another rank
 )
 
 
 class Ledger:
-    """Counts the arrays that are alive, by category, from their creation to their collection.
+    """Count of the bytes of live arrays by category, from their creation to their collection.
 
-    Only owners of memory are tracked, never views. The prefetching thread may drop arrays, hence the lock.
+    Only owners of memory are tracked, never views. Any thread may drop an array, hence the lock.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Piece:
     """Elements ``flat`` (row-major) of the box ``box`` of tensor ``tensor``, held in ``array``.
 
     ``kind`` says which of its arrays: "parameters", "optimizer.m", ... ``array`` is 1-D with ``flat.size`` elements;
-    it is a view where state is saved in place and filled where it is restored, or the `Stretch` of a file.
+    a view of the state that is saved or restored in place, or a `FileSlice` of a file-backed store.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Piece:
     global_shape: tuple[int, ...]
     box: Box
     flat: Range
-    array: Array  # or a `hpcdist.arrays.filestore.FileSlice`: the part of the interface that both have
+    array: Array  # or a `hpcdist.arrays.filestore.FileSlice`, which has the same shape, dtype and copy
 
     def __post_init__(self) -> None:
         inside = len(self.box) == len(self.global_shape) and all(
@@ -85,6 +85,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
     """Return the runs of a piece: one for a cut by rows, one per row for a cut by columns."""
     extent = tuple(stop - start for start, stop in box)
+    # A run ends where the box does not span a whole dim: join dims from the last one on, as long as the box spans them.
     outer = len(shape)  # dims before `outer` are stepped through; those behind lie inside one run
     while outer > 0 and (outer == len(shape) or extent[outer] == shape[outer]):
         outer -= 1
@@ -92,8 +93,10 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
     if not flat or not length:
         empty = np.zeros(0, np.int64)
         return Runs(empty, empty, empty)
+    # Numbers of the runs that `flat` touches, the first and the last perhaps in part.
     index = np.arange(flat.start // length, -(-flat.stop // length), dtype=np.int64)
     start = np.zeros(index.size, np.int64)
+    # Each number, written in the mixed radix of the outer extents, is the run's position in the box.
     rest, stride = index, math.prod(shape[outer:])
     for dim in reversed(range(outer)):
         rest, position = np.divmod(rest, extent[dim])
@@ -107,25 +110,27 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
     return Runs(start + cut_front, inside + cut_front - flat.start, size)
 
 
-def intersect_runs(one: Runs, other: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``(local of one, local of other, size)`` of the elements that both have, ordered as in the tensor."""
-    first = np.searchsorted(other.start + other.size, one.start, side="right")
-    last = np.searchsorted(other.start, one.start + one.size, side="left")
+def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``(local of left, local of right, size)`` of the elements that both have, ordered as in the tensor."""
+    # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
+    first = np.searchsorted(right.start + right.size, left.start, side="right")
+    last = np.searchsorted(right.start, left.start + left.size, side="left")
     count = np.maximum(last - first, 0)
-    mine = np.repeat(np.arange(one.start.size), count)
+    mine = np.repeat(np.arange(left.start.size), count)
+    # For each pair the index in `right`: a global count, shifted so that it begins at first[i] for each i.
     theirs = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
-    start = np.maximum(one.start[mine], other.start[theirs])
-    stop = np.minimum(one.start[mine] + one.size[mine], other.start[theirs] + other.size[theirs])
-    local = start - one.start[mine] + one.local[mine]
-    return local, start - other.start[theirs] + other.local[theirs], stop - start
+    start = np.maximum(left.start[mine], right.start[theirs])
+    stop = np.minimum(left.start[mine] + left.size[mine], right.start[theirs] + right.size[theirs])
+    local = start - left.start[mine] + left.local[mine]
+    return local, start - right.start[theirs] + right.local[theirs], stop - start
 
 
-def grouped_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether one shape is the other with neighbouring dims joined: (3, 4, 5) and (12, 5) have the same elements."""
-    if one == other:
+def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with neighbouring dims joined, as (12, 5) is of (3, 4, 5): same flat order."""
+    if left == right:
         return True
-    ends, others = (set(accumulate(shape, mul)) for shape in (one, other))
-    return math.prod(one) == math.prod(other) and (ends <= others or others <= ends)
+    ends, others = (set(accumulate(shape, mul)) for shape in (left, right))
+    return math.prod(left) == math.prod(right) and (ends <= others or others <= ends)
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
@@ -134,6 +139,7 @@ def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> 
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])
     stop = np.concatenate([np.zeros(0, np.int64), *(pair[0] + pair[1] for pair in pairs), [size]])
     order = np.argsort(start, kind="stable")
+    # Where everything before each stretch ends; an empty stretch at `size` makes a gap at the end visible.
     reached = np.concatenate([[0], np.maximum.accumulate(stop[order])[:-1]])
     gaps = np.flatnonzero(start[order] > reached)
     return int(reached[gaps[0]]) if gaps.size else None

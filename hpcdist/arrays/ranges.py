@@ -1,14 +1,14 @@
 """Integer arithmetic of half-open ranges of one flat address space.
 
-Everything is named by ranges: bucket, shard, chunk of a ring, key of a parameter server, piece of a checkpoint. The
-arithmetic is here, in pure functions, so that the awkward cases (fewer elements than ranks, empty parts, a ragged
-tail) are decided and tested once.
+Ranges name everything that is a part of a model's flat space: bucket, shard, chunk of a ring, key of a parameter
+server, piece of a checkpoint. The arithmetic is here, in pure functions, so that the awkward cases (fewer elements than
+ranks, empty parts, a ragged tail) are decided and tested once.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-ALIGN_BYTES = 64  # a cache line, and the widest vector register: no two owners share either
+ALIGN_BYTES = 64  # a cache line, and the widest vector register: no line is shared by two owners
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -56,8 +56,9 @@ def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) 
     assert size >= 0 and parts >= 1 and itemsize >= 1 and align_bytes >= 1
     block = max(1, align_bytes // itemsize)
     blocks = -(-size // block)
-    each, longer = divmod(blocks, parts)
-    bounds = [min(size, block * (part * each + min(part, longer))) for part in range(parts + 1)]
+    # The first `longer` parts have one block more; the last boundary is cut to the size, which need not be aligned.
+    shortest, longer = divmod(blocks, parts)
+    bounds = [min(size, block * (part * shortest + min(part, longer))) for part in range(parts + 1)]
     return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
 
@@ -78,14 +79,14 @@ def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
 
 def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
     """Return the stretches of ``whole`` that none of ``parts`` covers, in order."""
-    found, reached = [], whole.start
+    uncovered, reached = [], whole.start
     for part in sorted(part for part in parts if part):
         if part.start > reached:
-            found.append(Range(reached, min(part.start, whole.stop)))
+            uncovered.append(Range(reached, min(part.start, whole.stop)))
         reached = max(reached, part.stop)
         if reached >= whole.stop:
-            return found
-    return [*found, Range(reached, whole.stop)] if reached < whole.stop else found
+            return uncovered
+    return [*uncovered, Range(reached, whole.stop)] if reached < whole.stop else uncovered
 
 
 def align_up(size: int, multiple: int) -> int:

@@ -1,4 +1,7 @@
-"""Random numbers by logical stream: counter-based (Philox), so that no partition of the work changes a draw."""
+"""Random numbers by logical stream: counter-based (Philox), so that no partition of the work changes a draw.
+
+`stream` is for the host; `philox` (compiled loops) and `philox_arrays` (numpy, cupy) draw the same words anywhere.
+"""
 
 from typing import Any, Final
 
@@ -8,7 +11,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.jit import jit
 
 ROUNDS: Final = 10
-# Of Philox4x32: the two factors of a round, and what the two words of the key grow by between rounds.
+# Constants of Philox4x32: the two factors of a round, and the increments of the two key words between rounds.
 _FACTORS: Final = 0xD2511F53, 0xCD9E8D57
 _GROWTHS: Final = 0x9E3779B9, 0xBB67AE85
 _WORD: Final = 0xFFFFFFFF
@@ -32,14 +35,14 @@ def philox(
 ) -> None:
     """Write the words of Philox4x32-10 (Salmon et al., SC'11) at ``count`` counters to ``words`` (4 count,) of uint32.
 
-    For kernels. The lowest word of the counter runs from ``first`` on, the others are the same for all.
+    For compiled kernels. The lowest word of the counter counts from ``first`` on, the others are the same for all.
     """
     # The rounds stand here and not in a function for one counter: LLVM makes vector code of this loop alone.
     for i in range(count):
         a, b, c, d = np.uint64(first + i), np.uint64(counter1), np.uint64(counter2), np.uint64(counter3)
         k, m = np.uint64(key0), np.uint64(key1)
         for _ in range(ROUNDS):
-            p, q = _A * a, _B * c
+            p, q = _A * a, _B * c  # 64-bit products: the high and the low half are the new words
             a, b = (q >> _HALF) ^ b ^ k, q & _LOW
             c, d = (p >> _HALF) ^ d ^ m, p & _LOW
             k, m = (k + _GA) & _LOW, (m + _GB) & _LOW
@@ -50,7 +53,10 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return what `philox` does for counters that are uint64 arrays, or one number for all, on either processor."""
+    """Return the four words of Philox4x32-10 as `philox` does, for counters that are uint64 arrays or one number.
+
+    Arrays may lie on the host or on a GPU.
+    """
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):

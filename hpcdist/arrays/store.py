@@ -1,4 +1,7 @@
-"""Flat store: the bytes of the ranges of a layout that a rank holds in memory."""
+"""Flat store: one array for the ranges of a model's flat layout that a rank holds in memory.
+
+Shards of parameters, gradients and optimizer state are such stores; tensors are views of them.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +23,8 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 class FlatStore:
     """A 1-D array that holds ``parts`` of the flat space of ``layout`` one behind the other, padding included and zero.
 
-    ``parts`` are disjoint ranges in ascending order, or one range; None stands for the whole space. Whoever has memory
-    of a special kind (shared by the ranks of a node, pinned, from a pool) passes ``allocate(elements, dtype)``.
+    ``parts`` are disjoint ranges in ascending order, or one range; None stands for the whole space. For memory of a
+    special kind (shared by the ranks of a node, pinned, from a pool) pass ``allocate(elements, dtype)``.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class FlatStore:
         self.layout = layout
         self.parts = _ranges(layout, parts)
         self._starts = [part.start for part in self.parts]
+        # _shifts[i] is where part i begins in `array`, as _starts[i] is where it begins in the flat space.
         self._shifts = list(accumulate((part.size for part in self.parts[:-1]), initial=0))
         self.size = sum(part.size for part in self.parts)
         self.dtype = np.dtype(dtype)
@@ -53,7 +57,7 @@ class FlatStore:
         return self.array[start : start + wanted.size]
 
     def _offset(self, wanted: Range) -> int:
-        """Return where ``wanted`` begins among the elements that are held."""
+        """Return the index in ``array`` at which ``wanted`` begins."""
         index = bisect_right(self._starts, wanted.start) - 1
         assert index >= 0 and wanted.stop <= self.parts[index].stop, f"{wanted} is not inside one of {self.parts}"
         return wanted.start + self._shifts[index] - self._starts[index]
@@ -69,7 +73,7 @@ class FlatStore:
             yield from self.layout.within(part)
 
     def read(self, wanted: Range, out: Array) -> None:
-        """Copy what is held of ``wanted`` into ``out``, 1-D, on either side of the bus."""
+        """Copy ``wanted`` into ``out``, 1-D, on the host or a GPU."""
         values = self.range(wanted)
         if backend.is_device(values) == backend.is_device(out):
             out[...] = values
@@ -79,7 +83,7 @@ class FlatStore:
             staging.to_host_in_blocks(values, lambda where, block: np.copyto(out[where.slice], block))
 
     def write(self, wanted: Range, values: Array) -> None:
-        """Take ``values``, 1-D, on either side of the bus, for ``wanted``."""
+        """Copy ``values``, 1-D, on the host or a GPU, to ``wanted``."""
         held = self.range(wanted)
         if backend.is_device(values) == backend.is_device(held):
             held[...] = values
@@ -89,7 +93,7 @@ class FlatStore:
             staging.to_device_in_blocks(held, lambda where, block: np.copyto(block, values[where.slice]))
 
     def add(self, wanted: Range, values: Array) -> None:
-        """Add ``values``, 1-D, on the same side of the bus or on a GPU, to what is held of ``wanted``."""
+        """Add ``values``, 1-D, on the same device as this store or on a GPU, to ``wanted``."""
         held = self.range(wanted)
         if backend.is_device(values) and not backend.is_device(held):
             staging.to_host_in_blocks(
@@ -100,15 +104,15 @@ class FlatStore:
                 held += values
 
     def blocks(self, wanted: Range) -> Iterator[Array]:
-        """Yield what is held of ``wanted`` in order, to be read only, each block before the next is asked for."""
+        """Yield ``wanted`` in order, in blocks to be read before the next is asked for; here it is one view."""
         yield self.range(wanted)
 
     def contents(self, wanted: Range) -> Array:
-        """Return what a `Piece` of ``wanted`` holds: here the view itself."""
+        """Return the array of a `Piece` of ``wanted``: here the view itself."""
         return self.range(wanted)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Take over what ``other``, of the same layout and dtype, holds of these parts; it may live elsewhere."""
+        """Copy from ``other``, of the same layout and dtype, on any device, the elements that both hold."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

@@ -35,7 +35,7 @@ _DRAWN_ELEMENTS: Final = 1 << 22  # at once, to keep memory small
 
 @dataclass(frozen=True)
 class CompareSide:
-    """One configuration of one file: the time of the slowest rank of each iteration, and who measured it."""
+    """One configuration of one file: the slowest rank's time of each iteration, and the session that measured it."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -71,7 +71,7 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """All changes, wrong results and the largest slowdown first, and the names of what has nothing beside it."""
+    """Changes, wrong results and the largest slowdown first, and the names that only one file has."""
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
@@ -106,8 +106,8 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
             f"against {', '.join(list(right)[:3]) or 'nothing'}, ..."
         )
     healed = [name for name in common if left[name].wrong and not right[name].wrong]
-    kept = [name for name in common if name not in healed]
-    changes = sorted((change(name, left[name], right[name], rule) for name in kept), key=_effect)
+    compared = [name for name in common if name not in healed]
+    changes = sorted((change(name, left[name], right[name], rule) for name in compared), key=_effect)
     return ResultsComparison(
         tuple(changes),
         tuple(name for name in left if name not in right),
@@ -144,39 +144,43 @@ def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule
 def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.ndarray:
     """Return the medians of ``resamples`` samples drawn from ``side``: processes first, then their iterations."""
     processes = [side.times_s[side.session == number] for number in np.unique(side.session)]
-    found = np.empty(resamples)
+    medians = np.empty(resamples)
     if len(processes) == 1:
         times = processes[0]
         step = max(1, _DRAWN_ELEMENTS // len(times))
         for start in range(0, resamples, step):
             rows = min(step, resamples - start)
-            found[start : start + rows] = np.median(times[rng.integers(0, len(times), (rows, len(times)))], axis=1)
-        return found
+            medians[start : start + rows] = np.median(times[rng.integers(0, len(times), (rows, len(times)))], axis=1)
+        return medians
     for index in range(resamples):
         chosen = [processes[number] for number in rng.integers(0, len(processes), len(processes))]
-        found[index] = np.median(np.concatenate([times[rng.integers(0, len(times), len(times))] for times in chosen]))
-    return found
+        medians[index] = np.median(np.concatenate([times[rng.integers(0, len(times), len(times))] for times in chosen]))
+    return medians
 
 
-def _effect(one: MedianChange) -> tuple[bool, float, str]:
-    return (one.reference, -np.inf if one.ratio is None else -one.ratio, one.name)
+def _effect(change: MedianChange) -> tuple[bool, float, str]:
+    return (change.reference, -np.inf if change.ratio is None else -change.ratio, change.name)
 
 
 def _notes(changes: Sequence[MedianChange]) -> list[str]:
     notes = []
-    moved = [one.ratio for one in changes if one.ratio and one.reference and one.verdict in (REGRESSION, IMPROVEMENT)]
+    moved = [
+        change.ratio
+        for change in changes
+        if change.ratio and change.reference and change.verdict in (REGRESSION, IMPROVEMENT)
+    ]
     if moved:
         worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
             f"{len(moved)} of the references (memcpy, wire), which are no code of ours, changed as well, by up to "
             f"{worst:.2f}x: the two files are from different machines, or from different loads"
         )
-    single = sum(1 in one.sessions for one in changes)
+    single = sum(1 in change.sessions for change in changes)
     if single:
         notes.append(
             f"{single} of {len(changes)} intervals come from one process a side: what differs by start is not in them"
         )
-    few = sum(one.verdict == FEW for one in changes)
+    few = sum(change.verdict == FEW for change in changes)
     if few:
         notes.append(f"{few} configurations have fewer than {LEAST} iterations a side, and no verdict")
     return notes
@@ -184,30 +188,32 @@ def _notes(changes: Sequence[MedianChange]) -> list[str]:
 
 def _schema(path: Path) -> str:
     with files.open_read(path) as file:
-        found = str(file.attrs.get("schema"))
-    if found not in _READERS:
+        schema = str(file.attrs.get("schema"))
+    if schema not in _READERS:
         raise StorageError(
-            f"{path}: a file of schema {found!r}, expected {' or '.join(_READERS)}: the --output of "
+            f"{path}: a file of schema {schema!r}, expected {' or '.join(_READERS)}: the --output of "
             "`hpcdist bench collectives` or `hpcdist bench sweep`"
         )
-    return found
+    return schema
 
 
 def _collectives(path: Path) -> dict[str, CompareSide]:
     """Return the configurations of a benchmark of collectives; versions of the MPI library may differ."""
-    found = {}
-    for one in collectives_results.read(path).configurations:
-        key = one.key
+    sides = {}
+    for configuration in collectives_results.read(path).configurations:
+        key = configuration.key
         cache = "" if key.cache == COLD else f" {key.cache}"
         where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
         name = f"{key.op} {key.dtype} {key.bytes} B{cache}, {where}, {key.label}"  # `_by_cell` takes it apart
-        found[name] = CompareSide(one.slowest_s, one.session, one.reference, bool(one.wrong))
-    return found
+        sides[name] = CompareSide(
+            configuration.slowest_s, configuration.session, configuration.reference, bool(configuration.wrong)
+        )
+    return sides
 
 
 def _sweep(path: Path) -> dict[str, CompareSide]:
     """Return the steps of each configuration of a sweep over its good repeats, without the first, which compiles."""
-    found = {}
+    sides = {}
     for configuration in results.read(path).configurations:
         times, sessions = [], []
         for repeat in configuration.repeats:
@@ -218,8 +224,8 @@ def _sweep(path: Path) -> dict[str, CompareSide]:
                 sessions.append(np.full(len(times[-1]), repeat.number))
         if sum(map(len, times)):
             name = f"{configuration.name} on {configuration.ranks} ranks"
-            found[name] = CompareSide(np.concatenate(times), np.concatenate(sessions))
-    return found
+            sides[name] = CompareSide(np.concatenate(times), np.concatenate(sessions))
+    return sides
 
 
 _READERS: Final[Mapping[str, Callable[[Path], dict[str, CompareSide]]]] = {
@@ -230,59 +236,62 @@ _READERS: Final[Mapping[str, Callable[[Path], dict[str, CompareSide]]]] = {
 _HEAD: Final = ("configuration", "before us", "after us", "ratio", "interval", "n", "verdict")
 
 
-def _cells(found: ResultsComparison) -> list[list[str]]:
+def _cells(comparison: ResultsComparison) -> list[list[str]]:
     return [
         [
-            one.name,
-            *_figures(one),
-            f"{one.iterations[0]}/{one.iterations[1]}",
-            one.verdict + (" (reference)" if one.reference else ""),
+            change.name,
+            *_figures(change),
+            f"{change.iterations[0]}/{change.iterations[1]}",
+            change.verdict + (" (reference)" if change.reference else ""),
         ]
-        for one in found.changes
+        for change in comparison.changes
     ]
 
 
-def _figures(one: MedianChange) -> list[str]:
-    if one.ratio is None or one.before_s is None or one.after_s is None:
+def _figures(change: MedianChange) -> list[str]:
+    if change.ratio is None or change.before_s is None or change.after_s is None:
         return ["-"] * 4
-    times = [f"{1e6 * seconds:,.1f}" for seconds in (one.before_s, one.after_s)]
-    return [*times, f"{one.ratio:.3f}", f"{one.low:.3f} - {one.high:.3f}"]
+    times = [f"{1e6 * seconds:,.1f}" for seconds in (change.before_s, change.after_s)]
+    return [*times, f"{change.ratio:.3f}", f"{change.low:.3f} - {change.high:.3f}"]
 
 
-def text(found: ResultsComparison) -> str:
+def text(comparison: ResultsComparison) -> str:
     """Return the table as lines for people, the largest slowdown first, and below what only one file has."""
-    cells = [list(_HEAD), *_cells(found)]
+    cells = [list(_HEAD), *_cells(comparison)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
     left = (0, len(_HEAD) - 1)
     lines = [
         "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
         for row in cells
     ]
-    return "\n".join([*lines, *_below(found)])
+    return "\n".join([*lines, *_below(comparison)])
 
 
-def markdown(found: ResultsComparison) -> str:
+def markdown(comparison: ResultsComparison) -> str:
     """Return the table as Markdown."""
     marks = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
-    body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(found)]
+    body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(comparison)]
     return "\n".join(
-        [*("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)), *(f"\n{line}" for line in _below(found))]
+        [
+            *("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)),
+            *(f"\n{line}" for line in _below(comparison)),
+        ]
     )
 
 
-def _below(found: ResultsComparison) -> list[str]:
+def _below(comparison: ResultsComparison) -> list[str]:
     lines = []
     for what, names in (
-        ("only in the first", found.only_before),
-        ("only in the second", found.only_after),
-        ("wrong in the first, and not compared", found.wrong_before),
+        ("only in the first", comparison.only_before),
+        ("only in the second", comparison.only_after),
+        ("wrong in the first, and not compared", comparison.wrong_before),
     ):
         lines += [f"{what}: {cell}" for cell in _by_cell(names)]
-    return [*lines, *found.notes]
+    return [*lines, *comparison.notes]
 
 
 def _by_cell(names: Sequence[str]) -> list[str]:
-    """Return a line for each operation, size and place, with all that has it."""
+    """Return a line for each operation, size and place, with the names that have it."""
     cells: dict[str, list[str]] = {}
     for name in names:
         *where, label = name.split(", ", 3)
@@ -290,6 +299,10 @@ def _by_cell(names: Sequence[str]) -> list[str]:
     return [f"{where}, {', '.join(labels)}" if where else "; ".join(labels) for where, labels in cells.items()]
 
 
-def jsonable(found: ResultsComparison, rule: CompareRule) -> dict[str, Any]:
+def jsonable(comparison: ResultsComparison, rule: CompareRule) -> dict[str, Any]:
     """Return the comparison as JSON values."""
-    return {"rule": asdict(rule), **asdict(found), "regressions": [one.name for one in found.regressions]}
+    return {
+        "rule": asdict(rule),
+        **asdict(comparison),
+        "regressions": [change.name for change in comparison.regressions],
+    }

@@ -1,4 +1,4 @@
-"""The ``[checkpoint]`` section of a recipe. Light: imports nothing but the errors."""
+"""Configuration of checkpoints: the ``[checkpoint]`` section of a recipe. Imports nothing but the errors."""
 
 import math
 import shlex
@@ -13,8 +13,9 @@ OBSERVED: Final = "observed"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Times at which a run is saved, beside its end: every ``every_steps`` steps (0: not), keeping the newest ``keep``.
+    """Section ``[checkpoint]``: when a run is saved, by which ranks, and which checkpoints are kept.
 
+    A run is saved at its end and every ``every_steps`` steps (0: at the end only); the newest ``keep`` stay.
     ``writers`` says who writes files: every "rank", one rank of a "node", or so many ranks (a number). The others send
     them what they hold. ``asynchronous``: steps go on while threads write a copy of the state, which takes its memory
     once more, or space in ``local_directory``, on a disk of the node. ``incremental``: what has not changed since the
@@ -109,7 +110,7 @@ class CheckpointConfig:
 def _options(text: str) -> list[str]:
     """Return the options in ``text``, none where they are not what a shell would take for options."""
     try:
-        found = shlex.split(text)
+        words = shlex.split(text)
     except ValueError:
         return []
-    return found if found and found[0].startswith("-") else []
+    return words if words and words[0].startswith("-") else []

@@ -21,14 +21,16 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
 
 VAL_LOSS: Final = "val_loss"  # among the scalars of a checkpoint
+LATEST: Final = "latest"
+_NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule. ``every_steps`` and ``best`` keep more than the ``last`` ones; 0: none.
+    """Retention rule: the ``last`` checkpoints stay, and those that ``every_steps`` and ``best`` keep (0: none).
 
-    ``every_steps`` keeps the first checkpoint of each stretch of so many steps, from its multiples on: where a run
-    saves at the multiples, these.
+    ``every_steps`` keeps the first checkpoint of each stretch of so many steps that begins at a multiple; where a run
+    saves at the multiples, these. ``best`` keeps so many with the lowest validation loss.
     """
 
     last: int = 2
@@ -59,14 +61,10 @@ class Retention:
 def loss_of(path: Path) -> float:
     """Return the validation loss that the checkpoint at ``path`` was saved with; NaN where none is known (local)."""
     try:
-        found = manifest.load(path).scalars.get(VAL_LOSS)
-        return float(found) if isinstance(found, int | float) else math.nan
+        loss = manifest.load(path).scalars.get(VAL_LOSS)
+        return float(loss) if isinstance(loss, int | float) else math.nan
     except (StorageError, OverflowError):
         return math.nan
-
-
-LATEST: Final = "latest"
-_NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
@@ -74,12 +72,12 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
-    found = []
+    ranked = []
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append((-int(match[1]), preference.index(match[2] or ""), path))
-    return [(-step, path) for step, _, path in sorted(found)]
+            ranked.append((-int(match[1]), preference.index(match[2] or ""), path))
+    return [(-step, path) for step, _, path in sorted(ranked)]
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
@@ -123,21 +121,21 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
 
 
 def replace(path: Path, text: str) -> None:
-    """Let ``path`` hold ``text``: that or what was there, even where the machine fails meanwhile. Raises OSError."""
+    """Replace the content of ``path`` by ``text``, atomically and durably. Raises OSError."""
     atomic.write(path, text, durable=True)
 
 
 def discard(temporary: Path) -> None:
-    """Remove an unfinished checkpoint, so that a full disk has its space back; failure is no matter."""
+    """Remove an unfinished checkpoint, so that a full disk has its space back; errors are ignored."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _prune(directory: Path, step: int, keep: Retention) -> None:
-    """Leave what ``keep`` says up to ``step``; what lies beyond is set aside. Failures are told, not raised."""
-    found = candidates(directory)
-    complete = [(number, path) for number, path in found if not path.suffix and number <= step]
+    """Remove what ``keep`` does not keep up to ``step``; set aside what lies beyond. Failures go to stderr."""
+    directories = candidates(directory)
+    complete = [(number, path) for number, path in directories if not path.suffix and number <= step]
     stay = keep.kept({number: loss_of(path) if keep.best else math.nan for number, path in complete})
-    for number, path in found:
+    for number, path in directories:
         try:
             if not path.suffix and number > step:
                 _set_aside(path)

@@ -26,7 +26,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor that a checkpoint holds, whatever pieces it lies in."""
+    """Whole tensor of a checkpoint, whatever pieces it is stored in."""
 
     kind: str
     name: str
@@ -46,7 +46,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A directory that is, or was to become, a checkpoint. ``reason`` says why it cannot be used, "" where it can.
+    """Listed directory that is, or was to become, a checkpoint. ``reason`` says why it cannot be used ("": it can).
 
     Sizes have been compared with the manifest, digests have not.
     """
@@ -83,34 +83,34 @@ def checkpoints_directory(run_dir: Path) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
-    """Return all that lies in the directory of checkpoints of ``run_dir``, the most recent first."""
+    """Return every finished, unfinished or damaged checkpoint of ``run_dir``, the most recent first."""
     return [inspect(path) for _, path in names.candidates(checkpoints_directory(run_dir))]
 
 
 def inspect(path: Path) -> ListedCheckpoint:
-    """Return what is at ``path``."""
+    """Return the state of the checkpoint at ``path``, from its manifest and the sizes of its files."""
     stem = path.name.partition(".")[0].removeprefix("step-")
     step = int(stem) if stem.isdecimal() else -1
     if path.suffix == ".tmp":
         return ListedCheckpoint(path, step, UNFINISHED, "it was not finished, or is being written", None)
     try:
-        found = manifest.load(path)
+        loaded = manifest.load(path)
     except StorageError as error:
         return ListedCheckpoint(
             path, step, NEWER if isinstance(error, manifest.NewerVersionError) else DAMAGED, str(error), None
         )
-    reason = size_mismatch(path, found)
-    if step not in (-1, found.step):
-        reason = f"its manifest is of step {found.step}"
-    return ListedCheckpoint(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
+    reason = size_mismatch(path, loaded)
+    if step not in (-1, loaded.step):
+        reason = f"its manifest is of step {loaded.step}"
+    return ListedCheckpoint(path, loaded.step, DAMAGED if reason else COMPLETE, reason, loaded)
 
 
 def load_usable(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``. Raises StorageError where a run would not go on from it."""
-    found = inspect(path)
-    if found.manifest is None or found.reason:
-        raise StorageError(f"{path} is {found.state}: {found.reason}")
-    return found.manifest
+    """Return the manifest of the checkpoint at ``path``. Raises StorageError where no run could resume from it."""
+    listed = inspect(path)
+    if listed.manifest is None or listed.reason:
+        raise StorageError(f"{path} is {listed.state}: {listed.reason}")
+    return listed.manifest
 
 
 def load_parameters(path: Path) -> Manifest:
@@ -122,24 +122,24 @@ def load_parameters(path: Path) -> Manifest:
 def select(path: Path) -> Path:
     """Return ``path`` where it is a checkpoint, else the newest complete one of the run there. Raises StorageError.
 
-    A directory that was begun as a checkpoint is returned as it is, so that its reader tells what it lacks.
+    A directory that was begun as a checkpoint is returned as it is, so that reading it raises what it lacks.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
-    for found in list_checkpoints(path):
-        if found.state == COMPLETE:
-            return found.path
+    for listed in list_checkpoints(path):
+        if listed.state == COMPLETE:
+            return listed.path
     raise StorageError(f"{path} has no complete checkpoint; `hpcdist checkpoint ls {path}` says why")
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
     """Return the tensors of ``kinds`` (None: of all), ordered by kind, layer and name."""
-    found = {
+    tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
         for entry in loaded.pieces
         if kinds is None or entry.kind in kinds
     }
-    return sorted(found.values(), key=lambda tensor: (tensor.kind != PARAMETERS, tensor.kind, _by_layer(tensor.name)))
+    return sorted(tensors.values(), key=lambda tensor: (tensor.kind != PARAMETERS, tensor.kind, _by_layer(tensor.name)))
 
 
 def _by_layer(name: str) -> tuple[int, str]:
@@ -147,16 +147,16 @@ def _by_layer(name: str) -> tuple[int, str]:
     return (int(layer), rest) if layer.isdecimal() else (0, name)
 
 
-def summary(found: ListedCheckpoint) -> dict[str, Any]:
-    """Return what a person wants to know of a checkpoint, as JSON values."""
-    loaded = found.manifest
+def summary(listed: ListedCheckpoint) -> dict[str, Any]:
+    """Return the summary of a checkpoint for people, as JSON values: step, state, sizes, and sums by kind."""
+    loaded = listed.manifest
     figures: dict[str, Any] = {
-        "path": str(found.path),
-        "step": found.step,
-        "state": found.state,
-        "reason": found.reason,
-        "written_utc": found.written_utc,
-        "bytes": found.nbytes,
+        "path": str(listed.path),
+        "step": listed.step,
+        "state": listed.state,
+        "reason": listed.reason,
+        "written_utc": listed.written_utc,
+        "bytes": listed.nbytes,
     }
     if loaded is None:
         return figures

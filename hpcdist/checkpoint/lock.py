@@ -1,13 +1,13 @@
-"""Lock of a run directory: two jobs that write the same checkpoints would each destroy the other's (local).
+"""Lock of a run directory, so that no two jobs write the same checkpoints (local).
 
 The file ``lock`` names host, process and job of its holder, whose thread touches it every `HEARTBEAT_S`. It is stale
 when the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an
 earlier start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. The
-lock of another machine that may be stale is waited for so long: a job that was requeued to another node goes on by
-itself.
+lock of another machine, whose processes cannot be seen from here, is waited for so long: a job that was
+requeued to another node then goes on by itself.
 
-A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It looks
-before it writes a checkpoint and before it makes one visible (`lost`), and never touches the lock of another.
+A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It checks
+that with `lost` before it writes a checkpoint and before it makes one visible, and never touches the lock of another.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ _held_locks: dict[Path, "RunLock"] = {}  # by directory: those of this process
 
 
 def lost(directory: Path) -> str:
-    """Return why this process, which had the lock of ``directory``, may write there no more; "" where it may (local).
+    """Return why this process has lost its lock of ``directory`` and must not write there; "" where it may (local).
 
-    It may also where it never had one.
+    A process that never had the lock may write.
     """
     lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
 
 class RunLock:
-    """The lock of one process. Taken by the rank that commits checkpoints; a crash leaves the file behind."""
+    """Lock of one process on a run directory. The rank that commits takes it; a crash leaves the file behind."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._own = _identity(environment)
@@ -52,7 +52,7 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock ``directory``, which exists. Raises StorageError while another process has it.
 
-        Without ``waits`` one that may be dead is taken for alive. ``otherwise`` is what else a person can do.
+        Without ``waits`` a holder that may be dead is taken for alive. ``otherwise`` completes the error message.
         """
         path = directory / LOCK_FILE
         limit = time.monotonic() + STALE_S + HEARTBEAT_S
@@ -61,8 +61,9 @@ class RunLock:
             holder, age_s = _read_holder(path)
             if holder is None or is_dead(holder, self._own) or age_s > STALE_S:
                 _remove(path, holder)
-                continue
+                continue  # others may do the same now: the link in `_made` decides who has it
             touched = path.stat().st_mtime_ns if path.exists() else None
+            # A heartbeat was seen while this process waited: the holder lives, wherever it is.
             alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
@@ -77,16 +78,16 @@ class RunLock:
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
 
     def lost(self) -> str:
-        """Return who has taken this process's lock from it; "" where it has it, or had none."""
+        """Return which process has taken this one's lock; "" where this process has it, or never had one."""
         path = self._path
         if path is None:
             return ""
         holder, _ = _read_holder(path)
-        if not holder:  # removed by somebody, so that nobody has it; or it cannot be read, and nobody knows
+        if not holder:  # None: the file was removed, and is made again here; {}: it cannot be read
             try:
                 if holder is not None or self._made(path):
                     return ""
-            except StorageError as error:  # told, not raised: one rank asks for all
+            except StorageError as error:  # returned, not raised: the calling rank tells all others
                 return str(error)
             holder = _read_holder(path)[0] or {}
         if holder == self._own:
@@ -98,7 +99,7 @@ class RunLock:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The entry of this process in the lock, where it has it."""
+        """The entry of this process in the lock file."""
         return self._own
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
@@ -109,12 +110,12 @@ class RunLock:
         if self._path is not None:
             return
         holder, _ = _read_holder(directory / LOCK_FILE)
-        if holder and holder == predecessor:  # it may have died on another machine, where nobody here can look
+        if holder and holder == predecessor:  # it may have died on another machine, which cannot be seen from here
             _remove(directory / LOCK_FILE, holder)
         self.take(directory)
 
     def _made(self, path: Path) -> bool:
-        """Whether the lock is this process's now."""
+        """Try to create the lock; whether this process has it now. Raises StorageError where no file can be made."""
         new = atomic.temporary_path(path)
         try:
             atomic.write(new, json.dumps(self._own) + "\n")
@@ -138,7 +139,7 @@ class RunLock:
                 continue  # the file system may come back, and `lost` makes a lock that is gone again
 
     def release(self) -> None:
-        """Give the directory free, where this process has it."""
+        """Release the directory, where this process has it."""
         self._ended.set()
         if self._path is not None:
             _held_locks.pop(self._path.parent.resolve(), None)
@@ -148,7 +149,10 @@ class RunLock:
 
 
 def _link_new(new: Path, path: Path) -> None:
-    """Let ``path`` be there with the contents of ``new``, unless it is there already."""
+    """Create ``path`` with the contents of ``new``. Raises FileExistsError where it exists.
+
+    link(2) fails where the name exists, also on NFS, and gives it whole: no other process reads half of an entry.
+    """
     try:
         os.link(new, path)
     except OSError as error:
@@ -171,16 +175,16 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return who holds the lock, {} where that cannot be read and None where nobody does, and since when it is still.
+    """Return the entry in the lock and the seconds since it was touched; {}: not readable, None: there is no lock.
 
-    Both times are those of the file system, whose clock may differ from this machine's.
+    Both times are those of the file system, whose clock may differ from this machine's: a new file says what is now.
     """
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))
         age_s = now.stat().st_mtime - path.stat().st_mtime
-        found = regular.json_value(path, MAX_BYTES)
-        return (found if isinstance(found, dict) else {}), age_s
+        holder = regular.json_value(path, MAX_BYTES)
+        return (holder if isinstance(holder, dict) else {}), age_s
     except FileNotFoundError:
         return None, 0.0
     except (OSError, ValueError):
@@ -192,7 +196,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 def is_dead(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether the process ``holder`` is known not to run any more, as ``own`` sees it."""
     if own["job"] and holder.get("job") == own["job"] and holder.get("restarts") != own["restarts"]:
-        return True  # the batch system starts a job again when it has ended
+        return True  # the batch system restarts a job only when its earlier start has ended
     return _is_visible(holder, own) and _started(holder.get("pid")) != holder.get("started")
 
 
@@ -202,13 +206,22 @@ def _is_visible(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 
 
 def _started(pid: Any) -> str:
-    """Return when a process was started, in the units of the kernel; "" where there is none, or it is a zombie."""
+    """Return when a process was started, in clock ticks since boot; "" where there is none, or it is a zombie.
+
+    With it a process is told from a later one with the same number.
+    """
+    # proc(5): behind the name in parentheses, which may hold any character, come state (field 3) and so on to
+    # starttime (field 22).
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
-    """Remove a stale lock, unless somebody else has done so and holds a new one now."""
+    """Remove the stale lock of ``holder``, unless another process has done so and holds a new one now.
+
+    Between the look at the lock and its removal, another waiter may have replaced it. So the file is renamed, which one
+    process alone succeeds in, and looked at once more: a lock of another than ``holder`` is given its name back.
+    """
     aside = path.with_name(f"{LOCK_FILE}.stale.{os.getpid()}")
     try:
         path.rename(aside)
@@ -216,7 +229,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
         return
     except OSError as error:
         raise StorageError(f"{path} is stale and cannot be removed: {error.strerror}") from error
-    if _read_holder(aside)[0] != holder:  # it was another's
+    if _read_holder(aside)[0] != holder:
         with contextlib.suppress(FileExistsError):
             _link_new(aside, path)
     aside.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ class StripePlan:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the file system of ``path``, or of the nearest directory above that is there."""
+    """Return the file system of ``path``, or of the nearest directory above it that exists."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -104,8 +104,8 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
     """Return over how many servers a shard is spread when ``writers`` write ``nbytes`` together."""
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
-    wanted = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
-    return min(wanted, MAX_STRIPES if servers is None else max(1, servers))
+    count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
+    return min(count, MAX_STRIPES if servers is None else max(1, servers))
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
@@ -135,7 +135,7 @@ def _base_command(kind: str) -> tuple[str, ...]:
 
 
 def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Return what gives files ``count`` stripes."""
+    """Return the options of the tool for ``count`` stripes: on Lustre a progressive layout."""
     if begin[0] == "beegfs":
         return ("--chunk-size", "4Mi", "--num-targets", str(count))
     if begin[0] == "beegfs-ctl":
@@ -149,24 +149,26 @@ def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
 
 
 def _servers(directory: Path) -> int | None:
-    """Return how many servers (OSTs) the Lustre of ``directory`` has; None where `lfs` does not say."""
-    there = next((one for one in (directory.absolute(), *directory.absolute().parents) if one.exists()), Path("/"))
-    done = _run(("lfs", "osts", str(there)))
-    if isinstance(done, str):
+    """Return how many servers (OSTs) the Lustre of ``directory`` has; None where ``lfs`` does not say."""
+    there = next(
+        (ancestor for ancestor in (directory.absolute(), *directory.absolute().parents) if ancestor.exists()), Path("/")
+    )
+    result = _run(("lfs", "osts", str(there)))
+    if isinstance(result, str):
         return None
-    return len(re.findall(r"^\d+:.* ACTIVE", done.stdout, re.MULTILINE)) or None
+    return len(re.findall(r"^\d+:.* ACTIVE", result.stdout, re.MULTILINE)) or None
 
 
-def apply(wanted: StripePlan) -> str:
-    """Stripe the directory, which is there; return what went wrong, "" where nothing did or nothing is to be done."""
-    if not wanted.command:
+def apply(stripe_plan: StripePlan) -> str:
+    """Stripe the existing directory; return the error, "" on success and where nothing is to be done."""
+    if not stripe_plan.command:
         return ""
-    done = _run(wanted.command)
-    if isinstance(done, str):
-        return done
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"{wanted.command[0]}: {said[0]}"
+    result = _run(stripe_plan.command)
+    if isinstance(result, str):
+        return result
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
+        return f"{stripe_plan.command[0]}: {lines[0]}"
     return ""
 
 

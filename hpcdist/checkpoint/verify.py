@@ -1,6 +1,8 @@
-"""Verify every byte of a checkpoint against its digest and report all damage, not the first alone (local).
+"""Verify every byte of a checkpoint against its digests, and prune checkpoints on request (local).
 
-Called by `hpcdist checkpoint verify`, and by `prune` before it removes anything.
+`verify` reports all damage, not the first alone. `plan` and `remove` prune: what stays is verified first, and jobs of
+the run are kept out meanwhile (`exclude_jobs`). The automatic removal after each save is `directory.commit`. Used by
+`hpcdist checkpoint verify` and `hpcdist checkpoint prune`.
 """
 
 import os
@@ -26,8 +28,96 @@ from hpcdist.reporting.units import counted
 
 
 @dataclass(frozen=True)
+class VerifyResult:
+    """Result of `verify`. ``damage`` names file, bytes and tensor of each block that cannot be used.
+
+    ``not_covered`` says which bytes have no digest, so that damage in them cannot be seen.
+    """
+
+    path: Path
+    state: str
+    damage: tuple[str, ...]
+    read_bytes: int
+    not_covered: tuple[str, ...] = ()
+
+
+def verify(path: Path) -> VerifyResult:
+    """Read the whole checkpoint at ``path``, its files side by side (xxhash and pread work without the GIL)."""
+    listed = listing.inspect(path)
+    loaded = listed.manifest
+    if loaded is None:
+        return VerifyResult(path, listed.state, (listed.reason,) if listed.state == listing.DAMAGED else (), 0)
+    by_file: dict[str, list[StoredPiece]] = {name: [] for name in loaded.files}
+    for entry in (*loaded.pieces, *loaded.unused):
+        by_file[entry.file].append(entry)
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        results = list(pool.map(lambda name: _of_file(path, loaded, name, by_file[name]), by_file))
+    results.append(_of_index(path, loaded))
+    # A file of another size may still hold every block, and is damaged all the same: it is not what was written.
+    damage = [listed.reason] if listed.reason else []
+    damage += [line for lines, _ in results for line in lines]
+    state = listing.DAMAGED if damage else listing.COMPLETE
+    return VerifyResult(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
+
+
+def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
+    """Return descriptions of the bytes for which the manifest, of an earlier version, has no digest."""
+    lacking = len(loaded.files.keys() - loaded.outside.keys())
+    lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
+    return (*lines, INDEX_FILE) if loaded.index is None and (path / INDEX_FILE).exists() else tuple(lines)
+
+
+def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
+    """Return the damage in the index file, which a restore does not need, and the bytes that were read of it."""
+    index = loaded.index
+    if index is None:
+        return [], 0
+    digest, read_bytes = xxhash.xxh3_128(), 0
+    try:
+        with open(open_regular(path / index.file), "rb") as file:
+            if os.fstat(file.fileno()).st_size == index.nbytes:
+                while part := file.read(READ_BYTES):
+                    digest.update(part)
+                    read_bytes += len(part)
+    except OSError as error:
+        return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"], read_bytes
+    if digest.hexdigest() != index.digest:
+        reason = f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"
+        return [reason], read_bytes
+    return [], read_bytes
+
+
+def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPiece]) -> tuple[list[str], int]:
+    """Return the damage in the shard ``name``, which holds ``entries``, and the bytes that were read."""
+    damage, read_bytes = [], 0
+    with BlockReader(path) as reader:
+        for entry in entries:
+            for block in range(-(-entry.nbytes // BLOCK_BYTES)):
+                try:
+                    read_bytes += reader.read(entry, block)
+                except StorageError as error:
+                    damage.append(str(error))
+                except OSError as error:  # the file is not there, or may not be read
+                    damage.append(f"{path.name}/{name} cannot be read: {error.strerror}; it holds {entry.name}")
+                    return damage, read_bytes
+        if name in loaded.outside:  # HDF5's own bytes: all that lies between the pieces
+            places = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
+            try:
+                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), places))
+            except OSError as error:
+                return [*damage, f"{path.name}/{name} cannot be read: {error.strerror}"], read_bytes
+            read_bytes += count
+            if digest != loaded.outside[name]:
+                damage.append(
+                    f"{path.name}/{name} is damaged outside its tensors: the digest of HDF5's own bytes does not "
+                    "match; a restore does not need them, but other tools do"
+                )
+    return damage, read_bytes
+
+
+@dataclass(frozen=True)
 class PrunePlan:
-    """Checkpoints that go and that stay, the most recent first."""
+    """Checkpoints to remove (``doomed``) and to keep, the most recent first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -49,12 +139,12 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return what ``rule`` leaves of the checkpoints of ``run_dir``. Raises StorageError when none can be restored.
+    """Return what ``rule`` keeps and removes of ``run_dir``. Raises StorageError when none can be restored.
 
     The newest complete one is read in full: where its bytes are damaged, the one before is the newest.
     """
-    found = [one for one in listing.list_checkpoints(run_dir) if one.path.suffix == ""]
-    complete = [one for one in found if one.state == COMPLETE]
+    checkpoints = [listed for listed in listing.list_checkpoints(run_dir) if listed.path.suffix == ""]
+    complete = [listed for listed in checkpoints if listed.state == COMPLETE]
     while complete and verify(complete[0].path).damage:
         complete.pop(0)
     if not complete:
@@ -62,24 +152,26 @@ def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
             f"{run_dir} has no checkpoint that can be restored; nothing is removed. `hpcdist checkpoint verify "
             f"{run_dir}` says what is damaged"
         )
-    stay = rule.kept({one.step: loss_of(one.path) if rule.best else float("nan") for one in complete})
-    usable = {one.path for one in complete}
-    doomed = [one for one in complete if one.step not in stay]
+    stay = rule.kept({listed.step: loss_of(listed.path) if rule.best else float("nan") for listed in complete})
+    usable = {listed.path for listed in complete}
+    doomed = [listed for listed in complete if listed.step not in stay]
     if damaged:
-        doomed += [one for one in found if one.path not in usable and one.state in (COMPLETE, DAMAGED)]
-    gone = {one.path for one in doomed}
-    return PrunePlan(tuple(doomed), tuple(one for one in found if one.path not in gone))
+        doomed += [
+            listed for listed in checkpoints if listed.path not in usable and listed.state in (COMPLETE, DAMAGED)
+        ]
+    gone = {listed.path for listed in doomed}
+    return PrunePlan(tuple(doomed), tuple(listed for listed in checkpoints if listed.path not in gone))
 
 
-def remove(wanted: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove what is doomed; return what is gone, and the reason of what could not be removed."""
+def remove(prune_plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
+    """Remove the ``doomed`` checkpoints; return those removed, and the reasons for those that could not be."""
     gone, failed = [], {}
-    for one in wanted.doomed:
+    for checkpoint in prune_plan.doomed:
         try:
-            names.remove(one.path)
-            gone.append(one.path)
+            names.remove(checkpoint.path)
+            gone.append(checkpoint.path)
         except OSError as error:
-            failed[one.path] = error.strerror or str(error)
+            failed[checkpoint.path] = error.strerror or str(error)
     return gone, failed
 
 
@@ -87,94 +179,3 @@ def check_removed(failed: Mapping[Path, str]) -> None:
     """Raise StorageError when something could not be removed."""
     if failed:
         raise StorageError("; ".join(f"{path} could not be removed: {why}" for path, why in failed.items()))
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """Result of a look at every byte. ``damage`` names file, bytes and tensor of each block that cannot be used.
-
-    ``not_covered`` says which bytes have no digest, so that nobody knows whether they are what was written.
-    """
-
-    path: Path
-    state: str
-    damage: tuple[str, ...]
-    read_bytes: int
-    not_covered: tuple[str, ...] = ()
-
-
-def verify(path: Path) -> VerifyResult:
-    """Read the whole checkpoint at ``path``, its files side by side (xxhash and pread work without the GIL)."""
-    found = listing.inspect(path)
-    loaded = found.manifest
-    if loaded is None:
-        return VerifyResult(path, found.state, (found.reason,) if found.state == listing.DAMAGED else (), 0)
-    by_file: dict[str, list[StoredPiece]] = {name: [] for name in loaded.files}
-    for entry in (*loaded.pieces, *loaded.unused):
-        by_file[entry.file].append(entry)
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        results = list(pool.map(lambda name: _of_file(path, loaded, name, by_file[name]), by_file))
-    results.append(_of_index(path, loaded))
-    # A file of another size may still hold every block, and is damaged all the same: it is not what was written.
-    damage = [found.reason] if found.reason else []
-    damage += [line for lines, _ in results for line in lines]
-    state = listing.DAMAGED if damage else listing.COMPLETE
-    return VerifyResult(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
-
-
-def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
-    """Return of which bytes the manifest, of an earlier version, has no digest."""
-    lacking = len(loaded.files.keys() - loaded.outside.keys())
-    lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
-    return (*lines, INDEX_FILE) if loaded.index is None and (path / INDEX_FILE).exists() else tuple(lines)
-
-
-def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
-    """Return what is wrong with the file that shows whole tensors to other tools, and the bytes that were read of it.
-
-    A restore does not look at it.
-    """
-    index = loaded.index
-    if index is None:
-        return [], 0
-    digest, read_bytes = xxhash.xxh3_128(), 0
-    try:
-        with open(open_regular(path / index.file), "rb") as file:
-            if os.fstat(file.fileno()).st_size == index.nbytes:
-                while part := file.read(READ_BYTES):
-                    digest.update(part)
-                    read_bytes += len(part)
-    except OSError as error:
-        return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"], read_bytes
-    if digest.hexdigest() != index.digest:
-        reason = f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"
-        return [reason], read_bytes
-    return [], read_bytes
-
-
-def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPiece]) -> tuple[list[str], int]:
-    """Return what is wrong with the shard ``name``, which holds ``entries``, and the bytes that were read."""
-    damage, read_bytes = [], 0
-    with BlockReader(path) as reader:
-        for entry in entries:
-            for block in range(-(-entry.nbytes // BLOCK_BYTES)):
-                try:
-                    read_bytes += reader.read(entry, block)
-                except StorageError as error:
-                    damage.append(str(error))
-                except OSError as error:  # the file is not there, or may not be read
-                    damage.append(f"{path.name}/{name} cannot be read: {error.strerror}; it holds {entry.name}")
-                    return damage, read_bytes
-        if name in loaded.outside:
-            places = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
-            try:
-                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), places))
-            except OSError as error:
-                return [*damage, f"{path.name}/{name} cannot be read: {error.strerror}"], read_bytes
-            read_bytes += count
-            if digest != loaded.outside[name]:
-                damage.append(
-                    f"{path.name}/{name} is damaged outside its tensors: the digest of HDF5's own bytes does not "
-                    "match; a restore does not need them, but other tools do"
-                )
-    return damage, read_bytes

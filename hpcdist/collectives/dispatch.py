@@ -73,8 +73,8 @@ class AlgorithmTable:
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
         """Return the table in which ``rows`` are (largest size in bytes, name), ascending; the last has no end."""
-        kept = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
-        return cls((*(name for _, name in kept), rows[-1][1]), tuple(limit for limit, _ in kept))
+        run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
+        return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,7 +116,7 @@ SUM_16_BITS: Final = ("all_to_all", "node_shared")  # no partial sum travels in 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Call that is prepared for an algorithm, an op and a dtype; ``run`` and ``scaled`` refuse nothing."""
+    """Prepared call for an algorithm, an op and a dtype; ``run`` and ``scaled`` check no argument again."""
 
     event: str
     dtype: str
@@ -160,7 +160,7 @@ def allreduce(
         else:
             settled.scaled(comm, buffer, op, scale=scale)
     except REFUSALS:
-        events.end(token)  # nobody waits: left open, it would be over its deadline some day
+        events.end(token)  # no rank waits in it: left open, the watchdog would report it after its deadline
         raise
     events.end(token)
 
@@ -175,7 +175,7 @@ def _row(comm: Communicator, buffer: Array, algorithm: str | AlgorithmTable, op:
 
 
 def _prepare(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Prepared:
-    """Refuse what cannot be done, and return how the rest is done."""
+    """Return the prepared call for ``buffer``, cached on ``comm``. Raises as `allreduce` does."""
     try:
         check_buffer(buffer)
         check_op(op)
@@ -186,12 +186,12 @@ def _prepare(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Pre
     key = (algorithm, op, buffer.dtype, "gpu") if on_gpu else (algorithm, op, buffer.dtype)
     if key not in comm.settled:
         comm.settled[key] = _compose(comm, algorithm, buffer.dtype, on_gpu)
-    found: _Prepared = comm.settled[key]
-    return found
+    prepared: _Prepared = comm.settled[key]
+    return prepared
 
 
 def _compose(comm: Communicator, algorithm: str, dtype: np.dtype, on_gpu: bool) -> _Prepared:
-    """Return how an allreduce is done that nothing speaks against (local)."""
+    """Return the prepared call of ``algorithm`` for buffers of ``dtype`` (local)."""
     run: Callable[..., None] = _BY_NAME[algorithm]
     if on_gpu:
         run = staging.route(algorithm, run)

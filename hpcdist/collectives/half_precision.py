@@ -1,6 +1,6 @@
 """16-bit floats: conversion to and from float32, and an allreduce that rounds only once.
 
-`widened_allreduce` sends float32 through an algorithm that sends partial sums. A ring in 16 bits would round p-1
+`widened_allreduce` makes a float32 copy for an algorithm that sends partial sums. A ring in 16 bits would round p-1
 times: with 4 ranks more than a fifth of its elements differ from the true sum, rounded. The bytes sent are those of
 float32; `all_to_all` is the algorithm that keeps 16 bits on the wire.
 
@@ -53,9 +53,10 @@ def float16_to_float32(half: Any) -> Any:
     """Return the uint16 ``half``, read as a float16, as float32. For compiled loops."""
     word = np.uint32(half)
     magnitude = np.uint32(word & _MAGNITUDE16)
-    moved = np.uint32(magnitude << _SHIFT)
+    moved = np.uint32(magnitude << _SHIFT)  # exponent and fraction at the places that a float32 has them
     normal = np.uint32(moved + _BIAS)
-    special = np.uint32(normal + _BIAS)
+    special = np.uint32(normal + _BIAS)  # the exponent 31 becomes 255, with the payload of a NaN
+    # A subnormal has no hidden bit: read with that of 2^-14, less 2^-14.
     subnormal = bits_of(np.float32(float_of(np.uint32(moved + _SMALLEST_NORMAL)) - float_of(_SMALLEST_NORMAL)))
     finite = subnormal if magnitude < _SUBNORMAL16_BELOW else normal
     wide = special if magnitude >= _INFINITY16 else finite
@@ -68,8 +69,9 @@ def float32_to_float16(value: Any) -> Any:
     word = bits_of(value)
     magnitude = np.uint32(word & _MAGNITUDE32)
     shifted = np.uint32(magnitude >> _SHIFT)
-    tie = np.uint32(shifted & _ONE)
+    tie = np.uint32(shifted & _ONE)  # just under half is added, and 1 more where the last bit is odd: ties to even
     normal = np.uint32(np.uint32(np.uint32(magnitude - _BIAS) + _BELOW_HALF_13) + tie) >> _SHIFT
+    # The processor rounds the sum with 0.5 to multiples of 2^-24, the unit of subnormals; they are its lowest bits.
     subnormal = np.uint32(bits_of(np.float32(float_of(magnitude) + float_of(_ROUNDER))) - _ROUNDER)
     quiet = np.uint32(_QUIET16 | np.uint32(shifted & _FRACTION16))
     special = quiet if magnitude > _INFINITY32 else _INFINITY16
@@ -91,8 +93,8 @@ def float32_to_bfloat16(value: Any) -> Any:
     tie = np.uint32(np.uint32(word >> _HALF_WORD) & _ONE)
     rounded = np.uint32(np.uint32(word + _BELOW_HALF_16) + tie)
     quiet = np.uint32(word | _QUIET32)
-    kept = quiet if np.uint32(word & _MAGNITUDE32) > _INFINITY32 else rounded
-    return np.uint16(np.uint32(kept >> _HALF_WORD))
+    selected = quiet if np.uint32(word & _MAGNITUDE32) > _INFINITY32 else rounded
+    return np.uint16(np.uint32(selected >> _HALF_WORD))
 
 
 @jit

@@ -1,7 +1,12 @@
-"""Segments of a buffer and receives posted ahead of their use, for pipelined algorithms.
+"""Scratch memory of the algorithms, segments of a buffer, and receives posted ahead of their use.
 
-While one piece is combined or passed on, the next are on their way. Sender and receiver cut alike, because both cut
-the ranges that all ranks know; messages between two ranks with one tag arrive in the order in which they were sent.
+Scratch is reused from call to call: a fresh array in every step would cause page faults again and again, and caches
+of registered memory in the message layer are keyed by address. Each thread has its own, so that a collective may run
+beside another one.
+
+Pipelined algorithms cut a buffer into segments: while one is combined or passed on, the next are on their way. Sender
+and receiver cut alike, because both cut the ranges that all ranks know; messages between two ranks with one tag arrive
+in the order in which they were sent.
 """
 
 import threading
@@ -19,10 +24,14 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import UsageError
 
+AHEAD: Final = 2  # receives posted at any time: one that is waited for, one that may already arrive
+
 Buffers: TypeAlias = dict[tuple[str, str], Array]  # (name, "cpu" or "gpu") -> bytes
 
 
 class _Workspace(threading.local):
+    """Scratch of one thread, by name, and the ledger that counts it."""
+
     def __init__(self) -> None:
         self.arrays: Buffers = {}
         self.ledger: Ledger | None = None
@@ -39,14 +48,14 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
-def scratch_in(kept: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return what `scratch` does, out of ``kept``, which belongs to the caller (local)."""
+def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
+    """Return the same as `scratch`, out of ``buffers``, which belong to the caller (local)."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
-    if key not in kept or kept[key].nbytes < nbytes:
-        kept.pop(key, None)  # not both at once
-        kept[key] = count_in_ledger(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
-    return kept[key][:nbytes].view(dtype)
+    if key not in buffers or buffers[key].nbytes < nbytes:
+        buffers.pop(key, None)  # before the larger one is allocated: never both at once
+        buffers[key] = count_in_ledger(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
+    return buffers[key][:nbytes].view(dtype)
 
 
 def count_in_ledger(array: Array) -> Array:
@@ -72,9 +81,6 @@ def release() -> None:
     """Drop the scratch of this thread, and pinned memory that nobody uses (local)."""
     _here.arrays.clear()
     staging.release()
-
-
-AHEAD: Final = 2  # receives posted at any time: one that is waited for, one that may already arrive
 
 
 def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
@@ -113,7 +119,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return scratch for each of ``pieces``, to be received one after the other by an `Inbox` (local).
+    """Return scratch for each of ``pieces``, to be received one after the other by `PostedReceives` (local).
 
     Piece i lies where piece i - AHEAD did: little memory, which stays in the cache.
     """
@@ -139,6 +145,7 @@ class PostedReceives:
 
     def take(self) -> Array:
         """Wait for the next message and return its target, which is the caller's until the next call (local)."""
+        # With targets of `slots` the receive posted here reuses the memory of the piece that was returned last.
         self._post()
         self._posted.popleft().wait()
         self._taken += 1

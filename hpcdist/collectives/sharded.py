@@ -66,7 +66,7 @@ class AllGatherFunction(Protocol):
 
 @dataclass(frozen=True)
 class Sharding:
-    """One way to share a buffer out. ``reduce_scatter`` and ``all_gather`` take what ``shares`` returned.
+    """Sharding algorithm: how a buffer is cut, and its two collectives, which take what ``shares`` returned.
 
     Boundaries of shares lie on 64 bytes and do not ascend with the rank in every algorithm. 16-bit floats stay so on
     the wire: they go straight to the owner of a share, who sums them in rank order in float32 and rounds once (see
@@ -158,7 +158,7 @@ def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], l
 
 
 def _end_with(comm: Communicator, token: int, call: Callable[[], None]) -> None:
-    """Make ``call`` and end its event, also where it is refused: nobody waits then."""
+    """Make ``call`` and end its event, also where it is refused: then no rank waits in it."""
     try:
         call()
     except REFUSALS:
@@ -173,7 +173,7 @@ def _watched(
     reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
     all_gather: Callable[[Communicator, Array, Sequence[Range]], None],
 ) -> Sharding:
-    """Return the sharding whose calls are checked alike, return at once on one rank, and leave one event each.
+    """Return a sharding that checks its arguments, returns at once on one rank, and records one event for each call.
 
     The event is over the messages within: a rank that skips the call is then named, whatever the algorithm.
     """

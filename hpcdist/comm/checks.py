@@ -1,14 +1,15 @@
-"""Checks of a collective before it begins: of the call by itself, and between the ranks in checked mode.
+"""Checks of a collective before it begins: of the local arguments, and between the ranks in checked mode.
 
-Ranks that bring different sizes, dtypes or algorithms to one collective hang, or go on with wrong numbers. In checked
-mode (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all:
+Ranks that call one collective with different sizes, dtypes or algorithms hang, or go on with wrong numbers. In checked
+mode (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all.
+For p ranks this costs:
 
-    one native all-gather of 1024 p bytes for each call (where others are polled meanwhile, an allreduce of them),
-        and for each collective of the communicator that the algorithm uses
+    one native all-gather of 1024 p bytes for each call (an iallreduce of as many where other operations must progress
+        meanwhile), and for each collective of the communicator that the algorithm uses
     another of 16 p bytes a rank for an all-to-all, whose parts differ by rank
 
-A rank whose own call is refused tells the others, who would wait for it otherwise. Where a call stands in the source
-is shown, not compared: ranks may come to the same call by different lines.
+A rank whose own call is refused tells the others, which would wait for it otherwise. The call site is shown, not
+compared: ranks may reach the same call from different lines.
 """
 
 import os
@@ -33,7 +34,7 @@ _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS[
 def is_plain(buffer: Array) -> bool:
     """Whether messages and reductions may work on ``buffer`` as it is: nothing to refuse, nothing to stage (local).
 
-    The hand-over, which finds out what is the matter with the others, is for those alone.
+    All other buffers go through `comm.handover`, which refuses or stages them.
     """
     return type(buffer) is np.ndarray and buffer.ndim == 1 and buffer.flags.carray and buffer.dtype in _KNOWN_TO_MPI
 
@@ -63,17 +64,17 @@ def check_reduction(buffer: Array, op: str) -> None:
 RECORD_BYTES: Final = 1024
 NATIVE_ALGORITHM: Final = "communicator's"
 NO_BUFFER: Final = np.empty(0, np.uint8)  # the buffer of a barrier
-_FIELD_CHARACTERS: Final = 80  # characters of each of the 7 fields at most; at least what is left is for the place
+_FIELD_CHARACTERS: Final = 80  # at most, of each of the 7 fields; the rest of the record holds the call site
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL_FOLDERS: Final = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm"))
 
 
-Move: TypeAlias = Callable[[Request], None]  # moves other things until they, or the request, got somewhere
+Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is under way
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """Call of a rank, as far as all must agree on it; ``extra`` is what only some collectives have."""
+    """Description of a rank's call, equal on all ranks if correct; ``extra`` has arguments of some collectives only."""
 
     operation: str
     algorithm: str
@@ -81,7 +82,7 @@ class CollectiveCall:
     count: str
     reduction: str = ""
     extra: str = ""
-    refused: str = ""  # why it will not
+    refused: str = ""  # why this rank refuses to make the call; "" where it does not
 
     def __str__(self) -> str:
         if self.refused:
@@ -94,16 +95,16 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = "", refused: str = ""
 ) -> CollectiveCall:
-    """Return the call on ``buffer``, which may be anything that a caller has passed (local)."""
+    """Return the description of a call on ``buffer``, which may be any object that a caller has passed (local)."""
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra, refused)
 
 
 def compare_native(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
-    """Compare a collective of the communicator itself, by whatever algorithm its transport has. Collective.
+    """Compare the call of a native collective of the communicator. Collective.
 
-    What the algorithms of `hpcdist.collectives` do within theirs is compared as well.
+    Native calls within the algorithms of `hpcdist.collectives` are compared as well.
     """
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
@@ -115,7 +116,7 @@ def compare_calls(comm: Communicator, call: CollectiveCall) -> None:
 
 
 def compare_while_moving(comm: Communicator, call: CollectiveCall, move: Move) -> None:
-    """Compare as `compare` does, and let ``move`` move what else is under way until all have come. Collective.
+    """Compare as `compare_calls` does, and call ``move`` for other operations until all have come. Collective.
 
     A rank that still waits for an operation before this one would otherwise never come.
     """
@@ -130,8 +131,8 @@ def _check_alike(comm: Communicator, everybody: Sequence[tuple[CollectiveCall, s
 def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
     """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``.
 
-    Collective over ``comm`` there: the others compare their own calls meanwhile, by `compare_while` where there is
-    something to ``move``.
+    Collective over ``comm`` in checked mode: the others compare their own calls meanwhile, by `compare_while_moving`
+    where there is a ``move``.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(
@@ -140,7 +141,7 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return the allreduce ``function`` with the comparison before it (local)."""
+    """Return a wrapper of the allreduce ``function`` that compares the calls first (local)."""
 
     def compare_then_run(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
@@ -154,7 +155,7 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
 
 
 def ranges_fingerprint(shares: Sequence[Range]) -> str:
-    """Return a few characters that stand for ``shares``, the same for the same ones (local)."""
+    """Return a short checksum of ``shares`` for a call's description (local)."""
     return f"shares {zlib.crc32(repr([(part.start, part.stop) for part in shares]).encode()):08x}"
 
 
@@ -169,7 +170,7 @@ def call_site() -> str:
 def _exchange_calls(
     comm: Communicator, call: CollectiveCall, move: Move | None = None
 ) -> list[tuple[CollectiveCall, str]]:
-    """Return what each rank is about to do, and where, in rank order; ``move`` something while that is waited for."""
+    """Return the call of each rank and its call site, in rank order; calls ``move`` while it waits, if given."""
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"
     place = call_site().encode("ascii", "replace")[len(text) - RECORD_BYTES :]  # of a long path the end
@@ -197,10 +198,10 @@ def _parse_call(record: bytes) -> tuple[CollectiveCall, str]:
 
 
 def _difference(name: str, everybody: Sequence[tuple[CollectiveCall, str]]) -> str:
-    """Say who brought what, ranks that brought the same together."""
+    """Return the error text: each distinct call with the ranks that made it."""
     groups: dict[tuple[CollectiveCall, str], list[int]] = {}
-    for rank, brought in enumerate(everybody):
-        groups.setdefault(brought, []).append(rank)
+    for rank, call_and_site in enumerate(everybody):
+        groups.setdefault(call_and_site, []).append(rank)
     lines = [
         f"{'rank' if len(ranks) == 1 else 'ranks'} {_rank_list(ranks)}: {call}, at {place}"
         for (call, place), ranks in groups.items()

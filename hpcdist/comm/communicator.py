@@ -1,7 +1,7 @@
 """Communicator protocol: the operations that every transport offers to the algorithms above.
 
-Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator unless its docstring
-says "local" or names a peer: then every member must make it, in the same order. Implementations:
+Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator (every member must make
+it, in the same order) unless its docstring says "local" or names a peer. Implementations:
 `mpi.communicator.MpiCommunicator`, and `threads.communicator` for N ranks in one process and for a single rank.
 """
 
@@ -21,7 +21,7 @@ REDUCTIONS: Final = ("sum", "max", "min")
 
 
 class Request(Protocol):
-    """A message under way. Its buffer must not be touched before `wait` returned or `test` was true."""
+    """A message under way. Its buffer must not be touched before `wait` has returned or `test` was true."""
 
     def wait(self) -> None:
         """Return when the message is complete (local)."""
@@ -33,7 +33,7 @@ class Request(Protocol):
 
 
 class Message(Protocol):
-    """A message that `probe` found and took out of the matching: nobody else can receive it."""
+    """A message that a matched probe took out of the matching: only `recv` here can receive it."""
 
     source: int
     tag: int
@@ -45,36 +45,36 @@ class Message(Protocol):
 
 
 class SharedBlock(Protocol):
-    """Memory that all members of a communicator can read and write, or that is private where none can be shared.
+    """Memory of a node that all members can read and write, or private memory where none can be shared.
 
-    ``views`` are the bytes of each member; where ``is_shared`` is false, only the own ones are there.
+    ``views`` are the bytes of each member; where ``is_shared`` is false, only those of this rank are there.
     """
 
     views: list[np.ndarray]
     is_shared: bool
 
     def progress(self) -> None:
-        """Let messages progress, taking none (local): to be called by whoever waits in the memory.
+        """Let messages progress, receiving none (local): call it while waiting in the memory.
 
-        Whoever does must also call `check_alive`, which alone promises to tell of a death.
+        Call `check_alive` now and then, too: only that promises to report a rank failure.
         """
         ...
 
     def check_alive(self, since: float) -> None:
-        """Let messages progress, and raise RankDiedError when a member is seen to have died (local).
+        """Let messages progress, and raise RankDiedError when a member has died (local).
 
-        To be called by whoever has waited in the memory ``since`` this reading of `time.monotonic`.
+        ``since`` is the reading of `time.monotonic` at which the wait in the memory began.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back; the views must not be used again. Collective, or local after `Communicator.revoke`."""
+        """Free the memory; the views must not be used again. Collective, or local after `Communicator.revoke`."""
         ...
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """A communicator cut by node.
+    """A communicator split by node.
 
     ``intra`` joins the ranks of this node, ``peers`` the ranks of equal index in their nodes, ``leaders`` the first
     rank of each node (None on the others). ``uniform``: every node has the same number of ranks; only then do the
@@ -92,15 +92,15 @@ class Nodes:
 
 
 class Communicator(Protocol):
-    """A group of ranks that exchange messages and nobody else's."""
+    """A group of ranks and a message context of its own: messages never match those of another communicator."""
 
     name: str
     rank: int
     size: int
     events: EventSink
     checked: bool  # the ranks compare their calls before each collective; the same on every rank
-    is_comparing: bool  # in the exchange for that: see `hpcdist.comm.checks`
-    settled: dict[Any, Any]  # what callers keep for this communicator, by keys of their own; a new `checked` empties it
+    is_comparing: bool  # during that comparison: see `hpcdist.comm.checks`
+    settled: dict[Any, Any]  # a cache of callers for this communicator; setting `checked` empties it
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
         """Send ``buffer`` to ``peer``; it may be changed when the call returns."""
@@ -149,8 +149,8 @@ class Communicator(Protocol):
     def iallreduce(self, buffer: Array, op: str = "sum") -> Request:
         """Begin to reduce natively, in place: ``buffer`` belongs to the request until that is complete.
 
-        Not for 16-bit floats. Whether anything moves before the request is waited for is the MPI library's affair; its
-        sum may differ from that of `allreduce` in the last bits.
+        Not for 16-bit floats. The MPI library decides whether data moves before the request is waited for; its sum may
+        differ from that of `allreduce` in the last bits.
         """
         ...
 
@@ -188,7 +188,7 @@ class Communicator(Protocol):
         ...
 
     def nodes(self) -> Nodes:
-        """Return this communicator cut by node; made at the first call and kept."""
+        """Return this communicator split by node; made at the first call and kept."""
         ...
 
     def shared(self, nbytes: int) -> SharedBlock:
@@ -199,16 +199,16 @@ class Communicator(Protocol):
         ...
 
     def window(self, nbytes: int) -> Window:
-        """Return ``nbytes`` of zeroed memory of this rank that the members read and write by themselves.
+        """Return ``nbytes`` of zeroed memory of this rank for one-sided access (put, get) by all members.
 
-        The members may ask for different sizes. Raises MissingCapabilityError where there is no such communication.
+        The members may ask for different sizes. Raises MissingCapabilityError without one-sided communication.
         """
         ...
 
     def supports(self, feature: str) -> bool:
         """Whether ``feature`` is there (local): "device_pointers", "thread_multiple", or "ulfm".
 
-        "ulfm": the ranks that live can go on when one dies. Without it `revoke`, `agree` and `shrink` raise
+        "ulfm": the survivors can go on when a rank dies. Without it `revoke`, `agree` and `shrink` raise
         MissingCapabilityError.
         """
         ...
@@ -216,34 +216,34 @@ class Communicator(Protocol):
     def revoke(self) -> None:
         """Make all operations on this communicator, and on all made from it, fail on every rank (local).
 
-        To be called by whoever has met a death (see `deaths.is_death`): it releases those who wait for somebody who
-        has left. Only `failed`, `agree`, `shrink` and `abandon` work afterwards.
+        To be called by a rank that has met a rank failure (see `rank_failures.is_rank_failure`): it releases ranks that
+        wait for one that has left. Only `failed`, `agree`, `shrink` and `abandon` work afterwards.
         """
         ...
 
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks that this one knows to be dead, ascending; another rank may know others (local)."""
+        """Return the ranks that are known here to have failed, ascending; another rank may know others (local)."""
         ...
 
     def agree(self, flag: bool) -> bool:
-        """Return whether all the living brought true: the same on all, also where ranks die meanwhile.
+        """Return whether all survivors passed true: the same answer on all, also where ranks die meanwhile.
 
-        Collective over the living, revoked or not.
+        Collective over the survivors, revoked or not.
         """
         ...
 
     def shrink(self, label: str = "world") -> "Communicator":
-        """Return a communicator of the living in the order of their ranks, named ``label``.
+        """Return a communicator of the survivors in the order of their ranks, named ``label``.
 
-        Collective over the living, revoked or not. One that died meanwhile may still be a member; the next operation
-        tells.
+        Collective over the survivors, revoked or not. A rank that died meanwhile may still be a member; the next
+        operation reports it.
         """
         ...
 
     def abandon(self) -> None:
-        """Give a revoked communicator back, and what was made from it; errors in it are swallowed (local)."""
+        """Free a revoked communicator, and those made from it; errors of MPI are ignored (local)."""
         ...
 
     def free(self) -> None:
-        """Give the communicator back; no operation may be under way."""
+        """Free the communicator; no operation may be under way."""
         ...

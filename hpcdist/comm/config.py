@@ -1,4 +1,4 @@
-"""The ``[communication]`` section of a recipe. Light: imports nothing but the errors."""
+"""The ``[communication]`` section of a recipe; imports only the errors, so that reading a recipe is fast."""
 
 import math
 import re
@@ -42,7 +42,7 @@ COMPRESSIONS: Final = (
     "dgc",
     "onebit",
 )
-POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
+POLLED: Final = ("ring",)  # algorithms that can be polled step by step, with the same bits
 BUCKET_BYTES: Final = 4 << 20
 
 
@@ -50,13 +50,13 @@ BUCKET_BYTES: Final = 4 << 20
 class CommunicationConfig:
     """Section ``[communication]``: the exchange of gradients.
 
-    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.dispatch`), or ``auto``,
-    which is chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is how gradients
-    travel between replicas (see the section ``[compression]``); with ``auto`` they are compressed where it is measured
-    to be faster. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are complete;
-    the other strategies send layer by layer. With ``overlap`` a bucket travels while the gradients before it are
-    computed: a "thread" of each rank moves it, or between two layers the rank itself does ("poll"); the results are the
-    same bits. With ``delayed`` (allreduce) a sum goes on behind the whole next step, and its update comes after that:
+    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.dispatch`), or ``auto``:
+    chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is the form in which
+    gradients travel between replicas (see the section ``[compression]``); with ``auto`` they are compressed where that
+    is measured to be faster. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
+    complete; the other strategies send layer by layer. With ``overlap`` a bucket travels while the gradients before it
+    are computed: a "thread" of each rank moves it, or the rank itself between two layers ("poll"), with the same bits
+    as result. With ``delayed`` (allreduce) a sum is hidden behind the whole next step, and its update comes after that:
     each gradient is one step late. A communication that takes longer than ``deadline_s`` ends the job.
     ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes the
     nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective, and
@@ -109,7 +109,7 @@ class CommunicationConfig:
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return what is wrong in the first bad row of NAME<=BYTES,...,NAME, or of a NAME alone; "" for nothing (local)."""
+    """Return the fault of the first bad row of NAME<=BYTES,...,NAME, or of a NAME alone; "" for none (local)."""
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):
         name, sign, limit = row.partition("<=")

@@ -1,8 +1,7 @@
-"""Endpoint: the base of all communicators, with hand-over of buffers, one event per operation, nodes.
+"""Endpoint: the base class of all communicators, with hand-over of buffers, one event per operation, and nodes.
 
-An implementation adds the bare transport (methods with a leading underscore), which sees only buffers that may be
-read or written as they are. A `PendingRequest` is a message under way with its event and the copy that may still have
-to be made.
+A subclass adds the bare transport (methods with a leading underscore), which gets only buffers that may be read or
+written as they are. A `PendingRequest` is a message under way with its event and its pending copy to the device.
 """
 
 import time
@@ -24,7 +23,7 @@ from hpcdist.errors import UsageError
 
 
 class PendingRequest:
-    """A request together with its event and the copy that may still have to be made."""
+    """A request with its event, and the copy to the device that follows its completion, if any."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
@@ -50,13 +49,13 @@ class PendingRequest:
 
 
 class Endpoint(FaultTolerant):
-    """Base of the communicators; see `communicator.Communicator` for what each method promises."""
+    """Base class of the communicators; `communicator.Communicator` documents each method."""
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
         super().__init__()
         self.name, self.rank, self.size = name, rank, size
         self.handover = handover
-        self.declared_node = declared_node  # stands in for the node that the machine would name; None asks the machine
+        self.declared_node = declared_node  # replaces the node that MPI would find; None: as found
         self._children = 0
         self._nodes: Nodes | None = None
 
@@ -120,7 +119,7 @@ class Endpoint(FaultTolerant):
         return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Take a message if one has come; only then there is an event."""
+        """Take a message if one has arrived; only then an event is recorded."""
         message = self._poll(peer, tag)
         if message is not None:
             self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
@@ -150,10 +149,12 @@ class Endpoint(FaultTolerant):
         if self._checked:
             checks.compare_native(self, "allreduce", buffer, op)
         message, finish = buffer, None
-        if op not in REDUCTIONS or not is_plain(buffer):  # the hand-over of a few bytes would cost as much as the rest
+        if op not in REDUCTIONS or not is_plain(
+            buffer
+        ):  # for a few bytes the hand-over would cost as much as the reduction
             check_reduction(buffer, op)
             message, finish = self.handover.both(buffer, "allreduce")
-        events = self._looking_on[0]  # not by way of `_begin`: on eight bytes each call within is felt
+        events = self._sink_cell[0]  # not through `_begin`: for 8 bytes each extra call is measurable
         token = events.begin(self.name, "allreduce", name_of(buffer.dtype), buffer.size, UNKNOWN_BYTES, -1, 0)
         self._allreduce(message, op)
         if finish is not None:
@@ -222,7 +223,7 @@ class Endpoint(FaultTolerant):
         return result
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> Communicator | None:
-        """Cut by color."""
+        """Split by color."""
         token = self.events.begin(self.name, "split", "uint8", 0, UNKNOWN_BYTES, -1, 0)
         self._children += 1
         suffix = "" if color is None else f"/{label}{self._children}.{color}"
@@ -230,7 +231,7 @@ class Endpoint(FaultTolerant):
         self.events.end(token)
         if child is not None:
             self._adopt(child)
-            child._looking_on = self._looking_on
+            child._sink_cell = self._sink_cell
             child.checked = self.checked
         return child
 
@@ -241,7 +242,7 @@ class Endpoint(FaultTolerant):
         return child
 
     def nodes(self) -> Nodes:
-        """Cut by node, once."""
+        """Split by node, once."""
         if self._nodes is None:
             node, count, locals_ = self._place()
             mine = locals_[node]
@@ -273,7 +274,7 @@ class Endpoint(FaultTolerant):
         return block
 
     def window(self, nbytes: int) -> Window:
-        """Allocate memory that the others reach by themselves."""
+        """Allocate memory for one-sided access."""
         sizes = self.allgather_object(nbytes)
         token = self.events.begin(self.name, "window", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
         transfers = self._window(nbytes)
@@ -329,4 +330,4 @@ class Endpoint(FaultTolerant):
     def _shared(self, nbytes: int) -> SharedBlock: ...
     @abstractmethod
     def free(self) -> None:
-        """Give the communicator back."""
+        """Free the communicator."""

@@ -1,17 +1,17 @@
-"""Events of a communicator: the sink that is told of every operation, and the base class that holds it.
+"""Events of a communicator: the sink that gets every operation, and the base class that holds it.
 
 The flight recorder, the timing of operations and the counting of traffic are sinks (see `comm.record`).
 """
 
 from typing import Any, Final, Protocol
 
-UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm: how much it sends is its own affair
+UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is not known
 
 
 class EventSink(Protocol):
-    """Looks on: told when an operation begins and when it ends.
+    """Observer of a communicator: called when an operation begins and when it ends.
 
-    An operation that raises never ends, so that the last open event is the place of the failure.
+    An operation that raises never ends, so that the last open event shows where the failure happened.
     """
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
@@ -39,26 +39,26 @@ NULL_SINK: Final[EventSink] = _NullSink()
 
 
 class Observable:
-    """Base of `endpoint.Endpoint`."""
+    """Base of `endpoint.Endpoint`: the event sink, checked mode, and a cache for callers."""
 
     def __init__(self) -> None:
-        self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
+        self._sink_cell: list[EventSink] = [NULL_SINK]  # one cell, shared with all communicators made from this one
         self._checked = False
         self.is_comparing = False  # in the exchange before a collective, by which the ranks compare their calls
         self.settled: dict[Any, Any] = {}
 
     @property
     def events(self) -> EventSink:
-        """The sink that operations of this communicator, and of all that were made from it, are reported to."""
-        return self._looking_on[0]
+        """The sink of the operations of this communicator and of all that were made from it."""
+        return self._sink_cell[0]
 
     @events.setter
     def events(self, sink: EventSink) -> None:
-        self._looking_on[0] = sink
+        self._sink_cell[0] = sink
 
     @property
     def checked(self) -> bool:
-        """Whether the ranks compare their calls before each collective. Those made from this one take it over."""
+        """Whether the ranks compare their calls before each collective; communicators made from this one inherit it."""
         return self._checked
 
     @checked.setter

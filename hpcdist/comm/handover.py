@@ -1,12 +1,12 @@
-"""Hand-over of a buffer to messages: contiguity, dtype, stream and staging are decided here alone.
+"""Hand-over of a buffer to the message layer: contiguity, dtype, stream order and staging, decided here alone.
 
-mpi4py synchronises no stream and checks no layout; callers must not have to remember either. For a buffer on a GPU:
+mpi4py synchronises no stream and checks no layout; here that is done for every buffer. For a buffer on a GPU:
 
-- What is sent was produced by kernels that may still run. An event is recorded behind them on the current stream, and
+- Data to be sent is produced by kernels that may still run. An event is recorded behind them on the current stream, and
   the host waits for that event before the message layer reads: not for the device, nor for kernels launched later.
 - Where the message layer takes device pointers for the operation (`mpi.cuda_aware` tests it, operation by operation),
   the same event also stands before it writes.
-- Elsewhere the data goes through pinned memory: the copy to the host waits for the event on a stream of its own, and
+- Otherwise the data goes through pinned memory: the copy to the host waits for the event on a stream of its own, and
   the copy back is made on the current stream, so that kernels launched afterwards see it and no host waits for it.
 """
 
@@ -27,7 +27,7 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Turns the caller's buffers into what the message layer may read or write.
+    """Conversion of the caller's buffers into memory that the message layer may read or write.
 
     ``device_pointers`` says for which of `OPERATIONS` the layer below takes pointers into GPU memory (True: all of
     them); where it does not, device buffers travel through pinned memory. Non-blocking collectives are never among
@@ -46,7 +46,7 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return ``buffer`` in a form that may be read at once: 16-bit floats as uint16, device memory produced."""
+        """Return ``buffer`` as memory that may be read at once: its kernels have ended, 16-bit floats are uint16."""
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
@@ -56,7 +56,7 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return memory to receive into, and what must be called when the data is there (None: nothing)."""
+        """Return memory to receive into, and the function to call when the data has arrived (None: nothing to do)."""
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:
@@ -64,23 +64,25 @@ class Handover:
         elif backend.is_device(buffer):
             if operation not in self.pointers:
                 host = staging.lease(buffer.size, buffer.dtype)
-                return _bits(host), lambda: _take_back(host, buffer)
-            # Pending kernels may still read what the message will overwrite.
+                # No wait here: the copy back is enqueued on the current stream, behind kernels that still use `buffer`.
+                return _bits(host), lambda: _copy_back(host, buffer)
+            # MPI writes the device memory by itself, in no stream: kernels that still read it must end first.
             device.produced()
         return _bits(buffer), None
 
     def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return memory that holds the buffer's data and takes the result, and what to call when it is there.
+        """Return memory with the buffer's data for an in-place operation, and the function to call after it (or None).
 
-        An operation that has no name among `OPERATIONS`, as a non-blocking one, is staged.
+        An operation that is not among `OPERATIONS`, such as a non-blocking one, is staged.
         """
         message, finish = self.incoming(buffer, operation)
+        # A `finish` means that `message` is a pinned block, which has to be filled; `view` undoes `_bits` for the copy.
         if finish is not None:
             staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
 
 
-def _take_back(host: np.ndarray, buffer: Array) -> None:
+def _copy_back(host: np.ndarray, buffer: Array) -> None:
     staging.to_device(host, buffer)
 
 

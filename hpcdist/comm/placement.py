@@ -1,4 +1,4 @@
-"""Placement of this rank: its node, its local rank, and the GPU that follows from it."""
+"""Placement of a rank: its node, its local rank, its cores, and the GPU that follows from the local rank."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ MOST_SHOWN: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Node as MPI sees it, local rank as the launcher numbers it, the host name, the cores this process may use."""
+    """Node as MPI finds it, local rank as the launcher numbers it, host name, and the cores of this process."""
 
     node: int
     nodes: int
@@ -44,8 +44,8 @@ def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement
 
     The local rank is the announced one, since the GPU was chosen by it, else the rank's index on the node. The two may
     differ: Open MPI numbers the ranks of a node by package or NUMA domain where it maps them so. Raises
-    ConfigurationError where the announced numbers of a node are not 0 .. n - 1 in some order: then another launcher
-    than that of this MPI numbered them.
+    ConfigurationError where the announced numbers of a node are not 0 .. n - 1 in some order: then the launcher does
+    not belong to this MPI.
     """
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
@@ -77,10 +77,10 @@ def is_permutation(local_ranks: Sequence[int]) -> bool:
 
 
 def shown(local_ranks: Sequence[int]) -> str:
-    """Return the first of the numbers as text."""
+    """Return the first `MOST_SHOWN` numbers as text."""
     return " ".join(map(str, local_ranks[:MOST_SHOWN])) + (" ..." if len(local_ranks) > MOST_SHOWN else "")
 
 
 def alone() -> Placement:
-    """Return the placement of a process that knows of no other (local)."""
+    """Return the placement of a process on its own (local)."""
     return Placement(0, 1, 0, 1, socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))

@@ -1,8 +1,8 @@
-"""Start and end of a job: MPI at the thread level asked for, one world or a clear refusal, nobody left waiting.
+"""Start and end of a job: MPI_Init with the thread level, checks of the world, and the common end of all ranks.
 
-Entry points call `start` once and get a `Session`: the world as one rank sees it, what records it, and the ways to
-leave it or to go on without the ranks that died. Everything below takes the communicator of the session. Importing
-this module starts nothing.
+Entry points call `start` once and get a `Session`: the world communicator, the placement of this rank, its recorder and
+watchdog, and the ways to leave the job or to go on without ranks that died. All other code takes the communicator of
+the session. Importing this module starts nothing.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from hpcdist.reporting import atomic
 
 @dataclass
 class Session:
-    """A started job: its world, this rank's place, and what looks on."""
+    """A started job: its world, this rank's placement, and its recorder and watchdog."""
 
     comm: Communicator
     place: placement.Placement
@@ -48,14 +48,14 @@ class Session:
     device_pointers: cuda_aware.DevicePointerSupport | None = (
         None  # what MPI takes of GPU memory; None for a run on the CPU
     )
-    outlives: bool = False  # the job goes on when a rank dies: see `survive`, and `hpcdist run --survive`
+    outlives: bool = False  # the job goes on when a rank dies (ULFM): see `survive`, and `hpcdist run --survive`
     _finalise: Callable[[], None] = field(default=lambda: None)
-    spans: SpanSink = NULL_SPANS  # what this rank does beside its messages
+    spans: SpanSink = NULL_SPANS  # named intervals of this rank beside its messages
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
         """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective.
 
-        With ``spans``, keep there what this rank does between them, too.
+        With ``spans``, also record the named intervals between them.
         """
         folder = directory / "recorder"
         if self.comm.rank == 0:
@@ -76,9 +76,10 @@ class Session:
         failfast.attach(self.recorder)
 
     def stop_recording(self) -> None:
-        """End what `record` began: its files are let go, and no operation has a deadline any more (local).
+        """End `record`: close its files; no operation has a deadline any more (local).
 
-        Where deaths are outlived the next `record`, or the end, must come within that of a first step.
+        In a job that outlives rank failures the next `record`, or the end, must come within the deadline of a first
+        step.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -94,10 +95,10 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return the session of those who go on as ``comm``, under their ranks there. Collective over ``comm``.
+        """Return the session of the survivors, whose communicator is ``comm``. Collective over ``comm``.
 
-        From here on a failure speaks for them. This session must not be used any more; where it recorded, it stopped,
-        and `record` begins anew.
+        From here on failures are reported under the ranks of ``comm``. This session must not be used any more; its
+        recording has stopped, and `record` begins a new one.
         """
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
@@ -107,7 +108,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """Tell failures that all ranks have once; where deaths are outlived, tell none of a thread (local)."""
+        """Report a failure that all ranks share once; with ULFM, let threads end silently by rank failures (local)."""
         if self.comm.size > 1:
             failfast.set_agreement(lambda text: all_agree(self.comm, text), self.withdraw)
         if self.outlives:
@@ -117,7 +118,8 @@ class Session:
         """End together with exit code ``code``, all ranks having agreed on it. Collective.
 
         The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes
-        and finalises first. Where deaths are outlived, nobody waits for the dead, and `hpcdist run` is told the code.
+        and finalises first. In a job that outlives rank failures the survivors agree instead of waiting in a barrier,
+        and the code is written for `hpcdist run`.
         """
         if self.outlives:
             self.comm.agree(True)
@@ -129,9 +131,10 @@ class Session:
         failfast.agreed_exit(code)
 
     def withdraw(self) -> None:
-        """End the watch and MPI: nothing may be sent afterwards. Collective.
+        """Stop the watchdog and finalise MPI: nothing may be sent afterwards. Collective.
 
-        MPI is not finalised where deaths are outlived: that may wait for the dead, or for spares, for ever.
+        MPI is not finalised in a job that outlives rank failures: that may wait for failed ranks, or for spares, for
+        ever.
         """
         if self.watchdog is not None:
             self.watchdog.stop()
@@ -145,7 +148,7 @@ __all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "fail_alike", "start", "
 
 CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
 STARTING_S: Final = 600  # for MPI to start: it waits for ever for a rank that died meanwhile, or never came
-JOINING_S: Final = 120  # a new process that nobody takes in by then ends: those who started it have died, or gave up
+JOINING_S: Final = 120  # a spawned process that has not joined by then ends: its parents have died, or gave up
 
 
 def start(
@@ -156,59 +159,60 @@ def start(
     With ``checked``, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, all ranks compare their calls before each collective.
     MPI that has not started after STARTING_S seconds ends this process, with its stacks, and so the job.
     From here on an uncaught exception of any thread, or a non-zero SystemExit, ends the whole job with its exit code.
-    Raises ConfigurationError when MPI's world is not the announced one, nor the local ranks, where the caller has not
-    asked to get them ``examined`` by itself.
+    Raises ConfigurationError when MPI's world is not the announced one, or the local ranks are not, unless the caller
+    checks those itself (``examined``).
     """
     standard_streams.protect()
-    said = environment.launch_environment()
-    _refuse_unknown_launcher(said)
+    launch = environment.launch_environment()
+    _refuse_unknown_launcher(launch)
     failfast.answer_requests_for_stacks()
-    announce_pid(None if said is None else said.rank)
+    announce_pid(None if launch is None else launch.rank)
     pointers = None
     if device == "gpu":
-        placement.choose_gpu(said)
-        pointers = cuda_aware.detect(said)
-    if said is None:
+        placement.choose_gpu(launch)
+        pointers = cuda_aware.detect(launch)
+    if launch is None:
         return start_alone()
-    faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)  # needs no Python, which may wait
+    # A thread of C: it also works while this one waits in MPI_Init with the interpreter's lock.
+    faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
     mpi = import_mpi()
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, None, world.Get_rank())
     exit_file.announce_segments()
-    said_library = library(mpi)
-    check_world(said, world.Get_size(), said_library)
-    own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
+    library_version = library(mpi)
+    check_world(launch, world.Get_size(), library_version)
+    own = world.Dup()  # a context of our own: messages never match those of user code on COMM_WORLD
     own.Set_name("world")
     handover = Handover(device_pointers=False)  # until all ranks have agreed, which takes messages
     node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
     comm = MpiCommunicator(mpi, own, "world", handover, node)
-    # Agreed on: a launcher need not hand the environment to other hosts, and a rank that does not compare would hang.
+    # Agree: a launcher need not pass the environment to other hosts, and if only some ranks compare, all hang.
     comm.checked = any(comm.allgather_object(_wants_checks(checked)))
     if device == "gpu":
         pointers = cuda_aware.agree(comm, pointers)
         handover.pointers = pointers.operations
-    place = placement.locate(comm, None if examined else said)
-    session = Session(comm, place, said_library, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
+    place = placement.locate(comm, None if examined else launch)
+    session = Session(comm, place, library_version, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
     session.speak_as_one()
     return session
 
 
 def fail_alike() -> None:
-    """Let an uncaught exception end this process with its exit code before `start`, too (local).
+    """End this process with its exit code at an uncaught exception before `start`, too (local).
 
-    A launcher that sees one of its processes leave ends the others.
+    The launcher then ends the other ranks.
     """
     if not failfast.is_installed():
-        said = environment.launch_environment()
-        failfast.install(_exit_process, None, 0 if said is None else said.rank or 0)
+        launch = environment.launch_environment()
+        failfast.install(_exit_process, None, 0 if launch is None else launch.rank or 0)
 
 
 def start_joined() -> Session:
-    """Start MPI in a process that `growth.spawn` started, and return a session with those who did. Collective.
+    """Start MPI in a process that `spawn.spawn` started, and return the session with its parents. Collective.
 
-    What is needed should be imported before, for the others wait. Where it fails this process ends alone, since the
-    others go on without it. The session's place is that of a process on its own until `Session.survive` finds it out.
+    Import everything needed before, since the others wait. Where the start fails this process ends alone, and the
+    others go on without it. The placement is that of a process on its own until `Session.survive`.
     """
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python, which waits within MPI
@@ -229,14 +233,14 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """End a new process that was not taken in, because of ``error``: the others go on without it (local)."""
+    """End a spawned process that could not join because of ``error``: the others go on without it (local)."""
     sys.stderr.write(f"hpcdist: a process that was started to replace a rank was not taken in: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
 
 
 def outlives(comm: Communicator) -> bool:
-    """Whether this job shall go on when a rank dies (local). Raises MissingCapabilityError where it cannot."""
+    """Whether this job is to go on when a rank dies (local). Raises MissingCapabilityError where it cannot."""
     wanted = os.environ.get(exit_file.SURVIVE, "")
     if wanted and not comm.supports("ulfm"):
         raise MissingCapabilityError(
@@ -253,10 +257,10 @@ def library(mpi: Any) -> str:
 
 
 def _wants_checks(checked: bool) -> bool:
-    said = os.environ.get(CHECK_COLLECTIVES, "0")
-    if said not in ("0", "1"):
-        raise ConfigurationError(f"{CHECK_COLLECTIVES}={said!r}; set it to 1 to compare all calls, or to 0")
-    return checked or said == "1"
+    value = os.environ.get(CHECK_COLLECTIVES, "0")
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"{CHECK_COLLECTIVES}={value!r}; set it to 1 to compare all calls, or to 0")
+    return checked or value == "1"
 
 
 def start_alone() -> Session:
@@ -266,21 +270,21 @@ def start_alone() -> Session:
     return Session(comm, placement.locate(comm, None), "none", _exit_process)
 
 
-def check_world(said: environment.LaunchEnvironment, size: int, library: str) -> None:
+def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
     """Raise ConfigurationError when ``size``, which MPI found, is not what the launcher announced (local)."""
-    if size != said.size:
+    if size != launch.size:
         raise ConfigurationError(
-            f"{said.launcher} announced {said.size} ranks, but MPI ({library}) sees a world of {size}: the launcher "
-            "belongs to another MPI than the library that mpi4py loaded. Start the job with the mpirun of the same MPI "
-            "(`hpcdist doctor` shows both paths), or under Slurm with the --mpi= plugin that it supports "
+            f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
+            "launcher belongs to another MPI than the library that mpi4py loaded. Start the job with the mpirun of the "
+            "same MPI (`hpcdist doctor` shows both paths), or under Slurm with the --mpi= plugin that it supports "
             "(`srun --mpi=list`)"
         )
 
 
-def _refuse_unknown_launcher(said: environment.LaunchEnvironment | None) -> None:
-    """Stop when this process is one of several whose number nobody tells: each would train alone in one directory."""
+def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> None:
+    """Raise ConfigurationError for a launcher that announces no world size: each rank would train by itself."""
     signs = [name for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if name in os.environ]
-    if said is None and signs:
+    if launch is None and signs:
         raise ConfigurationError(
             f"{', '.join(signs)} is set, so a launcher started this process, but none that says how many there are; "
             "start the job with mpirun or srun, or unset it to train in one process"
@@ -288,9 +292,9 @@ def _refuse_unknown_launcher(said: environment.LaunchEnvironment | None) -> None
 
 
 def announce_pid(name: object) -> None:
-    """Tell `hpcdist run` the process id of this rank, under any ``name`` of its own, unless that is None (local).
+    """Write the process id of this rank for `hpcdist run`, under a unique ``name``, unless that is None (local).
 
-    A launcher need not forward signals.
+    `hpcdist run` signals the ranks by these ids, since a launcher need not forward signals.
     """
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
@@ -300,7 +304,7 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py, which starts MPI: THREAD_MULTIPLE is asked for, and a lower level is accepted."""
+    """Import mpi4py.MPI, which initialises MPI: THREAD_MULTIPLE is requested, a lower level is accepted."""
     environment.provide_home()
     try:
         import mpi4py
@@ -320,7 +324,7 @@ def import_mpi() -> Any:
 
 
 def _exit_process(code: int) -> None:
-    """Leave at once: what `Abort` is to a world of one."""
+    """Leave at once: the `Abort` of a process on its own."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,11 +1,11 @@
 """One-sided memory windows: put, get and flush (MPI-3 passive target RMA).
 
-Nobody on the other side takes part in a transfer, so nobody there learns of it either: whoever has put something
-flushes it and then says so by a message, and whoever got that message may look, after `sync`. That order is all the
-synchronisation there is; two ranks must never touch the same bytes without such a message between them.
+The target takes no part in a transfer, and is not notified of it: the origin puts, flushes, and then sends a message;
+the target may read after it has received that message and called `sync`. There is no other synchronisation: two ranks
+must never access the same bytes without such a message between them.
 
-mpi4py is handed in by `mpi.communicator.MpiCommunicator`, never imported. Ranks that are threads have
-`DeferredWindow`, which moves nothing before it is flushed: code that forgets to flush fails there too.
+mpi4py is passed in by `mpi.communicator.MpiCommunicator`, never imported. Ranks that are threads use
+`DeferredWindow`, which moves nothing before the flush: code that forgets to flush fails there, too.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from hpcdist.comm.events import EventSink
 from hpcdist.comm.mpi import ulfm
 from hpcdist.errors import MissingCapabilityError, UsageError
 
-PROBE_BYTES: Final = 8  # behind the memory of each rank: the window is tried out there when it is made
+PROBE_BYTES: Final = 8  # behind the memory of each rank: the window is tested there when it is made
 _MAGIC: Final = 0x6870_6364_0000_0000
 
 
 class Window(Protocol):
-    """``memory`` of each member (bytes, possibly none) that all members reach. All calls but `close` are local.
+    """One-sided access to the ``memory`` (bytes, possibly none) of each member. All calls but `close` are local.
 
-    A buffer that is put must not change, and one that is got must not be read, before the `flush`.
+    Before the `flush` the buffer of a put must not change, and that of a get must not be read.
     """
 
     memory: np.ndarray  # (bytes of this rank,) uint8
@@ -38,15 +38,15 @@ class Window(Protocol):
         ...
 
     def flush(self, peer: int) -> None:
-        """Return when all that this rank has begun with ``peer`` is complete on both sides."""
+        """Return when all transfers of this rank with ``peer`` are complete on both sides."""
         ...
 
     def sync(self) -> None:
-        """Order own reads and writes of ``memory`` with those of the others: after a notice, and before one."""
+        """Order own accesses to ``memory`` with those of others: after a notice is received, before one is sent."""
         ...
 
     def close(self) -> None:
-        """Give the memory back; nothing may be under way. Collective."""
+        """Free the memory; nothing may be under way. Collective."""
         ...
 
 
@@ -64,7 +64,7 @@ class Transfers(Protocol):
         ...
 
     def flush(self, peer: int) -> None:
-        """Complete what was begun with ``peer``."""
+        """Complete the transfers with ``peer``."""
         ...
 
     def sync(self) -> None:
@@ -72,12 +72,12 @@ class Transfers(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Free the memory. Collective."""
         ...
 
 
 class ObservedWindow:
-    """A window whose operations are checked and reported. What is put or got counts as sent by the rank that asked."""
+    """A window whose operations are checked and recorded; put and got bytes count as sent by the calling rank."""
 
     def __init__(self, transfers: Transfers, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events
@@ -98,7 +98,7 @@ class ObservedWindow:
         self._events().end(token)
 
     def flush(self, peer: int) -> None:
-        """Complete what was begun with ``peer``."""
+        """Complete the transfers with ``peer``."""
         token = self._events().begin(self._name, "flush", "uint8", 0, 0, peer, 0)
         self._transfers.flush(peer)
         self._events().end(token)
@@ -108,12 +108,12 @@ class ObservedWindow:
         self._transfers.sync()
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Free the memory. Collective."""
         self.memory = self.memory[:0]
         self._transfers.close()
 
     def _checked(self, buffer: np.ndarray, peer: int, at_bytes: int) -> np.ndarray:
-        """Return the bytes of ``buffer``; the library would write past the end of a window without a word."""
+        """Return the bytes of ``buffer`` after bounds checks: MPI would silently write past the end of a window."""
         if not isinstance(buffer, np.ndarray) or buffer.ndim != 1 or not buffer.flags.c_contiguous:
             raise UsageError(
                 f"a window takes 1-D contiguous arrays on the host, got {type(buffer).__name__} of shape "
@@ -129,11 +129,11 @@ class ObservedWindow:
 
 
 class MpiTransfers:
-    """An MPI window in one access epoch from its making to its end (lock_all)."""
+    """An MPI window with one access epoch (lock_all) for its whole life."""
 
     def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
         self._mpi, self._comm = mpi, comm
-        # Allocated by the library: on one node it is then memory that all ranks map, and a put is a copy.
+        # Allocated by the library: within a node that is shared memory, where a put is a copy.
         self._window = mpi.Win.Allocate(nbytes, 1, comm=comm)
         self._window.Lock_all(mpi.MODE_NOCHECK)
         self.memory = np.frombuffer(self._window.tomemory(), np.uint8)
@@ -149,7 +149,7 @@ class MpiTransfers:
         self._window.Get([octets, self._mpi.BYTE], peer, (at_bytes, octets.size, self._mpi.BYTE))
 
     def flush(self, peer: int) -> None:
-        """Complete what was begun with ``peer``."""
+        """Complete the transfers with ``peer``."""
         self._window.Flush(peer)
 
     def sync(self) -> None:
@@ -157,15 +157,15 @@ class MpiTransfers:
         self._window.Sync()
 
     def close(self) -> None:
-        """Give the memory back. Collective, unless the communicator was revoked: then it can only be left as it is."""
+        """Free the window. Collective; leaves the window as it is where the communicator was revoked."""
         self.memory = self.memory[:0]
-        if not ulfm.is_given_up(self._mpi, self._comm):
+        if not ulfm.is_revoked(self._mpi, self._comm):
             self._window.Unlock_all()
             self._window.Free()
 
 
 class DeferredWindow:
-    """Memory of ranks that all see each other's, as threads do. What is begun happens in `flush`, and not before."""
+    """Window over memory that all ranks see, as threads do. Transfers happen in `flush`, and not before."""
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:
         self._views = views
@@ -183,12 +183,12 @@ class DeferredWindow:
         self._begun.setdefault(peer, []).append((octets, there))
 
     def flush(self, peer: int) -> None:
-        """Carry out what was begun with ``peer``."""
+        """Carry out the transfers that were begun with ``peer``."""
         for target, source in self._begun.pop(peer, []):
             target[...] = source
 
     def sync(self) -> None:
-        """Nothing has to be ordered: messages between threads do."""
+        """Do nothing: messages between threads order memory already."""
 
     def close(self) -> None:
         """Drop the views."""
@@ -196,32 +196,32 @@ class DeferredWindow:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
-    """Return a window over ``comm``, an mpi4py communicator, that has been tried out. Collective.
+    """Return a tested window over ``comm``, an mpi4py communicator. Collective.
 
     Raises MissingCapabilityError, on all ranks, where the MPI library makes none or its transfers do not arrive.
     """
-    found, reason = None, ""
+    transfers, reason = None, ""
     try:
-        found = MpiTransfers(mpi, comm, nbytes + PROBE_BYTES)
+        transfers = MpiTransfers(mpi, comm, nbytes + PROBE_BYTES)
     except mpi.Exception as error:
         reason = f"no window can be made: {error}"
     reasons = comm.allgather(reason)
     if not any(reasons):
-        assert found is not None
-        reasons = comm.allgather(_verify_window(mpi, comm, found, nbytes))
-    told = [f"rank {rank}: {said}" for rank, said in enumerate(reasons) if said]
-    if told:
+        assert transfers is not None
+        reasons = comm.allgather(_verify_window(mpi, comm, transfers, nbytes))
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text]
+    if failures:
         raise MissingCapabilityError(
-            f"this MPI library has no one-sided communication that works here ({'; '.join(told)}); choose another "
+            f"this MPI library has no one-sided communication that works here ({'; '.join(failures)}); choose another "
             'transport than "rma"'
         )
-    assert found is not None
-    found.memory = found.memory[:nbytes]
-    return found
+    assert transfers is not None
+    transfers.memory = transfers.memory[:nbytes]
+    return transfers
 
 
 def _verify_window(mpi: Any, comm: Any, window: MpiTransfers, nbytes: int) -> str:
-    """Write to the next rank and read from the one before; return what went wrong, "" where nothing did. Collective."""
+    """Put a number to the next rank and get it back; return the fault, "" where there is none. Collective."""
     rank, size = comm.rank, comm.size
     sizes = comm.allgather(nbytes)
     following, before = (rank + 1) % size, (rank - 1) % size

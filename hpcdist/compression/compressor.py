@@ -1,12 +1,28 @@
-"""Compressor protocol: encode the values of a tensor, or of a piece of one, as bytes, and decode them.
+"""Compressor protocol, values of a tensor to bytes and back, and error feedback, which sends later what was lost.
 
 A payload is a 1-D uint8 array that holds everything the receiver needs but the number of values: scales, codes,
 indices. It begins at a multiple of `ALIGNMENT` bytes, since its head is read as words; `align` says where the next
 one in a message may begin. All methods are local. On numpy they are loops under `arrays.jit` (one thread, without the
 GIL) that allocate nothing as large as the values; on cupy they are array operations that give the same bits. Values
-are finite: the caller looks for NaN and infinity before, because signs and codes hide them.
+are finite: the caller looks for NaN and infinity before (`is_finite`), because signs and codes hide them.
 
-`is_finite` is the check that the caller makes before.
+`ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847) adds what a compressor lost of a gradient to
+the next gradient. With C a compressor, D what its payload decodes to, and e = 0 at first:
+
+    p = g + e;  send C(p);  e <- p - D(C(p))
+
+so that after any number of steps the sum of what was sent is the sum of all gradients less the last e (but for the
+rounding of float32). Residuals are named by where they lie in the layout, which is by tensor, never by bucket:
+buckets may be cut anew. They are in unscaled units (g is multiplied by ``unscale``, one over the loss scale), so
+another loss scale changes nothing. Gradients must be finite: one NaN would stay in e for ever.
+
+After a step that is skipped, `rollback` brings back the residuals of before it, to the bit. They take 4 bytes for an
+element, and 4 more where steps can be rolled back.
+
+Ranks have residuals of their own. Of those of P ranks only what they add to the reduced gradient counts, so a
+checkpoint for another number of ranks keeps their sum, and each of P' ranks takes the sum over P where the reduced
+gradient is a mean, over P' where it is a sum (`share`): then nothing is lost and nothing is counted twice. For P' = P
+the residuals themselves go on to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +71,7 @@ _DOMAIN: Final = 0x636F6D70
 
 @dataclass(frozen=True)
 class RandomKey:
-    """The name of a stream of random numbers: everything that is encoded once has its own.
+    """Key of a stream of random numbers: everything that is encoded once has its own.
 
     ``tensor`` numbers what is encoded: tensors, and pieces or phases of one where they are encoded by themselves.
     Streams that ranks draw in common (the indices of random-k) are asked for with ``rank`` 0 on all of them.
@@ -74,7 +90,7 @@ class RandomKey:
 
 
 class Compressor(ABC):
-    """A way to write n float32 values as `payload_bytes(n)` bytes.
+    """Protocol of a compressor: n float32 values as ``payload_bytes(n)`` bytes.
 
     ``is_linear``: the sum of payloads, taken elementwise over `summable`, decodes to the sum of the values (rounded in
     the dtype of that view, so its sums are carried in float32). One that is not unbiased wants `ErrorFeedback`.
@@ -116,7 +132,7 @@ class Compressor(ABC):
     def poison(self, payload: Array, key: RandomKey) -> None:
         """Write a payload of some values that decodes to NaN: the message of a rank whose values are not finite.
 
-        What others add to it is NaN too, so that whoever looks at the sum learns of it.
+        What others add to it is NaN too, so that every rank sees it in the sum.
         """
         payload[...] = 0xFF  # every scale and every float is NaN
 
@@ -175,11 +191,11 @@ class ErrorFeedback:
         can_roll_back: bool = True,
         ledger: Ledger | None = None,
     ) -> None:
-        def made() -> FlatStore:
+        def new_store() -> FlatStore:
             return FlatStore(layout, _FLOAT32, parts, on=on, category="optimizer", ledger=ledger)
 
-        self.residuals = made()
-        self._before = made() if can_roll_back else None
+        self.residuals = new_store()
+        self._before = new_store() if can_roll_back else None
         self._open: list[Range] = []
 
     def encode(

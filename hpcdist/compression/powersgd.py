@@ -46,7 +46,7 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return min(``rank``, rows, columns) for a tensor of ``shape``, or 0 where it is sent as it is.
 
     That is a vector, and a matrix of which the factors are not more than ``least_saving`` times smaller. A stack of
-    vectors, as three biases are, looks like a matrix here: tensors tell (`hpcdist.arrays.layout.TensorSpec.is_matrix`).
+    vectors, as three biases are, looks like a matrix here: see `hpcdist.arrays.layout.TensorSpec.is_matrix`.
     """
     if rank < 1:
         raise UsageError(f"rank {rank} of PowerSGD; pass 1 or more")

@@ -1,4 +1,4 @@
-"""The ``[energy]`` section of a recipe. Light: imports nothing but the errors."""
+"""Configuration of energy: the ``[energy]`` section of a recipe. Imports nothing but the errors."""
 
 import math
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class EnergyConfig:
     their memory), "cray" (those of the nodes of a Cray), "none", or "declared": no measurement, but a model, in which
     a node's processors draw ``cpu_tdp_w`` watts and each GPU ``gpu_tdp_w`` (0: left out) when they are busy, and
     ``idle_fraction`` of that when they are not. One rank of each node reads them every ``interval_s`` seconds and keeps
-    each sample: at 0.1 s that is 35 MB a day and source, twice that of one that tells watts, too. ``powercap`` is where
-    Linux shows RAPL, ``pm_counters`` where a Cray shows its own; containers may have them elsewhere. ``utilisation_s``
+    each sample: at 0.1 s that is 35 MB a day and source, twice that with its power. ``powercap`` is where Linux shows
+    RAPL, ``pm_counters`` where a Cray shows its own; containers may have them elsewhere. ``utilisation_s``
     is the time between two looks at how busy processors, GPUs, memory and network are (0: none).
 
-    ``sensor_window_s``: a GPU's sensor looks only so long before each update of its counter. 0: as is known of the
+    ``sensor_window_s``: a GPU's sensor measures only so long before each update of its counter. 0: as is known of the
     model, see `hpcdist.energy.accounts.part_time_sensor`. With ``shift``, steps begin a little later now and then,
     less than an update of the counter in 64 steps, so that such a sensor sees all parts of them: ranks have to step
     together.

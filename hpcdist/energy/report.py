@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
+UPDATES: Final = 2  # a difference over fewer updates of a counter is noise
 NODE: Final = "node"  # the kind of a counter that includes the others
 NO_SOURCE: Final = "no source can be read"
 DECLARED: Final = "declared model, not measured"
 EARLIER_START: Final = "an earlier start of this run: "
-MAX_AMOUNT: Final = 1e30  # joules or seconds that nobody has
-MAX_REASONS: Final = 4  # a job of a thousand nodes names the first ones
+MAX_AMOUNT: Final = 1e30  # joules or seconds: beyond any possible value
+MAX_REASONS: Final = 4  # of a job of a thousand nodes, the first ones are named
 
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Result of one source: ``trouble`` is what it has to say about failed reads.
+    """Result of one source: ``trouble`` describes failed reads.
 
     ``note`` says what is special about it (shared by ranks, in MIG mode, integrated power), ``declared`` that its
     joules come from a model.
@@ -39,10 +39,10 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source.
+    """Energy that one node counted. ``phases`` are those of `PhaseWindows.phases`, ``totals_mj`` is by source.
 
-    ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: nobody
-    counted.
+    ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: not
+    measured.
     """
 
     node: int
@@ -57,11 +57,11 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the report of a job; ``earlier`` is the `state` of the starts of this run before this one.
+    """Return the report of a job; ``earlier`` is the `state` of the previous starts of this run.
 
     ``energy_j`` (NaN: not known, see ``reason``), the same ``by_kind`` and by ``phases`` (joules, seconds of the
     slowest node, windows, reason), ``sources``, ``parts`` by kind of what ``energy_j`` includes already, and in
-    ``not_included`` what nobody measured. ``label`` is `DECLARED` where any of it comes from a model, else "".
+    ``not_included`` what was not measured. ``label`` is `DECLARED` where any of it comes from a model, else "".
     ``sampler_share`` is the share of a processor that reading took on the node where it took most.
     """
     kinds = counted(nodes)
@@ -91,8 +91,8 @@ def counted(nodes: Sequence[NodeContribution]) -> list[str]:
     """Return the kinds that enter the total of a job, in order."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
-    found = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
-    return sorted(found - {NODE})
+    kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
+    return sorted(kinds - {NODE})
 
 
 def _parts(nodes: Sequence[NodeContribution], kinds: Sequence[str]) -> dict[str, float]:
@@ -126,7 +126,7 @@ def state(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(read: Any) -> dict[str, Any]:
-    """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
+    """Return a `state` that was read from a file, checked. Raises ValueError or TypeError for anything else."""
     known = _object(read, "joules")
     label, reason = known.get("label") or "", known.get("reason")
     if not isinstance(label, str) or not isinstance(reason, str | None):
@@ -191,7 +191,7 @@ def _missing(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[st
 
 
 def _mismatch(kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> list[str]:
-    """Return why there are no sums with an earlier start of the run."""
+    """Return why the joules of earlier starts of the run cannot be added, [] where they can."""
     if earlier is None:
         return []
     if earlier["reason"] is not None:
@@ -251,7 +251,7 @@ def _phase(
 
 
 def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s: float, phase: str) -> list[str]:
-    """Return why ``mj`` of a source cannot be believed; ``shortest_s`` is the shortest window it comes from."""
+    """Return why ``mj`` of a source is not reliable; ``shortest_s`` is the shortest window it comes from."""
     at = f"node {node.node}, {source.name}"
     if math.isnan(mj):
         return [f"node {node.node}, {source.trouble or f'{source.name}: a read failed'}"]
@@ -268,13 +268,13 @@ def _excluded(nodes: Iterable[NodeContribution], kinds: Iterable[str]) -> list[s
     places: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
         for kind, reason in node.missing.items():
-            if kind not in kinds and list(kinds) != [NODE]:  # which includes it, whether it is shown or not
+            if kind not in kinds and list(kinds) != [NODE]:  # a counter of whole nodes includes every kind
                 places.setdefault((kind, reason), []).append(node.node)
-    found = []
+    lines = []
     for (kind, reason), where in places.items():
         some = ", ".join(map(str, where[:MAX_REASONS])) + (", ..." if len(where) > MAX_REASONS else "")
-        found.append(f"{kind} (node {some}): {reason}")
-    return found
+        lines.append(f"{kind} (node {some}): {reason}")
+    return lines
 
 
 def _row(node: NodeContribution, index: int, source: SourceResult, kinds: Sequence[str]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _joined(reasons: Sequence[str]) -> str | None:
     own = [reason for reason in dict.fromkeys(reasons) if reason not in before]
     if before == [EARLIER_START + "; ".join(own)]:
         before = []
-    different = [*before, *(reason for reason in own if not any(reason in told for told in before))]
+    different = [*before, *(reason for reason in own if not any(reason in earlier for earlier in before))]
     if len(different) > MAX_REASONS:
         different = [*different[:MAX_REASONS], f"and {len(different) - MAX_REASONS} more reasons"]
     return "; ".join(different) or None

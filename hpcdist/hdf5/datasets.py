@@ -1,11 +1,14 @@
-"""Dataset creation by the low-level calls of h5py, and checks of the filters that a dataset needs.
+"""Tables of columns, dataset creation by h5py's low-level calls, and checks of the filters that a dataset needs.
 
-`DatasetMaker` makes datasets and attributes in great number in a tenth of the time of h5py's own calls: types, spaces
-and property lists are made once for a file. What it makes is the same as by ``attrs[...] = ...`` and
-``create_dataset``: strings are of variable length in UTF-8, numbers int64.
+A table (`create`, `extend`, `shorten`, `read`) is a group with one extendible dataset per `Column`, tied together by
+dimension scales: units and meanings are attributes, so that other tools can read it.
 
-`check_filters` finds the filters that this Python cannot read through, and names the package that brings them. HDF5
-itself has deflate, shuffle and such, and h5py lzf; others are plugins, most of them in the package hdf5plugin.
+`DatasetMaker` makes many datasets and attributes in a tenth of the time of h5py's own calls: types, spaces and property
+lists are made once for a file. The result is the same as with ``attrs[...] = ...`` and ``create_dataset``: strings are
+of variable length in UTF-8, numbers int64.
+
+`check_filters` finds the filters that this Python cannot decode, and names the package that has them. HDF5 itself has
+deflate, shuffle and the like, and h5py has lzf; others are plugins, most of them in the package hdf5plugin.
 """
 
 import importlib
@@ -23,13 +26,13 @@ from hpcdist.reporting.regular import BROKEN_LIBRARY_ERRORS
 
 CHUNK_BYTES: Final = 64 << 10
 CHUNK_ROWS: Final = 1024
-TIMES: Final = {1: 2, 2: 4096}  # that a column of so many dims may be larger than its file
+TIMES: Final = {1: 2, 2: 4096}  # by dims: how many times its file a column may be, before it counts as damaged
 SLACK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: ``units`` in UCUM ("s", "By", "1"); ``wide`` ones have a second dim. Wide columns are floats."""
+    """A column of a table: ``units`` in UCUM ("s", "By", "1"). A ``wide`` column has a second dim, and is of floats."""
 
     name: str
     dtype: str
@@ -47,7 +50,7 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make the table ``name``. The first column is the scale of the rows; ``second`` names that of the second dim."""
+    """Make the table ``name``. The first column is the dimension scale of the rows, ``second`` of the second dim."""
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -78,7 +81,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` (all columns, equal lengths); wide ones may be wider or narrower than the table."""
+    """Append ``rows`` (all columns, equal lengths); wide columns may be wider or narrower than the table's."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -99,16 +102,16 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Keep the first ``rows`` rows, or those that all columns have: a killed writer may leave fewer of some."""
+    """Keep the first ``rows`` rows, or as many as all columns have: a killed writer may leave fewer of some."""
     datasets = columns(file, name).values()
-    for column in datasets:
-        column.resize(min(rows, *(other.shape[0] for other in datasets)), axis=0)
+    for dataset in datasets:
+        dataset.resize(min(rows, *(column.shape[0] for column in datasets)), axis=0)
 
 
 def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, np.ndarray]:
     """Return the columns as arrays, cut to the rows that all have (another process may be extending them).
 
-    At most the first ``most_rows`` rows. Raises what h5py does for a broken file.
+    At most the first ``most_rows`` rows. Raises h5py's errors for a broken file.
     """
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
@@ -117,9 +120,9 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the columns of a table. Raises ValueError where one cannot be what was written: it would fill the memory.
+    """Return the columns of a table. Raises ValueError where one claims more data than its file can hold.
 
-    A column of one number a row is written in full; of a wide one, ranks that were not there may be left out.
+    A damaged shape would otherwise fill the memory. A wide column may exceed its file: unwritten chunks take no space.
     """
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
@@ -134,7 +137,7 @@ Region = tuple[Box, str, str, Sequence[int], Box]  # box of the whole; file, dat
 
 
 class DatasetMaker:
-    """Makes datasets in the open ``file``, and the groups that their names need."""
+    """Factory of datasets in the open ``file``, and of the groups that their names need."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -144,8 +147,10 @@ class DatasetMaker:
         self._contiguous = h5p.create(h5p.DATASET_CREATE)
         self._contiguous.set_layout(h5d.CONTIGUOUS)
         self._contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        self._contiguous.set_fill_time(h5d.FILL_TIME_NEVER)
-        self._contiguous.set_obj_track_times(False)  # the same state is the same bytes, whenever it is saved
+        self._contiguous.set_fill_time(h5d.FILL_TIME_NEVER)  # with early allocation: the place is known, and not zeroed
+        self._contiguous.set_obj_track_times(
+            False
+        )  # without times the same state gives the same bytes, whenever it is saved
         self._types: dict[Any, h5t.TypeID] = {}
         self._spaces: dict[tuple[int, ...], h5s.SpaceID] = {}
         self._text = h5py.string_dtype()
@@ -153,12 +158,12 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Make a dataset whose bytes have a place in the file, and are not written; return that place."""
-        made = h5d.create(
+        """Make a dataset whose bytes are allocated in the file but not written; return their byte offset."""
+        dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
-        self._describe(made, attributes)
-        return int(made.get_offset() or 0)  # an empty dataset has no place
+        self._describe(dataset, attributes)
+        return int(dataset.get_offset() or 0)  # an empty dataset has no place
 
     def virtual(
         self,
@@ -169,41 +174,41 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Make a virtual dataset out of ``regions``; where one cannot be read, its elements are that of ``fill``."""
+        """Make a virtual dataset of ``regions``; elements of a region that cannot be read show the value ``fill``."""
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
             here, there = self._boxed(shape, box), self._boxed(source_shape, source_box)
             plan.set_virtual(here, file.encode(), dataset.encode(), there)
         plan.set_fill_value(fill)
-        made = h5d.create(self._file.id, name.encode(), self._type(dtype), self._space(shape), plan, self._links)
-        self._describe(made, attributes)
+        created = h5d.create(self._file.id, name.encode(), self._type(dtype), self._space(shape), plan, self._links)
+        self._describe(created, attributes)
 
     def _type(self, dtype: np.dtype) -> h5t.TypeID:
         if dtype not in self._types:
             self._types[dtype] = h5t.py_create(dtype, logical=True)
         return self._types[dtype]
 
-    def _describe(self, made: h5d.DatasetID, attributes: Mapping[str, Any]) -> None:
+    def _describe(self, dataset: h5d.DatasetID, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():
             if isinstance(value, str):
-                attribute = h5a.create(made, name.encode(), self._text_type, self._space(()))
+                attribute = h5a.create(dataset, name.encode(), self._text_type, self._space(()))
                 attribute.write(np.array(value, dtype=self._text), mtype=self._text_in_memory)
                 continue
             numbers = np.asarray(value, np.int64)
-            attribute = h5a.create(made, name.encode(), self._type(numbers.dtype), self._space(numbers.shape))
+            attribute = h5a.create(dataset, name.encode(), self._type(numbers.dtype), self._space(numbers.shape))
             if numbers.size:
                 attribute.write(numbers)
 
     def _space(self, shape: Sequence[int]) -> h5s.SpaceID:
-        """Return the space of that shape, all of it selected."""
+        """Return the dataspace of ``shape``, all of it selected."""
         key = tuple(shape)
         if key not in self._spaces:
             self._spaces[key] = h5s.create_simple(key) if key else h5s.create(h5s.SCALAR)
         return self._spaces[key]
 
     def _boxed(self, shape: Sequence[int], box: Box) -> h5s.SpaceID:
-        """Return a space of that shape in which ``box`` is selected."""
+        """Return a dataspace of ``shape`` in which ``box`` is selected."""
         if all(start == 0 and stop == size for (start, stop), size in zip(box, shape, strict=True)):
             return self._space(shape)
         space = h5s.create_simple(tuple(shape))
@@ -225,14 +230,14 @@ FILTER_NAMES: Final = {
     32026: "blosc2",
     32028: "sperr",
     32033: "htj2k",
-}  # by the numbers that the HDF Group has registered; those that hdf5plugin has
+}  # by the ids registered with the HDF Group; those that hdf5plugin has
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise MissingCapabilityError where ``dataset`` has a filter that is not there, with what brings it.
+    """Raise MissingCapabilityError where ``dataset`` needs a filter that is missing here; the text names the remedy.
 
-    The package is imported where it is installed, which makes its filters known. An optional filter that was not there
-    when the dataset was written, either, is not needed: its elements can be read.
+    hdf5plugin is imported where it is installed, which registers its filters. An optional filter that was also missing
+    when the dataset was written is not needed: its elements can be read.
     """
     if not _missing_filters(dataset):
         return
@@ -250,26 +255,26 @@ def check_filters(dataset: h5py.Dataset) -> None:
 
 
 def _missing_filters(dataset: h5py.Dataset) -> dict[int, str]:
-    """Return the filters of ``dataset`` that cannot decode here, with the names that its writer gave them."""
+    """Return the ids and names of the filters of ``dataset`` that cannot decode here."""
     properties = dataset.id.get_create_plist()
-    found = {}
+    missing = {}
     for place in range(properties.get_nfilters()):
         code, _, _, name = properties.get_filter(place)
         decodes = h5py.h5z.filter_avail(code) and (
             h5py.h5z.get_filter_info(code) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
         )
         if not decodes:
-            found[code] = name.decode(errors="replace").split(" ")[0][:40]
-    return found
+            missing[code] = name.decode(errors="replace").split(" ")[0][:40]
+    return missing
 
 
 def _import_filters() -> str:
-    """Import the package; return what to do where that does not work, "" where it does."""
+    """Import hdf5plugin; return the remedy or the reason where that fails, "" where it does not."""
     try:
         importlib.import_module(FILTER_PACKAGE)
     except ModuleNotFoundError:
         return "pip install 'hpcdist[hdf5]'"
-    except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # as one that was made for another HDF5 than that of h5py
+    except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # e.g. built for another HDF5 than that of h5py
         return f"it is there, and cannot be imported: {error}"
     return ""
 

@@ -1,6 +1,6 @@
-"""HDF5 files: opened for reading, edited in one go, or written as contiguous datasets.
+"""HDF5 files: opened for reading, edited in one transaction, or written as contiguous datasets.
 
-Every file of hpcdist has the root attributes ``schema`` and ``schema_version``. Files open with old tools
+Every file of hpcdist has the root attributes ``schema`` and ``schema_version``. Old tools can open the files
 (``libver=("earliest", "v110")``), and no file is held open for writing: open, change, close.
 """
 
@@ -27,7 +27,7 @@ from hpcdist.reporting.regular import BROKEN_LIBRARY_ERRORS, DamagedFileError, d
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
 CHECKSUMMED: Final = ("v108", "v110")  # metadata has checksums, so readers refuse damage; for files that never change
 WRITE_BYTES: Final = 16 << 20
-OUTSIDE_BYTES: Final = 1 << 18  # digested at a time
+OUTSIDE_BYTES: Final = 1 << 18  # bytes outside of datasets that are digested at a time
 ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
 RETRY_S: Final = 2.0
 MOST_LINKS: Final = 16  # one behind the other, as HDF5 allows
@@ -36,7 +36,7 @@ MOST_TEXT: Final = 1 << 20  # letters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes that are one number or text each; what is anything else, or damaged, is left out."""
+    """Return the root attributes that are a single number or text; others, and damaged ones, are left out."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -50,14 +50,14 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
 
 
 class Digest(Protocol):
-    """A digest of `xxhash` or `hashlib`."""
+    """Hash object of `xxhash` or `hashlib`."""
 
     def update(self, data: memoryview, /) -> None:
-        """Take ``data``, which follows what was taken before."""
+        """Append ``data`` to the hashed bytes."""
 
 
 class Blocks(Protocol):
-    """Data set that is too large to be an array in memory: it has a shape and a dtype, and comes in blocks."""
+    """Dataset that is too large for an array in memory: it has a shape and a dtype, and is written in blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Blocks(Protocol):
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
         """Yield all elements in row-major order: 1-D arrays, each to be used before the next is asked for.
 
-        They will lie at the byte ``offset`` of the file and behind it, so that cuts can be where pages begin.
+        They will be written from byte ``offset`` of the file on, so that blocks can end at page boundaries.
         """
 
 
@@ -90,7 +90,7 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
             file = h5py.File(Overlay.reading(path), "r") if waiting else h5py.File(path, "r", locking="best-effort")
             break
         except OSError as error:
-            # Bytes of HDF5 that do not open may be under change; other bytes will not turn into HDF5.
+            # An HDF5 file that does not open may be changing just now; anything else will not turn into HDF5.
             if time.monotonic() > limit or not _has_signature(path):
                 raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
             time.sleep(0.05)
@@ -102,15 +102,15 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
     return file
 
 
-def is_dataset(found: Any) -> bool:
-    """Whether ``found`` in a file is a dataset, and no group or named type."""
-    return isinstance(found, h5py.Dataset)
+def is_dataset(entry: Any) -> bool:
+    """Whether ``entry`` of a file is a dataset, and no group or named type."""
+    return isinstance(entry, h5py.Dataset)
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return what the links from ``name`` on lead to, or None. Raises StorageError for a file that is none.
+    """Return the object that ``name`` leads to through links, or None. Raises StorageError for a bad file.
 
-    HDF5 would wait for ever for a pipe in the place of a file.
+    Links are followed here because HDF5 would block for ever on a pipe in the place of a linked file.
     """
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
@@ -128,10 +128,10 @@ def resolved(file: h5py.File, name: str) -> Any:
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte of ``dataset.file`` from which on its elements lie one behind the other, as numpy has them.
+    """Return the byte offset in ``dataset.file`` of its elements if they lie there contiguously in numpy's format.
 
     None where they must be read through HDF5: chunks, filters, other types, a user block, external or virtual storage,
-    elements that were never written. A link may lead to another file than the one it was asked for in.
+    elements that were never written. Use ``dataset.file``: a link may have led to another file.
     """
     properties = dataset.id.get_create_plist()
     file = dataset.file
@@ -141,7 +141,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
         and dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype))
         and properties.get_layout() == h5py.h5d.CONTIGUOUS
         and properties.get_external_count() == 0
-        and file.driver == "sec2"  # not one that lays a journal over the file
+        and file.driver == "sec2"  # read from the file itself, not through an overlay with its journal
         and not file.userblock_size
     )
     offset = dataset.id.get_offset() if plain else None
@@ -149,12 +149,12 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return the files that hold elements of ``dataset``, and how long each must be; sources of virtual ones included.
+    """Return the files that hold elements of ``dataset`` with their least sizes in bytes, and whether these are all.
 
-    Also whether these are all: virtual storage can have a pattern of names, and a journal can lie over a file.
-    HDF5 shows zeros for what lies behind the end of a file, and the fill value for a virtual source that is not there.
-    Raises StorageError where a file is missing or too short, or a source has no such dataset, MissingCapabilityError
-    where one has a filter that is not there.
+    Sources of virtual datasets are included. Not all are known where virtual sources are a pattern of names, or where
+    a journal lies over a file. HDF5 itself shows zeros for elements behind the end of a file, and the fill value for a
+    missing virtual source: so this raises StorageError where a file is missing or too short, or a source has no such
+    dataset, and MissingCapabilityError where one needs a filter that is missing here.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -164,7 +164,7 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
 
 
 def check_size(path: Path, needed: int, name: str) -> None:
-    """Raise StorageError when the file at ``path``, with elements of the dataset ``name``, is shorter than that."""
+    """Raise StorageError when the file at ``path``, part of dataset ``name``, has fewer than ``needed`` bytes."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -180,9 +180,9 @@ _Place = tuple[Path, str]  # a file, and a dataset in it
 
 
 def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place], outer: tuple[_Place, ...]) -> bool:
-    """Add the files of ``dataset`` to ``sizes``, but sources of ``seen`` places; return whether these are all.
+    """Add the files of ``dataset`` to ``sizes``, skipping sources in ``seen``; return whether these are all.
 
-    ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a circle until the stack is full.
+    ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a cycle until the stack overflows.
     """
     datasets.check_filters(dataset)
     own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
@@ -194,7 +194,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
     rest = dataset.nbytes
     for name, offset, size in dataset.external or ():
         path = _external_path(own, name, "HDF5_EXTFILE_PREFIX", Path())
-        used = min(rest, size)  # the last may have no limit
+        used = min(rest, size)  # external files are filled in order; the last may have unlimited size
         sizes[path] = max(sizes.get(path, 0), offset + used)
         rest -= used
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
@@ -203,7 +203,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
         if (path, name) in seen:
             continue
         seen.add((path, name))
-        if "%b" in file_name + name:  # stands for numbers: as many files as there are
+        if "%b" in file_name + name:  # a printf-style pattern: as many sources as there are files
             complete = False
             continue
         with open_read(path) as file:
@@ -215,7 +215,8 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
 
 
 def _external_path(own: Path, name: str, variable: str, folder: Path) -> Path:
-    """Return where HDF5 looks for the file ``name`` that ``own`` refers to."""
+    """Return the path at which HDF5 finds the file ``name`` that ``own`` refers to."""
+    # HDF5's search order: the prefix, then `folder`, the name by itself, and its last part beside `own`.
     prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(own.resolve().parent))
     places = [Path(prefix) / name] if prefix else []
     places += [folder / name, Path(name), own.parent / Path(name).name]
@@ -231,10 +232,10 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
     if schema is None:
         return
     with damage(path, "it is not known of which schema it is"):
-        found = file.attrs.get("schema")
+        file_schema = file.attrs.get("schema")
         number = int(file.attrs.get("schema_version", 0))
-    if not isinstance(found, str) or found != schema:
-        shown = repr(found)[:80]
+    if not isinstance(file_schema, str) or file_schema != schema:
+        shown = repr(file_schema)[:80]
         raise DamagedFileError(f"{path}: a file of schema {shown}, expected {schema!r}; is this the right directory?")
     if version is not None and number > version:
         raise StorageError(f"{path}: {schema} version {number} is newer than the {version} known here; update hpcdist")
@@ -242,7 +243,7 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Change the file at ``path`` (made when missing): all of the changes reach the disk at the end, or none.
+    """Open the file at ``path`` for changes (made when missing): all of them reach the disk at the end, or none.
 
     Raises StorageError when the disk is full or fails, DamagedFileError when the file is not of ``schema``; the file is
     then as it was before.
@@ -278,7 +279,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError when a new file could not be written at ``path``; leaves nothing there."""
+    """Raise StorageError when no new file can be written at ``path``; a probe file is written and removed."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove it, or choose another --output")
@@ -298,7 +299,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` in a dtype that HDF5 has: bfloat16 as its bits in uint16; no copy if contiguous."""
+    """Return ``array`` in a dtype that HDF5 has: bfloat16 as its bits in uint16. Copies only what is not contiguous."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -316,9 +317,9 @@ def write_contiguous(
 ) -> dict[str, int]:
     """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
 
-    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are asked for when they
-    are written. ``opens`` makes the file, through which all is written. ``outside`` is given the bytes of the file that
-    lie in no dataset, in their order. Raises StorageError; no file is left then.
+    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are requested as they are
+    written. ``opens`` makes the overlay of the file. ``outside`` digests the bytes of the file that lie in no dataset,
+    in their order. Raises StorageError; no file is left then.
     """
     path = Path(path)
     try:
@@ -330,19 +331,20 @@ def write_contiguous(
                 offsets = {}
                 for name, array in datasets.items():
                     stored = storable(np.empty(0, array.dtype)).dtype
-                    told = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
-                    offsets[name] = make(name, array.shape, stored, told)
+                    own_attributes = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
+                    offsets[name] = make(name, array.shape, stored, own_attributes)
             if outside is not None:
                 _digest_outside(
                     overlay, [_range_in_file(array, offsets[name]) for name, array in datasets.items()], outside
                 )
+            # The metadata first, through the overlay; then the elements at their offsets, straight to the disk.
             overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
             overlay.fsync()
     except FileExistsError as error:
         raise StorageError(f"{path}: exists already") from error
-    except StorageError:  # the place that blocks come from cannot be read
+    except StorageError:  # raised by `Blocks` whose source cannot be read
         path.unlink(missing_ok=True)
         raise
     except OSError as error:
@@ -356,7 +358,7 @@ def _range_in_file(array: np.ndarray | Blocks, offset: int) -> Range:
 
 
 def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: Digest) -> None:
-    """Give ``digest`` what the file will hold outside ``places``: as it is in memory, before a disk has had it."""
+    """Digest the bytes of the file outside ``places`` from the overlay in memory, before any disk can alter them."""
     memory = bytearray(OUTSIDE_BYTES)
     for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), places):
         overlay.seek(gap.start)

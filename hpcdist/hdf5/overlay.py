@@ -1,11 +1,11 @@
-"""Overlay of a file: changes are kept in memory until they are committed.
+"""Overlay of a file: changes stay in memory until they are committed through a journal.
 
 libhdf5 does not survive a full disk: a failed write leaves open identifiers behind, and the process ends in a
 segmentation fault at exit. So libhdf5 never writes to a disk here. It writes to an overlay, and the overlay is
-committed with plain calls that fail cleanly: first what extends the file, then a journal of what changes it in place,
-then the changes themselves. A full disk is met before the first byte is changed, and undone. A writer that is killed
-in between leaves its journal behind: the next one completes the work, and readers look through the journal until
-then.
+committed with plain calls that fail cleanly: first the pages that extend the file, then a journal of the pages that
+change in place, then those pages themselves. A full disk shows before the first existing byte is changed, and the
+commit is undone. A writer that is killed in between leaves its journal behind: the next writer completes the commit,
+and until then readers read through the journal.
 """
 
 import io
@@ -21,8 +21,8 @@ from hpcdist.arrays.filestore import begin_write_back
 from hpcdist.reporting import atomic, regular
 
 PAGE_BYTES = 4096
-BEGIN_BYTES = 1 << 18  # what is less waits for `fsync`: to ask the disk for it takes as long as to write it
-JOURNAL = ".journal"  # the file beside, whose name ends so
+BEGIN_BYTES = 1 << 18  # smaller writes wait for `fsync`: starting their write-back takes as long as writing them
+JOURNAL = ".journal"  # suffix of the journal, which lies beside the file
 MAGIC = b"hpcdist journal\n"
 
 
@@ -44,14 +44,14 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
 
 
 def journal_of(path: Path) -> Path:
-    """Return where the journal of the file at ``path`` lies while there is one."""
+    """Return the path of the journal of the file at ``path``."""
     return path.with_name(path.name + JOURNAL)
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
     """Return the journal of a commit that sets the file to ``size`` bytes and changes ``pages``, by number.
 
-    ``before`` is what they hold on the disk.
+    ``before`` has the present content of those pages on the disk.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -61,13 +61,13 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return ``(size, pages)`` of the commit that the file at ``path`` is waiting for; None when there is none.
+    """Return ``(size, pages)`` of the unfinished commit of the file at ``path``; None when there is none.
 
-    A journal that was not finished counts for nothing: nothing of its commit had been changed yet. Nor does one whose
-    file holds something else than before or after the commit: it had this name, or this content, at another time.
+    An incomplete journal is ignored: nothing of its commit had been changed in place yet. So is one whose pages in the
+    file are neither as before nor as after the commit: it belongs to another file that had this name.
     """
     try:
-        # Pages of the file and a few bytes for each; what is no file, or holds more, is no journal of it.
+        # A journal holds pages of the file and a few bytes for each; anything longer, or no regular file, is none.
         data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))
     except FileNotFoundError:
         return None
@@ -76,23 +76,23 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
         return None
     size, count = struct.unpack_from("<2q", body, len(MAGIC))
     table = struct.unpack_from(f"<{count}q{count}Q", body, len(MAGIC) + 16)
-    start = len(MAGIC) + 16 * (count + 1)
+    start = len(MAGIC) + 16 * (count + 1)  # behind size and count (8 bytes each), then number and digest of each page
     pages = {n: body[start + k * PAGE_BYTES : start + (k + 1) * PAGE_BYTES] for k, n in enumerate(table[:count])}
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < size:
             return None
         for number, digest in zip(table[:count], table[count:], strict=True):
-            found = pread_all(file.fileno(), PAGE_BYTES, number * PAGE_BYTES)
-            if xxhash.xxh3_64_intdigest(found) != digest and found != pages[number][: len(found)]:
+            on_disk = pread_all(file.fileno(), PAGE_BYTES, number * PAGE_BYTES)
+            if xxhash.xxh3_64_intdigest(on_disk) != digest and on_disk != pages[number][: len(on_disk)]:
                 return None
     return size, pages
 
 
 class Overlay(io.RawIOBase):
-    """The file at ``path`` (created when missing, if ``create``) as h5py's file-object driver wants it.
+    """File object for h5py's fileobj driver, over the file at ``path`` (made here if ``create``).
 
-    Nothing reaches the disk before `commit`, but for a commit that an earlier writer could not finish. After an
-    exception, just `close`.
+    Nothing reaches the disk before `commit`, but for the commit of an earlier, killed writer. After an exception, just
+    `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -101,7 +101,9 @@ class Overlay(io.RawIOBase):
         mode = os.O_RDONLY if read_only else os.O_RDWR
         self._fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
-        self._valid = self._original  # bytes of the disk that still count: a truncation forgets what lay behind
+        self._valid = (
+            self._original
+        )  # bytes on the disk that are still content: a truncation invalidates those behind it
         self._position = 0
         self._failure: OSError | None = None  # of a write, which `commit` raises
         self._pages: dict[int, bytearray] = {}
@@ -115,11 +117,11 @@ class Overlay(io.RawIOBase):
 
     @classmethod
     def reading(cls, path: Path) -> Self:
-        """Return the file as it will be once the commit in its journal is complete; the disk stays as it is."""
+        """Open the file as it is once the commit in its journal is complete, without changing the disk."""
         return cls(path, read_only=True)
 
     def _recover(self, read_only: bool) -> None:
-        """Look through the journal that a killed writer left; unless ``read_only``, complete its work."""
+        """Take the pages of a killed writer's journal into the overlay; unless ``read_only``, complete its commit."""
         waiting = read_journal(self._path)
         if waiting is not None:
             self._size, pages = waiting
@@ -132,15 +134,15 @@ class Overlay(io.RawIOBase):
             journal_of(self._path).unlink(missing_ok=True)
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -154,7 +156,7 @@ class Overlay(io.RawIOBase):
         return self._position
 
     def _page(self, number: int) -> bytearray:
-        """Return a page for writing, read from the disk at first."""
+        """Return page ``number`` for writing; it is read from the disk the first time."""
         page = self._pages.get(number)
         if page is None:
             page = bytearray(self._stored(number))
@@ -217,10 +219,13 @@ class Overlay(io.RawIOBase):
         if self._failure is not None:
             raise self._failure
         before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
+        # Cut off and grown again: these bytes are zero, whatever the disk holds, so their pages must be written.
         for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
-            self._page(number)  # cut off and grown again: zero, whatever the disk holds
+            self._page(number)
         in_place = [number for number in sorted(self._pages) if number < before]
         try:
+            # 1. Pages behind the old end: nothing refers to them until the pages in place are changed, so a failure
+            # here is undone by cutting the file. They must be on the disk before the journal is.
             if self._size > self._original:
                 os.ftruncate(self._fd, self._size)
             for number in sorted(self._pages):
@@ -228,12 +233,14 @@ class Overlay(io.RawIOBase):
                     self._put(number)
             if wait or in_place:
                 os.fsync(self._fd)
+            # 2. The journal of the pages in place. From its fsync on the commit counts, whoever completes it.
             if in_place:
                 self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
             journal_of(self._path).unlink(missing_ok=True)
             os.ftruncate(self._fd, self._original)
             raise
+        # 3. The pages in place; space on the disk is not needed any more.
         if wait or in_place:
             self._apply(in_place)
             journal_of(self._path).unlink(missing_ok=True)
@@ -251,7 +258,7 @@ class Overlay(io.RawIOBase):
             os.close(fd)
 
     def _apply(self, numbers: list[int]) -> None:
-        """Change pages in place and set the size; again, it does the same."""
+        """Write pages in place and set the size; idempotent, since it may be interrupted and repeated."""
         for number in numbers:
             self._put(number)
         os.ftruncate(self._fd, self._size)
@@ -262,9 +269,9 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write to the disk at once, beside the overlay; only after `commit`. Raises OSError.
+        """Write to the disk at once, past the overlay; only after `commit`. Raises OSError.
 
-        The disk begins with it while the caller prepares what comes next.
+        Write-back starts while the caller prepares the next bytes.
         """
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
@@ -276,7 +283,7 @@ class Overlay(io.RawIOBase):
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Forget what was not committed and close the file."""
+        """Discard uncommitted changes and close the file."""
         if not self.closed:
             self._pages.clear()
             os.close(self._fd)

@@ -1,7 +1,7 @@
-"""Virtual datasets (VDS): whole tensors out of parts that lie in other files, for h5ls, h5dump, h5py and viewers.
+"""Virtual datasets (VDS): whole tensors composed of parts in other files, for h5ls, h5dump, h5py and viewers.
 
-Where a file with a part is missing, HDF5 shows the fill value without a word. So the fill value is one that is
-noticed: NaN, and of integers the extreme one.
+Where a file with a part is missing, HDF5 silently shows the fill value. So the fill value is a conspicuous one: NaN for
+floats, the smallest (unsigned: the largest) number for integers.
 """
 
 import math
@@ -33,7 +33,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """A virtual dataset, and the parts that it is made of."""
+    """A virtual dataset and its parts."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -42,12 +42,14 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes, in order, that elements ``start`` to ``stop`` (row-major) of an array of ``extent`` make up."""
+    """Yield, in order, the boxes that make up elements ``start`` to ``stop`` (row-major) of an array of ``extent``."""
     if start >= stop:
         return
     if not extent:
         yield ()
         return
+    # Elements per row of the first dim. The range is the tail of a row, whole rows, and the head of a row: the first
+    # and the last are ranges of an array with one dim less, and whole rows are one box.
     inner = int(np.prod(extent[1:], dtype=object))
     first, last = start // inner, stop // inner
     if start % inner:
@@ -95,7 +97,7 @@ def _make(maker: DatasetMaker, name: str, whole: VirtualDataset) -> None:
 
 
 def _fill_value(dtype: np.dtype) -> np.ndarray:
-    """Return what stands, as HDF5 has it, where nothing can be read."""
+    """Return the fill value of ``dtype``, in the dtype in which HDF5 stores it."""
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         return np.array([bounds.min or bounds.max], dtype)
@@ -103,7 +105,7 @@ def _fill_value(dtype: np.dtype) -> np.ndarray:
 
 
 def _regions(part: VirtualSource) -> Iterator[Region]:
-    """Yield the boxes of the whole that ``part`` fills, and where in its dataset each of them lies."""
+    """Yield the boxes of the whole that ``part`` fills, each with its place in the dataset of the part."""
     extent = tuple(stop - start for start, stop in part.box)
     if part.shape == extent:
         yield part.box, part.file, part.dataset, part.shape, tuple((0, size) for size in extent)

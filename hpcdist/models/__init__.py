@@ -39,14 +39,14 @@ def build(
     if config.kind in FOREIGN:
         from hpcdist.models import factory
 
-        given = {"context": context, "features": features, "classes": classes}
-        given |= {"height": height, "width": width, "channels": channels}
-        return factory.make(config, dtype, {name: value for name, value in given.items() if value})
+        sizes = {"context": context, "features": features, "classes": classes}
+        sizes |= {"height": height, "width": width, "channels": channels}
+        return factory.make(config, dtype, {name: value for name, value in sizes.items() if value})
     if config.kind == "gpt":
         return Model(transformer.gpt_stages(config, context), dtype, tokens_per_sample=context)
     if config.kind == "encoder":
-        stages, said = transformer.encoder_stages(config, context), transformer.masked_predictions(context)
-        return Model(stages, dtype, tokens_per_sample=said)
+        stages, predictions = transformer.encoder_stages(config, context), transformer.masked_predictions(context)
+        return Model(stages, dtype, tokens_per_sample=predictions)
     if config.kind == "convnet":
         return Model(classifiers.convnet_stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
     return Model(classifiers.mlp_stages(config, features, classes), dtype, tokens_per_sample=1)

@@ -105,13 +105,13 @@ def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, 
             "convnet needs at least one of each: give an HDF5 file with x (rows, height, width, channels) and y"
         )
     shape = height, width, channels
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for layer in range(config.layers):
         halves = layer > 0 and layer % 2 == 0
         convolution = Convolution(layer, config, shape, config.hidden << layer // 2, 2 if halves else 1)
-        found.append(convolution)
+        stages.append(convolution)
         shape = convolution.shape
-    return (*found, PoolingHead(config, shape, classes))
+    return (*stages, PoolingHead(config, shape, classes))
 
 
 class Convolution:

@@ -23,10 +23,9 @@ n = 2 statistics of a row for the norm "layer", 1 for "rms":
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
-With recomputation (`hpcdist.models.runtime.split_backward`) a block keeps s h, and one of them has the rest beside
-it. Tiles
-of attention and unfolded pictures, of which there are a cache full, come on top; small integers that the data has, and
-what a BLAS takes, are not counted.
+With recomputation (`hpcdist.models.runtime.split_backward`) a block keeps s h, and one of them has the rest beside it.
+Tiles of attention and unfolded pictures, a cache full of them, come on top; small integers that the data has, and what
+a BLAS takes, are not counted.
 """
 
 from bisect import bisect_left, insort
@@ -97,7 +96,7 @@ def attention_pairs(context: int, *, causal: bool) -> int:
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the first stage of a transformer."""
+    """Return the counts of the first stage of a transformer."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -107,7 +106,7 @@ def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def head_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the last stage of a transformer, with the loss."""
+    """Return the counts of the last stage of a transformer, with the loss."""
     wide, matrix = context * config.hidden, config.vocabulary * config.hidden
     rows = norm_statistics(config)
     return UnitCounts(
@@ -124,7 +123,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return one of the blocks of a transformer."""
+    """Return the counts of a block of a transformer."""
     hidden, wide, inner = config.hidden, config.hidden + 2 * config.kv_width, config.inner
     grouped = config.kv_width != hidden
     rises = 2 * inner if config.activation == "swiglu" else inner
@@ -133,7 +132,7 @@ def block_counts(config: ModelConfig, context: int) -> UnitCounts:
     like = KeptArray(context * hidden)
     columns: tuple[int, ...] = (hidden, wide - hidden) if grouped else (wide,)
     normal = like, KeptArray(norm_statistics(config) * context)
-    heads = *(KeptArray(context * each, cut=True) for each in columns), KeptArray(context * hidden, cut=True)
+    heads = *(KeptArray(context * width, cut=True) for width in columns), KeptArray(context * hidden, cut=True)
     sums = KeptArray(2 * config.heads * context, cut=True)
     return UnitCounts(
         parameters=matrices + biases + 2 * norm_statistics(config) * hidden,
@@ -159,14 +158,16 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
     """Return the scores that attention has at a time, forward and back: samples, or heads of one, that fit a tile."""
     short, long = min(QUERY_BLOCK, context), min(LONG, context)
     shared = config.kv_heads or config.heads
-    each = config.heads * short * long
-    some = TILE // each * each or min(shared, max(1, TILE * shared // each)) * each // shared
+    per_sample = config.heads * short * long
+    at_a_time = (
+        TILE // per_sample * per_sample or min(shared, max(1, TILE * shared // per_sample)) * per_sample // shared
+    )
     size = config.hidden // config.heads
     return {
-        "attention.scores": Scratch(each, some),
-        "attention.gradients": Scratch(each, some),
-        "attention.part": Scratch(each // short * size, some // short * size),
-        "attention.shrink": Scratch(each // long, some // long),
+        "attention.scores": Scratch(per_sample, at_a_time),
+        "attention.gradients": Scratch(per_sample, at_a_time),
+        "attention.part": Scratch(per_sample // short * size, at_a_time // short * size),
+        "attention.shrink": Scratch(per_sample // long, at_a_time // long),
     }
 
 
@@ -180,7 +181,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return a layer of an mlp: with an activation, or with the loss."""
+    """Return the counts of a layer of an mlp: with an activation, or with the loss."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -193,7 +194,7 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return a convolution from pictures (height, width, channels) to others, with its norm and activation."""
+    """Return the counts of a convolution between pictures (height, width, channels), with norm and activation."""
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
     y = KeptArray(prod(after))
@@ -212,7 +213,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return the head of a convnet: the mean over all pixels, and a linear, with the loss."""
+    """Return the counts of the head of a convnet: the mean over all pixels, and a linear, with the loss."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -245,7 +246,7 @@ class Counts:
 
     @property
     def flops(self) -> int:
-        """Operations of a training step: what a utilisation is told of, however often a forward is repeated."""
+        """Operations of a training step, without recomputation: the numerator of a utilisation."""
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
@@ -257,14 +258,14 @@ class Counts:
         scratch = sum(
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
         )
-        kept = chain.from_iterable([array.size for array in unit.kept] for unit in self.units)
-        return ((peak_with_recomputation(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
+        sizes = chain.from_iterable([array.size for array in unit.kept] for unit in self.units)
+        return ((peak_with_recomputation(self.units) if recompute else sum(sizes)) * samples + scratch) * itemsize
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
 
-    Memory that one stage gives back serves the next, where it is no more than `WASTE` times too large: as the arena
+    Memory that one stage gives back serves the next, where it is no more than `MAX_WASTE` times too large: as the arena
     does. A backward takes what the forward of its stage has given back.
     """
     free: list[int] = []
@@ -326,9 +327,9 @@ def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[UnitCounts, 
 
 
 def _convnet(config: ModelConfig, picture: tuple[int, int, int], classes: int) -> tuple[UnitCounts, ...]:
-    shape, found = picture, []
+    shape, units = picture, []
     for layer in range(config.layers):
         outputs, stride = config.hidden << layer // 2, 2 if layer and layer % 2 == 0 else 1
         before, shape = shape, (output_side(shape[0], stride), output_side(shape[1], stride), outputs)
-        found.append(convolution_counts(before, shape, norm_statistics(config), first=not layer))
-    return (*found, pooling_counts(shape, classes))
+        units.append(convolution_counts(before, shape, norm_statistics(config), first=not layer))
+    return (*units, pooling_counts(shape, classes))

@@ -1,9 +1,9 @@
 """Import of models that a function of the user makes, and the seal of its file.
 
 A recipe may come from somebody else, and making its model runs code. So a training seals the file of its factory: a
-digest of path and content, keyed with 32 random bytes that only this user can read. Whoever looks at the run later
-executes the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a
-run directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
+digest of path and content, keyed with 32 random bytes that only this user can read. A later command on the run executes
+the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a run
+directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
 """
 
 import contextlib
@@ -40,18 +40,18 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
             "function that makes the model: model.kind = 'import', model.factory = 'file.py:function'"
         )
     with _siblings(config.factory):
-        made = _call(config, inputs)
-    if not isinstance(made, Model):
+        model = _call(config, inputs)
+    if not isinstance(model, Model):
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} returned a {type(made).__name__}; return what "
+            f"model.factory = {config.factory!r} returned a {type(model).__name__}; return what "
             "`hpcdist.adapters.torch.wrap` or `hpcdist.adapters.jax.wrap` makes of your model"
         )
-    if made.dtype.name != dtype:
+    if model.dtype.name != dtype:
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} returned a model of {made.dtype.name}, and precision.mode wants "
+            f"model.factory = {config.factory!r} returned a model of {model.dtype.name}, and precision.mode wants "
             f"{dtype}; convert the model, or change the mode"
         )
-    return made
+    return model
 
 
 def seal(factory: str) -> str:
@@ -160,8 +160,8 @@ def _function(named: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"model.factory = {named!r}: {place} has no function called {name}")
-    found: Callable[..., Any] = function
-    return found
+    factory: Callable[..., Any] = function
+    return factory
 
 
 def _of_name(name: str) -> ModuleType:

@@ -1,5 +1,8 @@
 """Model: its stages, its address space, and the places of its tensors in a store.
 
+`LOCAL` is the table of operations that computes everything on this rank; strategies replace entries of it
+(`dataclasses.replace`).
+
 `Model` runs forward and backward of all stages on one rank and binds their tensors to stores; strategies bind single
 stages. Skip connections: a stage that declares ``takes``, the indices of earlier stages, finds their outputs in its
 `hpcdist.models.stage.Saved` as "skip.INDEX", which it leaves unchanged, and leaves their gradients there as
@@ -44,7 +47,7 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Tensors that go over the pairs (stage, later stage that takes its output too), of one micro-batch. Local."""
+    """Outputs and gradients of one micro-batch along skip connections, pairs (stage, later stage). Local."""
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._into: dict[int, list[int]] = defaultdict(list)
@@ -232,7 +235,7 @@ class Model:
         return result
 
     def communicated_s(self) -> float:
-        """Return the seconds since the last call in which stages communicated: none where they do not (local)."""
+        """Return the seconds that stages spent in communication since the last call: 0 here (local)."""
         return 0.0
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
@@ -274,9 +277,9 @@ class BoundGradients:
     def into(self, name: str) -> tuple[Array, bool]:
         """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
         key = self._keys[name]
-        again = key in self._written
+        add = key in self._written
         self._written.add(key)
-        return self._views[name], again
+        return self._views[name], add
 
     def begin_step(self) -> None:
         """Declare every tensor of the stage unwritten; call it on all stages before the first backward of a step."""

@@ -10,7 +10,8 @@ Rules that every stage and operation keeps, so that no buffer is copied:
 - a stage's backward may overwrite ``dy`` and may return it as ``dx``.
 
 The specs at the end (norm, column and row linear) say along which dim tensor parallelism cuts a tensor, and
-`draw_normal` writes initial values.
+`draw_normal` writes initial values. Tokens and classes are checked against the size of their table by `check_tokens`,
+and made int64 for kernels by `as_indices`.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +55,9 @@ class Saved(Protocol):
 
     layer: int  # the global one of the stage
     draw: Draw | None  # of what is dropped; None: nothing is, as in an evaluation
-    deferred: dict[str, str]  # prefix of a tensor -> its operation, that still owes a gradient: see models/split.py
+    deferred: dict[
+        str, str
+    ]  # prefix of a tensor -> its operation, whose weight gradient is put off: see `models.runtime.split_backward`
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that is kept under ``name`` until `release`."""

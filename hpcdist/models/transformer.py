@@ -198,25 +198,25 @@ class TransformerBlock:
     ) -> Array:
         """Write the gradients of the linears before the heads; return dx, a scratch array."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
-        found = operations.attention.backward(dy, saved)
+        dqkv = operations.attention.backward(dy, saved)
         if not self.grouped:
-            assert not isinstance(found, tuple)
+            assert not isinstance(dqkv, tuple)
             if self.rotary:
-                rotary.backward(found, size, found.shape[-1] // 3 * 2, saved)
-            dx = linear.backward(parameters, gradients, "qkv", found, saved)
+                rotary.backward(dqkv, size, dqkv.shape[-1] // 3 * 2, saved)
+            dx = linear.backward(parameters, gradients, "qkv", dqkv, saved)
             assert dx is not None
             return dx
-        dquery, dkv = found
+        dquery, dkv = dqkv
         if self.rotary:
             rotary.backward(dquery, size, dquery.shape[-1], saved)
             rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
         by_query = linear.backward(parameters, gradients, "query", dquery, saved)
         assert by_query is not None
-        kept = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
-        kept[...] = by_query  # the next linear writes where this one has
+        from_query = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
+        from_query[...] = by_query  # the next linear writes where this one has
         dx = linear.backward(parameters, gradients, "kv", dkv, saved)
         assert dx is not None
-        dx += kept
+        dx += from_query
         return dx
 
 

@@ -15,10 +15,10 @@ class AdamW(ElementWise):
     """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
 
     u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
-    the number of applied updates (a skipped one does not count), unless ``bias_correction`` is off: warm-up then does
-    what is left of that. The decay is multiplied by the current rate, warm-up
-    included: PyTorch's convention (the paper multiplies it by its schedule alone, without alpha). It concerns adapted
-    tensors only. u is taken of the weights before the update.
+    the number of applied updates (a skipped one does not count), unless ``bias_correction`` is off: then only a warm-up
+    makes up for it. The decay is multiplied by the current rate, warm-up included: PyTorch's convention (the paper
+    multiplies it by its schedule alone, without alpha). It concerns adapted tensors only. u is taken of the weights
+    before the update.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")

@@ -32,9 +32,9 @@ from hpcdist.optim.update import kernels
 
 
 class SegmentWise(ABC):
-    """State and walk of an optimizer: `hpcdist.optim.base` and `hpcdist.optim.base` give the phases.
+    """State of an optimizer on the owned ranges; `ElementWise` and `LayerWise` define its two phases.
 
-    See `hpcdist.optim.optimizer.Optimizer` for the members and for who calls them when.
+    See `hpcdist.optim.optimizer.Optimizer` for the members and the order of calls.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -86,7 +86,7 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Do what `apply` on ``piece`` may need of all pieces; see `hpcdist.optim.optimizer.Optimizer`."""
+        """Compute what `apply` needs from all pieces first; see `hpcdist.optim.optimizer.Optimizer`."""
 
     def sum_exactly(self) -> None:
         """From now on sum the partial norms in exact accumulators."""
@@ -136,26 +136,26 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
     Raises ConfigurationError for a group without a tensor.
     """
     groups = config.parsed_groups
-    found: dict[str, ParameterGroup] = {}
+    group_of: dict[str, ParameterGroup] = {}
     for key in (segment.key for segment in layout.segments) if groups else ():
         group = next((group for group in groups if group.has(key)), None)
         if group is not None:
-            found[key] = group
+            group_of[key] = group
     for text, group in zip(config.groups, groups, strict=True):
-        if not any(group is taken for taken in found.values()):
+        if not any(group is taken for taken in group_of.values()):
             raise ConfigurationError(
                 f"optimizer.groups has {text!r}, which no tensor matches that an earlier group has not taken; names "
                 f"are such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
                 "--tensors` lists those of a run"
             )
-    return found
+    return group_of
 
 
 BLOCK: Final = 1 << 16  # elements whose gradient, weights and slots stay in the cache of a core: a megabyte of float32
 
 
 class ElementWise(SegmentWise):
-    """`direction` takes note of the scale alone; `apply` unscales, clips, decays, advances the slots and steps.
+    """Elementwise optimizer: `direction` stores the scale; `apply` unscales, clips, decays, advances slots and steps.
 
     Where weights change between the two, as those of gossip do, `direct_before` makes them apart. Gradients may be
     16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
@@ -165,11 +165,11 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """From the next update on, `direction` makes the step of the weights as they are then, and `apply` takes it."""
+        """From the next update on compute the step in `direction`, from the weights at that time, for `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take note of ``scale``, which is that of the whole update. ``gradient`` must stay until `apply`."""
+        """Store ``scale``, which is that of the whole update. ``gradient`` must stay until `apply`."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "gradients of 16 bits are widened by `apply`"
@@ -201,7 +201,7 @@ class ElementWise(SegmentWise):
                 self._step(block, master.range(block), gradient, self._scale, rate, decay, copy)
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
-        """Return what one loop takes at a time: all, or what stays in a cache where another one follows."""
+        """Return the ranges of one loop each: all at once, or blocks that stay in a cache for a second loop."""
         if is_device(direction.array):  # one kernel does all
             return (where,)
         if direction.dtype != self.dtype:
@@ -249,7 +249,7 @@ NORM_BLOCK: Final = 1 << 16  # elements of which a direction is still in the cac
 
 
 class LayerWise(SegmentWise):
-    """Directions and the sums of their squares in one pass, the steps in another."""
+    """Layer-wise optimizer: directions and their sums of squares in one pass, the steps in another."""
 
     needs_norms: ClassVar[bool] = True
 
@@ -299,5 +299,5 @@ class LayerWise(SegmentWise):
 
 
 def _blocks(where: Range, array: Array) -> Iterable[Range]:
-    """Return what is done at a time: on a GPU all of it."""
+    """Return the ranges that are processed one by one: on a GPU all at once."""
     return (where,) if is_device(array) else cut(where, NORM_BLOCK)

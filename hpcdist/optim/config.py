@@ -16,7 +16,7 @@ Name = Literal["adamw", "sgd", "lars", "lamb"]
 Decay = Literal["cosine", "polynomial", "constant"]
 Scaling = Literal["none", "linear", "sqrt"]
 TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
-# Keys that say how, and the optimizers that ask them.
+# Options of single optimizers, and the optimizers that read them.
 OF: Final[dict[str, tuple[Name, ...]]] = {
     "bias_correction": ("adamw", "lamb"),
     "momentum_correction": ("lars",),

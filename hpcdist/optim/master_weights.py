@@ -74,7 +74,7 @@ class MasterWeights:
         self._inner.begin_step(factor)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Take note of ``scale`` or, where norms are needed, make the direction on ``piece``, in float32."""
+        """Store ``scale`` or, where norms are needed, compute the direction on ``piece`` in float32."""
         if self._wide is None:
             self._inner.direction(piece, self.weights, gradient, scale)
             return

@@ -3,14 +3,12 @@
 Clipping is that of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063), Algorithm 1.
 
 The sum of squares of each rank's own part is additive, so the norm of a sharded gradient is one reduced scalar, or
-one reduced accumulator of `hpcdist.optim.update.exact` where its bits must not follow the cuts.
+one reduced accumulator of `hpcdist.optim.update.exact` where its bits must not depend on the partition.
 
-`Norms` are those of tensors for layer-wise rates, summed by pieces.
-
-A tensor that arrives in blocks, one behind the other, has the same bits of norm as one that arrives whole: its
-running sums are kept between the blocks. So a state that is read in blocks from a file is updated as one in memory.
-
-`ExactNorms` do not round at all, see `hpcdist.optim.update.exact`: they have the same bits however tensors are cut.
+`Norms` has the norms of tensors for layer-wise rates, summed by pieces. A tensor that arrives in blocks, one behind the
+other, has the same bits of norm as one that arrives whole, because its running sums are kept between the blocks. So a
+state that is read in blocks from a file is updated as one in memory. `ExactNorms` do not round at all: they have the
+same bits however tensors are cut.
 """
 
 import math

@@ -1,5 +1,8 @@
 """Learning rate of each update: warm-up and decay, and scaling of the rate and the warm-up to the batch size.
 
+Also the batch sizes of the steps, and the gradient noise scale that bounds a useful batch size. Light: imports nothing
+but the errors.
+
 The warm-up is linear, then follows a cosine, polynomial or constant decay. Warm-up is that of Goyal et al. 2017
 (arXiv:1706.02677), section 2.2, the cosine equation 5 of Loshchilov & Hutter 2017 (SGDR, arXiv:1608.03983) without
 restarts. Updates count from 1 and include neither skipped ones nor micro-batches.
@@ -11,11 +14,33 @@ A rate is tuned for some batch of b samples. For B = k b samples the first guess
     sqrt     sqrt(k) rate   adamw and lamb: their step has the length of the gradient's noise divided out, which is
                             1 / sqrt(k) as large (Malladi et al. 2022, arXiv:2205.10287; You et al., arXiv:1904.00962)
 
-Either ends where the batch reaches the critical one (`hpcdist.optim.rates`): beyond, more samples a step help
-little at any rate. A warm-up over N samples is N / B updates: update t has min(1, t B / N) of the peak, so that the
-rate after as many samples is the same share of it for every B. Where the batch grows in the run
-(`hpcdist.optim.rates`), the rate of each update is scaled to its own batch, and the warm-up counts the samples
-that were really taken.
+Either ends where the batch reaches the critical one (see below): beyond, more samples a step help little at any rate.
+A warm-up over N samples is N / B updates: update t has min(1, t B / N) of the peak, so that the rate after as many
+samples is the same share of it for every B. Where the batch grows in the run, the rate of each update is scaled to its
+own batch, and the warm-up counts the samples that were really taken.
+
+`BatchSchedule` says how many samples each step takes: always as many, or fewer at first. While the loss is high, the
+noise of gradients is small beside them and small batches lose nothing: S. L. Smith et al., "Don't decay the learning
+rate, increase the batch size" (arXiv:1711.00489). Steps take consecutive samples of the one global order, so that
+each comes once, whatever the stages; where a step begins in that order follows from its number alone, on every rank,
+at the start and at a resume.
+
+Gradient noise scale: S. McCandlish, J. Kaplan, D. Amodei et al., "An empirical model of large-batch training"
+(arXiv:1812.06162), appendix A.1. The mean gradient g_B of B samples is the true one, G, and noise of the covariance
+Sigma / B, so two batch sizes, b < B, give both unknowns, each without bias:
+
+    E |g_B|^2 = |G|^2 + tr(Sigma) / B
+    tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
+    |G|^2     = |g_B|^2 - tr(Sigma) / B           = (B |g_B|^2 - b |g_b|^2) / (B - b)
+
+and the noise scale B_simple = tr(Sigma) / |G|^2, in samples. Where the Hessian is a multiple of the identity it is
+the critical batch: with B samples a step a run takes 1 + B_simple / B times the fewest steps that any batch needs,
+and 1 + B / B_simple times the fewest samples (section 2.2). It grows while the loss falls. Of several batches, with
+b_r samples and a share w_r in sum(w_r) = 1, the mean sum(w_r |g_r|^2) is that of a batch with 1/b = sum(w_r / b_r).
+With w_r = b_r / B that is b = B / n for n of them, however uneven they are.
+
+One step says little: the estimates are differences, and |G|^2 may come out negative. Both are averaged over steps,
+each by itself, before they are divided: the mean of quotients would be biased, and need not exist.
 """
 
 import math
@@ -126,23 +151,23 @@ class NoiseEstimate:
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Return both from the squared norms of the mean gradients of 1 / ``inverse_small`` and of ``big`` samples."""
+    """Return the estimate from squared norms of the mean gradients of 1 / ``inverse_small`` and of ``big`` samples."""
     trace = (small_squared - big_squared) / (inverse_small - 1.0 / big)
     return NoiseEstimate(big_squared - trace / big, trace)
 
 
 class SmoothedNoise:
-    """Exponential means of numerator and denominator, each by itself; the first estimates weigh as much as they are."""
+    """Exponential means of numerator and denominator, each by itself, corrected for their start at 0."""
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
 
-    def add(self, found: NoiseEstimate) -> None:
+    def add(self, estimate: NoiseEstimate) -> None:
         """Take the estimate of one step."""
         rest = 1.0 - SMOOTHING
         self._weight = SMOOTHING * self._weight + rest
-        self._gradient_squared = SMOOTHING * self._gradient_squared + rest * found.gradient_squared
-        self._trace = SMOOTHING * self._trace + rest * found.trace
+        self._gradient_squared = SMOOTHING * self._gradient_squared + rest * estimate.gradient_squared
+        self._trace = SMOOTHING * self._trace + rest * estimate.trace
 
     @property
     def mean(self) -> NoiseEstimate:
@@ -196,27 +221,27 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
     rate = config.learning_rate * RULES[config.scaling](growth)
-    found = replace(config, learning_rate=rate, base_batch=0, scaling="none", warmup_steps=warmup, warmup_samples=0)
+    resolved = replace(config, learning_rate=rate, base_batch=0, scaling="none", warmup_steps=warmup, warmup_samples=0)
     if not batches.stages:
-        return found
-    values = {item.name: getattr(found, item.name) for item in fields(found)}
+        return resolved
+    values = {item.name: getattr(resolved, item.name) for item in fields(resolved)}
     return StagedOptimizerConfig(**values, batches=batches, rule=config.scaling, ramp_samples=config.warmup_samples)
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return what `resolved` makes of ``config``, as a line for people; "" where that is nothing (local)."""
-    found, told = resolve_rate(config, batches), []
+    """Return a line for people on what `resolve_rate` changes in ``config``; "" where it is nothing (local)."""
+    resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]
-        told.append(f"steps of {', '.join(map(str, batches.sizes))} samples, the last from sample {last} on")
+        parts.append(f"steps of {', '.join(map(str, batches.sizes))} samples, the last from sample {last} on")
     if config.base_batch:
-        told.append(
-            f"learning rate {found.learning_rate:g} at its peak: {config.learning_rate:g} of a batch of "
+        parts.append(
+            f"learning rate {resolved.learning_rate:g} at its peak: {config.learning_rate:g} of a batch of "
             f"{config.base_batch} samples, scaled to {batches.final} ({config.scaling})"
         )
     if config.warmup_samples:
-        told.append(f"warm-up over {config.warmup_samples} samples: {found.warmup_steps:g} updates")
-    return "; ".join(told)
+        parts.append(f"warm-up over {config.warmup_samples} samples: {resolved.warmup_steps:g} updates")
+    return "; ".join(parts)
 
 
 # share of the way from the final rate to the peak, by progress in [0, 1] through the decay
@@ -232,8 +257,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> flo
 
     The first update has a rate above 0, update ``warmup_steps`` the peak, update ``total_steps`` and all that follow
     the final one. A warm-up that is longer than the run is cut off, not compressed. It need not be a whole number of
-    updates: then the peak lies between two. ``config`` is `scaling.resolved` for the batches of the run; where they
-    grow, so does the peak, by its rule.
+    updates: then the peak lies between two. ``config`` comes from `resolve_rate` for the batches of the run; where
+    they grow, so does the peak, by its rule.
     """
     assert not (config.base_batch or config.warmup_samples), "a rate per batch: see `scaling.resolved`"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0

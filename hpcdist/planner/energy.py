@@ -66,7 +66,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return how busy a device is during a term of `Timing`, 0 to 1."""
+    """Return how busy a device is during a term of `TimeEstimate`, 0 to 1."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):
@@ -106,5 +106,5 @@ def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
         (cluster.node.network_w, "the power of the network is not known: its joules are left out"),
         (cluster.site.pue, "no PUE is known: the joules are those without cooling"),
     )
-    left_out = tuple(said for known, said in parts if not known)
+    left_out = tuple(text for known, text in parts if not known)
     return (*left_out, ASSUMED) if cluster.device.peak_w else left_out

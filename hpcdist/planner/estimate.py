@@ -9,7 +9,7 @@ from typing import Final
 
 from hpcdist.planner.layout import ParallelLayout
 
-UNPROVEN: Final = "unproven"  # a term of `Timing`
+UNPROVEN: Final = "unproven"  # a term of `TimeEstimate`
 # How much longer published steps with ZeRO-3 took than planned ones: `hpcdist.planner.time.exchange`.
 ZERO3_ERROR: Final = (1.26, 1.92)
 
@@ -29,12 +29,12 @@ class MemoryEstimate:
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Sum of the terms."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
-        """Whether that is there."""
+        """Whether the device has so much."""
         return self.bytes <= self.limit_bytes
 
     @property
@@ -68,7 +68,7 @@ class TimeEstimate:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Sum of the terms."""
         return self.least_s if UNPROVEN in self.terms else sum(self.terms.values())
 
     @property
@@ -101,13 +101,13 @@ class StepEnergy:
 
     @property
     def joules(self) -> float:
-        """All of it."""
+        """Sum of the terms."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """A whole training: ``steps``, with saves and failures. None: not known for this cluster."""
+    """Course of a whole training: ``steps``, with saves and failures. None: not known for this cluster."""
 
     steps: int
     work_s: float
@@ -125,7 +125,7 @@ class RunEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEstimate:
-    """The answer for one layout. ``flags``: extrapolations, assumptions, what hpcdist cannot run."""
+    """Estimate of one layout. ``flags``: extrapolations, assumptions, what hpcdist cannot run."""
 
     layout: ParallelLayout
     global_batch: int
@@ -157,7 +157,7 @@ class PlanEstimate:
 
     @property
     def mfu(self) -> float:
-        """Operations of the model over what the devices could do meanwhile."""
+        """Operations of the model over those that the devices could do meanwhile."""
         return self.work.model_flops / (self.step_s * self.peak_flops)
 
     @property

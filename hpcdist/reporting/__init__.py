@@ -1,7 +1,7 @@
-"""Files and texts as the whole of hpcdist reads and writes them.
+"""Reading and writing of small files, and formatting of numbers and host names, for all of hpcdist.
 
-Floor 0: imports errors only, and nothing outside the standard library. Nothing here knows of ranks, runs or formats.
+Floor 0: imports errors only, and nothing outside the standard library. Nothing here depends on ranks, runs or formats.
 `atomic` and `regular` write and read files, `user_cache` keeps measurements for later starts, `units` and `hostlist`
-turn numbers and names into the text of a report and back.
-Begin with `atomic.write`, which puts a file in the place of another, and `regular.read`, which reads a small one.
+format numbers and names for reports, and parse them.
+Begin with `atomic.write`, which replaces a file, and `regular.read`, which reads a small one.
 """

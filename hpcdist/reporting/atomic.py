@@ -1,8 +1,8 @@
-"""Atomic replacement of files: each takes its place whole or not at all.
+"""Atomic replacement of files: a reader sees the old content or the new one, never a part.
 
-A file is written beside its place, under a random name that nothing has yet (``O_EXCL``), and renamed: whatever lies
-at the place, be it a link, is replaced and never followed. A writer that is killed in between leaves a file of that
-name, which `sweep` removes.
+A file is written beside its place, under a new random name (``O_EXCL``), and renamed: whatever lies at the place, also
+a symbolic link, is replaced and never followed. A writer that is killed in between leaves a file under the random name,
+which `sweep` removes.
 """
 
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 SUFFIX: Final = ".new"
-LEFT_S: Final = 3600.0  # what is older belongs to a writer that was killed
+LEFT_S: Final = 3600.0  # an older temporary file belongs to a writer that was killed
 _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new name beside ``path`` for what is to take its place; nothing is made."""
+    """Return a new random name beside ``path`` for the file that will replace it; no file is made."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{SUFFIX}")
 
 
@@ -30,9 +30,9 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of ``path`` at the end, unless something is raised. Raises OSError.
+    """Yield a new file that replaces ``path`` at the end of the block, unless the block raises. Raises OSError.
 
-    ``durable`` waits for the disk: the old content or the new one is there even where the machine fails meanwhile.
+    ``durable`` waits for the disk: the old content or the new one is there also after the machine fails meanwhile.
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -44,7 +44,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
                 os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException:
-        with suppress(OSError):  # where the directory is gone or closed to us: the first error says so
+        with suppress(OSError):  # the directory is gone or not writable: the first error says so
             new.unlink()
         raise
     if durable:
@@ -52,13 +52,13 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
 
 def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Let ``path`` hold ``content``, text as UTF-8, in the place of what was there. Raises OSError."""
+    """Replace ``path`` by a file with ``content``, text as UTF-8. Raises OSError."""
     with replacing(path, mode=mode, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename what lies at ``path`` to the first free ``.damaged-N`` and return that; None where it cannot be."""
+    """Rename ``path`` to the first free ``path.damaged-N`` and return that; None where it cannot be renamed."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
@@ -70,16 +70,16 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Make the directory ``path``, and those above; a link in its place is removed, not followed. Raises OSError."""
+    """Make the directory ``path`` and its parents; a symbolic link there is removed, not followed. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
-    """Remove what killed writers left in ``directory``, if it is ``older_s`` seconds old; failure is no matter.
+    """Remove temporary files of killed writers in ``directory`` that are ``older_s`` seconds old; ignores failures.
 
-    Zero is for whoever alone writes there, or alone writes the file named ``of``.
+    ``older_s = 0`` is for the only writer of the directory, or of the file named ``of``.
     """
     prefix = f".{of}." if of else "."
     with suppress(OSError):
@@ -92,7 +92,7 @@ def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
 
 
 def sync(directory: Path) -> None:
-    """Wait until the names in ``directory`` are on the disk. Raises OSError."""
+    """Wait until the entries of ``directory`` are on the disk (fsync). Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

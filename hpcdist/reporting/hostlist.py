@@ -1,13 +1,13 @@
 """Short lists of numbers and host names: cores 0-3,8, nodes n[001-512] (as Slurm writes host lists).
 
-`group_texts` shows what many nodes have in common once, with the list of those nodes.
+`group_texts` writes a text that many nodes share once, with the list of those nodes.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Final
 
-MOST_GROUPS: Final = 6  # a report of a thousand nodes that all differ is read by nobody
+MOST_GROUPS: Final = 6  # of nodes with one text that a report shows; the rest is counted
 
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
@@ -40,11 +40,11 @@ def fold_names(names: Sequence[str]) -> str:
 
 
 def _folded(prefix: str, digits: list[str]) -> list[str]:
-    """Return the names that begin with ``prefix`` and end in ``digits``, one for each width where zeros pad them."""
-    padded = any(each.startswith("0") for each in digits if len(each) > 1)
+    """Return the folded names of ``prefix`` and ``digits``: one text, or one for each width where zeros pad them."""
+    padded = any(suffix.startswith("0") for suffix in digits if len(suffix) > 1)
     widths: dict[int, list[int]] = {}
-    for each in digits:
-        widths.setdefault(len(each) if padded else 0, []).append(int(each))
+    for suffix in digits:
+        widths.setdefault(len(suffix) if padded else 0, []).append(int(suffix))
     texts = [
         ",".join(_span(first, last, width) for first, last in _runs(sorted(numbers)))
         for width, numbers in sorted(widths.items())
@@ -53,9 +53,9 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Say each of ``texts`` once, after the ``labels`` of those it is said of; without labels where all say the same.
+    """Join the distinct ``texts``, each after the folded ``labels`` that have it; a text that all have stands alone.
 
-    The most frequent comes first. Empty texts are left out, and what is too much is counted.
+    The most frequent comes first. Empty texts are left out, and those beyond `MOST_GROUPS` are counted.
     """
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):

@@ -1,7 +1,7 @@
-"""Regular files of settings and figures, read whole up to a size.
+"""Guarded reading of small regular files (settings, records, figures): whole, up to a size limit.
 
-A pipe in the place of a file blocks whoever opens it, a device has no end, and a sparse file of a terabyte takes no
-more room on the disk than an empty one. So a file is opened without waiting, looked at, and read up to a limit.
+A pipe in the place of a file blocks its reader, a device has no end, and a sparse file of a terabyte takes no more room
+on the disk than an empty one. So a file is opened without blocking, checked to be regular, and read up to a limit.
 """
 
 import errno
@@ -16,25 +16,25 @@ from typing import Any, Final
 
 from hpcdist.errors import HpcdistError, StorageError
 
-# What a file leads to whose values are of other types, shapes or sizes than those that were written (h5py raises some).
+# Errors that reading a file leads to whose values have other types, shapes or sizes than expected (h5py raises some).
 BROKEN_LIBRARY_ERRORS: Final = (
     *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError),
     struct.error,
 )
-# OSErrors of what is no regular file or too large; libhdf5 gives no number to what it finds in a file.
+# OSErrors for a file that is not regular or too large; libhdf5's errors for damaged content have no errno.
 _FILE_ERRORS: Final = frozenset((errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ELOOP, errno.ENXIO))
 FIGURES: Final = "one of its files is damaged, or of another program"
 MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figures needs
 
 
 class DamagedFileError(StorageError):
-    """Content of a file that is not what was written there, or not ours: another try will not help."""
+    """Damaged or foreign content of a file: another try will not help."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether ``error`` comes from what a file holds, or is, and not from a system that could not read it just now.
+    """Whether ``error`` is due to a file's content or type, and not to a system that could not read it just now.
 
-    A failing disk, a lost server, missing rights or memory leave a file as it is: it must not lose its place for them.
+    A failing disk, a lost server, missing rights or memory leave the file intact: it must not be set aside for them.
     """
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
@@ -43,9 +43,9 @@ def is_damage(error: BaseException) -> bool:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Turn whatever a broken file leads to inside into a DamagedFileError, which says ``what`` of ``path``.
+    """Turn errors of reading a broken file inside the block into a DamagedFileError with ``path`` and ``what``.
 
-    What the system could not read just now is a plain StorageError, see `is_damage`.
+    Errors of the system itself become a plain StorageError, see `is_damage`.
     """
     try:
         yield
@@ -72,9 +72,9 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """Return what is in the regular file at ``path``. Raises OSError, also where it has more than ``most_bytes``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # As much memory as the file needs, not as the limit allows.
+        # Allocate what the file needs, not what the limit allows.
         data = b"" if size > most_bytes else file.read(size + 1)
-        if len(data) > size:  # a file of /proc or /sys says that it has 0 bytes; one may grow while it is read
+        if len(data) > size:  # files of /proc and /sys report 0 bytes, and a file may grow while it is read
             data += file.read(most_bytes + 1 - len(data))
             size = len(data)
     if size > most_bytes:
@@ -93,7 +93,7 @@ def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, A
 
 
 def toml_of(written: str) -> dict[str, Any]:
-    """Return the tables of TOML. Raises ValueError, also for brackets within brackets that Python cannot follow."""
+    """Return the tables of the TOML text ``written``. Raises ValueError, also for too deeply nested values."""
     try:
         return tomllib.loads(written)
     except RecursionError:

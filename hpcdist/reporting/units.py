@@ -1,4 +1,4 @@
-"""Units of bytes and counts as people write them: 4096, 16K, 1M, 2G; 1 rank, 2 ranks; 1.5 GiB."""
+"""Parsing and formatting of byte sizes and counts: 4096, 16K, 1M, 2G; 1 rank, 2 ranks; 1.5 GiB."""
 
 import re
 from typing import Final
@@ -9,21 +9,21 @@ _BYTES: Final = re.compile(r"([0-9]{1,13})([KMG]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number that ``text`` stands for, in either case of the unit (local). Raises ValueError."""
+    """Return the number of bytes that ``text`` means; the unit in either case (local). Raises ValueError."""
     match = _BYTES.fullmatch(text)
-    found = int(match[1]) * UNITS[match[2].upper()] if match else 0
-    if not 0 < found < LARGEST_BYTES:
+    nbytes = int(match[1]) * UNITS[match[2].upper()] if match else 0
+    if not 0 < nbytes < LARGEST_BYTES:
         raise ValueError(f"{text!r} is no number of bytes such as 4096, 16K or 1M")
-    return found
+    return nbytes
 
 
 def counted(number: int, what: str) -> str:
-    """Return "1 rank", "2 ranks"."""
+    """Return ``number`` with the noun ``what``, in the plural but for 1: "1 rank", "2 ranks"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return ``nbytes`` as people read it, in the largest binary unit that it reaches (local)."""
+    """Return ``nbytes`` as text in the largest binary unit that it reaches (local)."""
     for name, unit in (("GiB", UNITS["G"]), ("MiB", UNITS["M"]), ("KiB", UNITS["K"])):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"

@@ -69,7 +69,7 @@ class AllreduceExchange(ShardedUpdateExchange):
         self.handlers |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
+        """Return REDUCE per bucket (START and WAIT where they overlap), AGREE, then the update of everything."""
         sizes = self.gradients.array.itemsize, self.context.bucket_bytes
         buckets = [
             bucket
@@ -91,17 +91,17 @@ class AllreduceExchange(ShardedUpdateExchange):
         self.overlap.start(op.range, self.gradients.range(op.range), self.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Return when the sum of the range is there."""
+        """Wait for the sum of the range."""
         assert op.range is not None and self.overlap is not None
         self.overlap.wait(op.range)
 
     def poll(self, op: Operation) -> None:
-        """Move what was started (local)."""
+        """Make progress on what was started (local)."""
         assert self.overlap is not None
         self.overlap.poll()
 
     def norm_squared(self) -> float:
-        """Return this stage's share of the squared norm; one of the replicas, which all hold the same, speaks."""
+        """Return this stage's share of the squared norm on the first of the replicas, 0 on the others."""
         own = self.sharded_update.norm_squared()
         return own if self.context.data.rank == 0 else 0.0
 
@@ -117,7 +117,7 @@ class AllreduceExchange(ShardedUpdateExchange):
 
 
 class FixedTreeExchange(AllreduceExchange):
-    """Gradients of ``shards`` logical shards in a fixed tree. Collective over the data axis.
+    """Allreduce of the gradients of ``shards`` logical shards in a fixed tree. Collective over the data axis.
 
     Every rank has as many micro-batches as the one with the most shards; where it has a shard less, the last is empty.
     After each but the last, ADD takes its gradients into the partial sums of this rank, without a message; REDUCE takes
@@ -136,7 +136,7 @@ class FixedTreeExchange(AllreduceExchange):
 
     @property
     def _longest(self) -> int:
-        """The number of elements that travel at once."""
+        """Largest number of elements in a message."""
         return max(1, self.context.bucket_bytes // self.context.dtype.itemsize)
 
     def _reduced(self) -> Iterator[Range]:
@@ -154,14 +154,14 @@ class FixedTreeExchange(AllreduceExchange):
         return [*sums, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def reduce(self, op: Operation) -> None:
-        """Put the sum over all shards in the place of the last one's gradients. Collective over the data axis."""
+        """Replace the gradients of the last shard by the sum over all shards. Collective over the data axis."""
         assert op.range is not None
         self._take_in(op, copy=False)
         for piece, tree in self._trees[op.range]:
             tree.reduce(self.gradients.range(piece))
 
     def add(self, op: Operation) -> None:
-        """Take in the gradients of a shard, which the next one overwrites (local)."""
+        """Add the gradients of a shard to the partial sums, before the next one overwrites them (local)."""
         self._take_in(op, copy=True)
 
     def _take_in(self, op: Operation, *, copy: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.allreduce import AllreduceExchange
@@ -41,6 +42,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
 )
 from hpcdist.strategies.schedule.generate.passes import Passes
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 from hpcdist.strategies.zero.config import ShardingDegrees
 from hpcdist.strategies.zero.exchange import ZeroExchange
@@ -110,15 +112,13 @@ EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
 def build_executor(
     context: RankContext,
     exchange: Exchange,
-    kind: Callable[..., Executor] = Executor,
     *,
     loss_scale: NoLossScale | None = None,
     seed: int = 0,
+    spans: SpanSink = NULL_SPANS,
+    observers: Sequence[StepObserver] = (),
 ) -> Executor:
-    """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike.
-
-    ``kind`` is `Executor`, or takes the same arguments.
-    """
+    """Return the executor of the rank of ``context``. Collective over the pipeline: all build alike."""
     ties = tied_tensors(context.model, context.placed)
     parts = (
         context,
@@ -127,7 +127,7 @@ def build_executor(
         Arena(context.ledger, context.on),
         context.optimizer.clip_norm,
     )
-    return kind(*parts, loss_scale=loss_scale, seed=seed)
+    return Executor(*parts, loss_scale=loss_scale, seed=seed, spans=spans, observers=observers)
 
 
 def operations(

@@ -135,7 +135,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether layers are computed again one by one, since every micro-batch goes back right after it came."""
+        """Whether layers are recomputed one by one, since every backward follows its forward at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 
@@ -148,12 +148,12 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """Whether ranks of the world are servers or workers; in a product of axes they are so along the data axis."""
+        """Whether ranks of the world are servers or workers; in a product of axes they are along the data axis."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property
     def chunks_each(self) -> int:
-        """The number of chunks of each rank of the pipeline; a file says so itself."""
+        """Number of chunks of each rank of the pipeline; for a schedule file, as it says."""
         return check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
 
     def __post_init__(self) -> None:

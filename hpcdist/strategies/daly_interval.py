@@ -23,18 +23,18 @@ import math
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
-    """Return seconds between two saves."""
+    """Return the seconds between two saves, by Young's formula."""
     _check(cost_s, mtbf_s)
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly_first(cost_s: float, mtbf_s: float) -> float:
-    """Return seconds of work between two saves, 0 where a save costs more than failures do."""
+    """Return the seconds of work between two saves, 0 where a save costs more than failures do."""
     return max(0.0, young(cost_s, mtbf_s) - cost_s)
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return seconds of work between two saves; right for costs that come near the time between failures, too."""
+    """Return the seconds of work between two saves; valid also for costs near the time between failures."""
     _check(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s

@@ -38,7 +38,7 @@ PENDING: Final = "gradients.pending"  # the kind of what is still to be applied,
 
 
 class DelayedExchange(AllreduceExchange):
-    """Buckets of gradients that are deferred in one step, and settled and applied in the next.
+    """Allreduce whose buckets are summed behind the next step (DEFER, SETTLE), and applied at its end.
 
     Collective over the data axis. Backward writes into one of two stores, the sums of the step before go on in the
     other; after the update they change places.
@@ -70,7 +70,7 @@ class DelayedExchange(AllreduceExchange):
         }
 
     def plan(self) -> list[Operation]:
-        """Return DEFER per bucket of this step, SETTLE per bucket of the one before, AGREE, the update by those."""
+        """Return DEFER per bucket of this step, SETTLE per bucket of the one before, AGREE, and the update."""
         deferred = [Operation(kind, range=bucket) for kind in (Kind.DEFER, Kind.SETTLE) for bucket in self._buckets]
         return [*deferred, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
@@ -88,7 +88,7 @@ class DelayedExchange(AllreduceExchange):
             self._under_way.add(key)
 
     def settle(self, op: Operation) -> None:
-        """Return when the sum of the range in the step before is there (local)."""
+        """Wait for the sum of the range of the step before (local)."""
         assert op.range is not None
         self._settle(self.gradients, op.range)
 
@@ -122,12 +122,12 @@ class DelayedExchange(AllreduceExchange):
             self.sharded_update.direction(op)
 
     def norms(self, op: Operation) -> None:
-        """Take the norms of whole tensors (local)."""
+        """Sum the norms of whole tensors (local)."""
         if self._is_pending:
             self.sharded_update.norms(op)
 
     def apply(self, op: Operation) -> None:
-        """Step the parameters; once all are, the gradients of this step are those of the step before (local)."""
+        """Update the parameters; after the last part, swap the stores of this step and the one before (local)."""
         if self._is_pending:
             self.sharded_update.apply(op)
         if op.range != self.sharded_update.parts[-1]:
@@ -161,7 +161,7 @@ class DelayedExchange(AllreduceExchange):
             self._settle(self.gradients, bucket)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return also this rank's share of the gradient that is pending, once its sum is there.
+        """Return the pieces of the base class and this rank's share of the pending gradient, once its sum is there.
 
         Collective over the data axis, where it was under way.
         """
@@ -171,11 +171,11 @@ class DelayedExchange(AllreduceExchange):
         return [*super().pieces(), *pieces_of({PENDING: self.gradients}, self.shares())]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """A checkpoint may have no gradient that is pending (local)."""
+        """Return the pending gradient: a checkpoint may lack it (local)."""
         return (PENDING,)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return also where the gradient that is pending goes."""
+        """Return the pieces of the base class and the pending gradient, to be restored."""
         return [*super().wanted(), *pieces_of({PENDING: self.gradients}, self.context.parts)]
 
     def state(self) -> dict[str, Any]:
@@ -183,6 +183,6 @@ class DelayedExchange(AllreduceExchange):
         return super().state() | {"pending": self._is_pending}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there (local)."""
+        """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._is_pending, self._is_deferred = bool(state.get("pending", False)), False

@@ -1,7 +1,7 @@
 """Detection of anomalies in a run: each with its reason, reported once until it is over.
 
-What is usual is learnt from the steps before, by medians: a few odd steps do not change it. A loss that does not fall
-is no anomaly.
+The baseline is learnt from the steps before, by medians: a few odd steps do not change it. A loss that does not fall is
+no anomaly.
 """
 
 import math
@@ -16,13 +16,13 @@ from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.quantities import PHASES
 
 KINDS: Final = ("loss_spike", "gradient_spike", "throughput_drop", "straggler", "skipped_steps", "slow_data")
-WINDOW: Final = 100  # steps from which is learnt what is usual; after so many without it, an anomaly is over
-MIN_STEPS: Final = 20  # before so many steps nothing is usual
+WINDOW: Final = 100  # steps of the baseline; after so many without it, an anomaly is over
+MIN_STEPS: Final = 20  # before so many steps there is no baseline
 WARM_STEPS: Final = 10  # of a start: kernels are compiled and caches filled
 BLOCK_STEPS: Final = 10  # speeds are those of blocks of so many steps,
-BLOCK_S: Final = 10.0  # and so many seconds: what is over sooner needs nobody's attention
-BLOCKS: Final = 60  # from which is learnt what speed is usual
-MIN_BLOCKS: Final = 5  # before so many no speed is usual; after so many without it, an anomaly is over
+BLOCK_S: Final = 10.0  # and so many seconds: a drop that is over sooner needs no attention
+BLOCKS: Final = 60  # of the baseline of speed
+MIN_BLOCKS: Final = 5  # before so many there is no baseline of speed; after so many without it, an anomaly is over
 LOSS_RISE: Final = 0.1  # of the median: less is no spike, however little the loss varies
 NORM_RISE: Final = 2.0  # the norm of a gradient varies by much
 NORM_DEVIATIONS: Final = 10.0
@@ -36,7 +36,7 @@ _MAD: Final = 1.4826  # of a normal distribution: standard deviation over median
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something odd, first seen in ``step``: ``value`` where ``reference`` is usual, and in ``text`` for a person."""
+    """Anomaly first seen in ``step``: ``value`` where ``reference`` is usual, with a ``text`` for people."""
 
     kind: str
     step: int
@@ -46,7 +46,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """Looks at the steps of one start of a run, in their order.
+    """Detector of anomalies in the steps of one start of a run, which come in their order.
 
     ``loss_spike`` is how many robust standard deviations above the median of the steps before a loss has to be, and
     ``throughput_drop`` the share of the tokens a second that has to be lost; 0 turns either off.
@@ -71,22 +71,22 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return what begins to be odd with ``step``, of ``tokens``, which has the ``figures`` that `Derived` finds.
+        """Return the anomalies that begin with ``step``, of ``tokens`` and with the figures of `DerivedFigures`.
 
-        ``skipped``: it updated nothing. ``held_up``: a checkpoint or a validation is in its time, which says nothing
-        about the speed then.
+        ``skipped``: it updated nothing. ``held_up``: a checkpoint or a validation is in its time, so it is left out of
+        the speed.
         """
         self._rows += 1
-        found = [self._skips.look(step, skipped), self._norm.look(step, figures.get("gradient_norm", math.nan))]
+        candidates = [self._skips.look(step, skipped), self._norm.look(step, figures.get("gradient_norm", math.nan))]
         if self._loss is not None:
-            found.append(self._loss.look(step, figures.get("training_loss_nats", math.nan)))
+            candidates.append(self._loss.look(step, figures.get("training_loss_nats", math.nan)))
         if self._rows > WARM_STEPS:
             if not held_up:
-                found += self._speed.look(step, tokens, figures)
-            found.append(self._straggler.look(step, figures))
-        told = [anomaly for anomaly in found if anomaly is not None]
-        self.counts.update(anomaly.kind for anomaly in told)
-        return told
+                candidates += self._speed.look(step, tokens, figures)
+            candidates.append(self._straggler.look(step, figures))
+        anomalies = [anomaly for anomaly in candidates if anomaly is not None]
+        self.counts.update(anomaly.kind for anomaly in anomalies)
+        return anomalies
 
 
 class _RollingBaseline:
@@ -105,19 +105,19 @@ class _RollingBaseline:
             self.refresh()
 
     def refresh(self) -> None:
-        """Bring median and deviation up to date: at hand are `LEAST` values at least."""
+        """Recompute median and deviation; there are at least `MIN_STEPS` values."""
         median = self.median = statistics.median(self.values)  # of so few, faster than an array
         self.deviation = _MAD * statistics.median([abs(value - median) for value in self.values])
         self._since = 0
 
 
 class _Spikes:
-    """Values far above those before. Where one follows the other, it is told of the first."""
+    """Detector of values far above those before. Of spikes that follow each other, the first is reported."""
 
     def __init__(self, kind: str, what: str, window: int, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
         self._usual = _RollingBaseline(window)
-        self._calm, self._over = window, window  # steps since the last one, and how many make an end of it
+        self._calm, self._over = window, window  # steps since the last spike, and how many end it
 
     def _limit(self) -> float:
         usual = self._usual
@@ -126,17 +126,17 @@ class _Spikes:
     def look(self, step: int, value: float) -> Anomaly | None:
         if not math.isfinite(value):
             return None
-        told, usual = None, self._usual
+        anomaly, usual = None, self._usual
         self._calm += 1
         if value > self._limit():  # never before there is a median
             usual.refresh()
             if value > self._limit():
-                told = self._told(step, value) if self._calm > self._over else None
+                anomaly = self._anomaly(step, value) if self._calm > self._over else None
                 self._calm = 0
         usual.add(value)
-        return told
+        return anomaly
 
-    def _told(self, step: int, value: float) -> Anomaly:
+    def _anomaly(self, step: int, value: float) -> Anomaly:
         usual = self._usual
         above = f"{value / usual.median:.1f} times" if usual.median > 0 else "above"
         if usual.deviation > 0:
@@ -147,7 +147,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Blocks of steps that are far slower than those before, or spend much time waiting for data."""
+    """Detector of blocks of steps that are far slower than those before, or spend much time waiting for data."""
 
     def __init__(self, drop: float) -> None:
         self._drop = drop
@@ -167,13 +167,13 @@ class _Speeds:
             self._phases += sum(figures.get(name, 0.0) for name in _PHASES)
         if len(self._steps) < BLOCK_STEPS or self._seconds < BLOCK_S:
             return []
-        found = [self._slow(step), self._waiting(step)]
+        candidates = [self._slow(step), self._waiting(step)]
         self._steps = []
         self._seconds = self._phases = self._waited = 0.0
-        return [anomaly for anomaly in found if anomaly is not None]
+        return [anomaly for anomaly in candidates if anomaly is not None]
 
     def _is_new(self, kind: str, is_odd: bool) -> bool:
-        """Whether it has not been told of, or was over."""
+        """Whether an anomaly begins: it is there now, and was not in the last blocks."""
         calm = self._calm[kind]
         self._calm[kind] = 0 if is_odd else calm + 1
         return is_odd and calm >= MIN_BLOCKS
@@ -202,11 +202,11 @@ class _Speeds:
 
 
 class _Stragglers:
-    """A rank that computes for longer than the others, over the window of `Derived` and for `BLOCK_S` at least."""
+    """Detector of a rank that computes longer than the others, over the window of `DerivedFigures` and `BLOCK_S`."""
 
     def __init__(self) -> None:
         self._rank, self._since_s = -1, 0.0  # who is slow, and since when
-        self._told, self._seen = -1, 0  # of whom it was told, and the row in which it was slow last
+        self._reported, self._seen = -1, 0  # the rank that was reported, and the row in which it was slow last
         self._rows, self._now_s = 0, 0.0
 
     def look(self, step: int, figures: Mapping[str, float]) -> Anomaly | None:
@@ -218,19 +218,19 @@ class _Stragglers:
         rank = int(figures["straggler_rank"]) if ratio > STRAGGLER else -1
         if rank != self._rank:
             self._rank, self._since_s = rank, self._now_s
-        if self._told >= 0 and self._rows - self._seen > WINDOW:
-            self._told = -1  # it is over
-        if rank >= 0 and rank == self._told:
+        if self._reported >= 0 and self._rows - self._seen > WINDOW:
+            self._reported = -1  # it is over
+        if rank >= 0 and rank == self._reported:
             self._seen = self._rows
-        if rank < 0 or self._told >= 0 or self._now_s - self._since_s < BLOCK_S:
+        if rank < 0 or self._reported >= 0 or self._now_s - self._since_s < BLOCK_S:
             return None
-        self._told, self._seen = rank, self._rows
+        self._reported, self._seen = rank, self._rows
         text = f"step {step}: rank {rank} computes {ratio:.2f} times as long as the median rank, and the others wait"
         return Anomaly("straggler", step, ratio, 1.0, text)
 
 
 class _Skips:
-    """Steps in a row whose gradient overflowed."""
+    """Detector of many steps in a row whose gradient overflowed."""
 
     def __init__(self) -> None:
         self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""The ``[telemetry]`` section of a recipe. Light: imports nothing but the errors."""
+"""Configuration of telemetry: the ``[telemetry]`` section of a recipe. Imports nothing but the errors."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class TelemetryConfig:
     Pushgateway at ``gateway``, host:port). ``nvtx`` marks the operations of a step for profilers. ``trace`` keeps the
     last operations of each rank with their times, for `hpcdist trace`.
 
-    A loss is told to be a spike where it is more than ``loss_spike`` robust standard deviations above the median of
+    A loss is reported as a spike where it is more than ``loss_spike`` robust standard deviations above the median of
     those before (0: never); a drop of throughput, where tokens/s are below (1 - ``throughput_drop``) of what they were
     (0: never).
     """

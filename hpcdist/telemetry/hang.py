@@ -1,9 +1,9 @@
 """Diagnosis of a hang or a death: the rank that left the common path first, at which operation and line.
 
-Works on the files of the flight recorder alone, while the run still hangs or long after. Collectives are made by every
-member of a communicator in the same order, so calls are aligned by their number: members that differ under the same
-number took different paths, and `first_mismatch` finds the first such collective. A member whose count is behind that
-of a waiting one is the one waited for. `hpcdist hang` calls `load` and `analyse`.
+It needs the files of the flight recorder alone, while the run still hangs or long after. All members of a communicator
+call its collectives in the same order, so calls are aligned by their number: members that differ under the same number
+took different paths, and `first_mismatch` finds the first such collective. A member whose count is behind that of a
+waiting one is the one waited for. `hpcdist hang` calls `load` and `analyse`.
 """
 
 import re
@@ -28,7 +28,7 @@ _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong. ``kind``: skipped, mismatch, raised, stopped, killed, absent, deadlock or missing."""
+    """Finding of the diagnosis: skipped, mismatch, raised, stopped, killed, absent, deadlock, missing or damaged."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -43,12 +43,12 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
     """Return the first collective, in time, that the members of a communicator entered in different ways."""
-    made: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
+    calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
             if event.collective:
-                made[event.comm, event.sequence][record.rank] = event
-    differing = [events for events in made.values() if len({_signature(event) for event in events.values()}) > 1]
+                calls[event.comm, event.sequence][record.rank] = event
+    differing = [events for events in calls.values() if len({_signature(event) for event in events.values()}) > 1]
     if not differing:
         return []
     events = min(differing, key=lambda events: min(event.started_ns for event in events.values()))
@@ -58,25 +58,29 @@ def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
     ordered = sorted(groups.values(), key=len)
     blamed, others = ordered[0], ordered[-1]
     if len(blamed) == len(others):
-        blamed, others = _blamed_half_first(blamed, others, events, made)
+        blamed, others = _blamed_half_first(blamed, others, events, calls)
     return [_mismatch(blamed, others, events)]
 
 
 def _blamed_half_first(
-    a: list[int], b: list[int], events: dict[int, RecordedEvent], made: dict[tuple[str, int], dict[int, RecordedEvent]]
+    a: list[int], b: list[int], events: dict[int, RecordedEvent], calls: dict[tuple[str, int], dict[int, RecordedEvent]]
 ) -> tuple[list[int], list[int]]:
-    """Put first the half that broke the habit: the way from the operation before was never taken, or jumps ahead."""
+    """Order two halves of equal size, the one to blame first.
+
+    That is the half whose pair of call sites (the collective before, this one) no earlier collective had; where both
+    or neither had it, the one that jumped ahead in the same function.
+    """
 
     def way(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
-        before = made.get((event.comm, event.sequence - 1), {}).get(rank)
+        before = calls.get((event.comm, event.sequence - 1), {}).get(rank)
         return None if before is None else (before.site, event.site)
 
     here = events[a[0]]
     habits = {
         way(rank, event)
-        for (comm, sequence), made_there in made.items()
+        for (comm, sequence), members in calls.items()
         if comm == here.comm and sequence < here.sequence
-        for rank, event in made_there.items()
+        for rank, event in members.items()
     } - {None}
     known_a, known_b = (way(group[0], events[group[0]]) in habits for group in (a, b))
     if known_a != known_b:
@@ -108,7 +112,7 @@ SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # raised be
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank: running, finished, raised, deadline, stopped, silent, killed, or ended by the failure of another."""
+    """State of a rank: running, finished, raised, deadline, stopped, silent, killed, or ended by another's failure."""
 
     rank: int
     state: str
@@ -119,7 +123,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Result of `analyse`; the first finding is the cause, as far as it can be told. No findings: nothing is wrong."""
+    """Report of `analyse`; the first finding is the most likely cause. No findings: nothing is wrong."""
 
     world: int
     findings: tuple[Finding, ...]
@@ -129,7 +133,7 @@ class HangReport:
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
     """Read all records of a run directory. Raises UsageError when there are none, StorageError for a foreign file.
 
-    With ``damaged`` only where no other can be read: it takes what is wrong with the file of a rank.
+    With ``damaged``, damaged files are left out and the reason noted there by rank; it raises where none can be read.
     """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
@@ -155,7 +159,7 @@ def analyse(
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Find what is wrong. In a run that goes on, an operation is waited in when it takes ``patience_s`` or longer.
+    """Diagnose a run. While it goes on, an operation counts as waiting when it has taken ``patience_s`` or longer.
 
     ``damaged`` are the ranks whose files `load` could not read, and why.
     """
@@ -185,11 +189,11 @@ def analyse(
 
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Take away what came after the first deadline: the end of the job wakes ranks that were stopped."""
+    """Return the records up to the first deadline: the end of a job wakes ranks that were stopped until then."""
     cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
     if cut is None:
         return list(records)
-    kept = []
+    truncated = []
     for record in records:
         events = tuple(
             event if event.ended_ns is None or event.ended_ns <= cut else replace(event, ended_ns=None)
@@ -197,13 +201,13 @@ def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
             if event.started_ns <= cut
         )
         notes = {k: note for k, note in record.notes.items() if k in ("deadline", "frozen") or note.time_ns <= cut}
-        kept.append(replace(record, events=events, notes=notes))
-    return kept
+        truncated.append(replace(record, events=events, notes=notes))
+    return truncated
 
 
 def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
     processes = {record.rank: _process(record, now) for record in records}
-    # While others go on, a process that is gone was killed; afterwards, who fell silent long before was stopped.
+    # While others go on, a process that is gone was killed; afterwards, one that fell silent long before was stopped.
     goes_on = any(processes.values())
     end = now if goes_on else max(record.last_sign_ns for record in records)
     notes = [record.notes[kind].time_ns for record in records for kind in FAILURES if kind in record.notes]
@@ -219,7 +223,7 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the kernel's letter for the process; where it cannot be asked, "?" for one that was heard of just now."""
+    """Return the state letter of the process in /proc; on another host "?" where its heartbeat is recent, else ""."""
     state = record.process_state()
     if state is None:
         return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""
@@ -231,7 +235,7 @@ def _late_ns(record: RankRecord) -> int:
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
-    """Return how a rank ended that left no note: before the first failure of another, or because of it."""
+    """Return the state of a rank that left no note: silent, ended by the first failure of another, or killed."""
     frozen = record.notes.get("frozen")
     if frozen is not None and first_note is not None and frozen.time_ns > first_note:
         return "silent"  # it woke up only when the job was ended
@@ -265,7 +269,7 @@ def _is_symptom(finding: Finding) -> bool:
 
 
 def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "WaitGraph") -> list[Finding]:
-    """Return the ranks that were stopped or killed, each with the operation that it did not come to or was in."""
+    """Return the ranks that were stopped or killed, each with the operation that it did not reach or was in."""
     texts = {
         "stopped": "is stopped (SIGSTOP, a debugger or a suspended job): SIGCONT lets it go on",
         "silent": "gave no sign of life for long before the job ended: stopped (SIGSTOP), or its node froze or swapped",
@@ -286,10 +290,10 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Follows who waits for whom.
+    """Wait-for graph of the ranks.
 
-    ``waits``: rank -> the ranks that it waits for, and in which operation; ``culprits``: rank that others wait for and
-    that itself waits for nobody -> the first operation that it did not come to.
+    ``waits``: rank -> the ranks that it waits for, each with the operation; ``culprits``: rank that others wait for and
+    that itself waits for none -> the first operation that it did not reach.
     """
 
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
@@ -327,7 +331,7 @@ class WaitGraph:
         return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
 
     def _behind(self, rank: int, event: RecordedEvent) -> bool:
-        """Whether ``rank`` has not come to ``event``; what its ring has lost is taken as done."""
+        """Whether ``rank`` has not reached ``event``; calls that its ring buffer has lost are taken as made."""
         record = self.records.get(rank)
         if record is None:
             return True
@@ -337,7 +341,7 @@ class WaitGraph:
         return (reached or 0) < event.sequence
 
     def absent(self) -> list[Finding]:
-        """Return the ranks that are alive, or ended as they should, and did not come to what others wait in."""
+        """Return the ranks that are alive or ended in order, and did not reach the operation that others wait in."""
         findings: dict[RecordedEvent, list[int]] = defaultdict(list)
         for rank, event in self.culprits.items():
             if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
@@ -360,12 +364,12 @@ class WaitGraph:
         return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def _is_explained(self, circle: Sequence[int]) -> bool:
-        """Whether a rank of the circle comes no further since it was stopped, or since it alone was killed."""
+        """Whether the circle is the effect of a rank in it that was stopped, or killed while others were not."""
         dead = {self.states[rank] for rank in circle} & {"stopped", "silent", "killed"}
         return "stopped" in dead or (bool(dead) and any(self.states[rank] not in dead for rank in circle))
 
     def deadlock(self) -> list[Finding]:
-        """Return a circle of ranks that wait for each other, when nobody else is to blame."""
+        """Return a circle of ranks that wait for each other, where no rank outside of it is to blame."""
         if self.culprits:
             return []
         for first in sorted(self.waits):

@@ -1,7 +1,7 @@
 """Provenance of a result: versions, machine and job, as flat strings for root attributes and reports.
 
-`job_number` and `job_owner` read what Slurm or PBS tells the processes of a job. `pss_bytes` is the memory of this
-process as the kernel counts it, its proportional set size.
+`job_number` and `job_owner` read the environment variables that Slurm or PBS sets for the processes of a job.
+`pss_bytes` is the memory of this process as the kernel counts it, its proportional set size.
 """
 
 import datetime
@@ -29,25 +29,25 @@ def provenance(
     anonymous: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return who, when and what as text; what is not known is left out, with the reason where there is one (local).
+    """Return versions, machine and job as text by name; what is not known is left out (local).
 
     ``hosts`` are the names of the nodes (default: this one); ``anonymous`` leaves them out, for results that are
     published. Keys are stable: ``created_utc``, ``git_commit``, ``numpy_version``, ...
     """
-    found = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    found |= {f"{name}_version": version for name in PACKAGES if (version := _version(name))}
-    found["hpcdist_version"] = __version__  # of a checkout, too, which is installed nowhere
-    found["python_version"] = platform.python_version()
-    found["git_commit"] = git_commit(Path(__file__).resolve().parents[1])
-    found["platform"] = platform.platform()
-    found["processor"] = processor()
-    found["cores"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    values |= {f"{name}_version": version for name in PACKAGES if (version := _version(name))}
+    values["hpcdist_version"] = __version__  # of a checkout, too, which is installed nowhere
+    values["python_version"] = platform.python_version()
+    values["git_commit"] = git_commit(Path(__file__).resolve().parents[1])
+    values["platform"] = platform.platform()
+    values["processor"] = processor()
+    values["cores"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     if mpi_library:
-        found["mpi_library"] = mpi_library.strip()
+        values["mpi_library"] = mpi_library.strip()
     if not anonymous:
-        found["hosts"] = ",".join(hosts if hosts is not None else [socket.gethostname()])
-    found |= {name.lower(): environment[name] for name in JOB_VARIABLES if name in environment}
-    return found
+        values["hosts"] = ",".join(hosts if hosts is not None else [socket.gethostname()])
+    values |= {name.lower(): environment[name] for name in JOB_VARIABLES if name in environment}
+    return values
 
 
 def _version(package: str) -> str:
@@ -58,9 +58,9 @@ def _version(package: str) -> str:
 
 
 def git_commit(package: Path) -> str:
-    """Return the commit of the clone that ``package`` lies in, with "+changes" when it was edited, else why not.
+    """Return the commit of the clone with ``package``, with "+changes" when it was edited; else "unknown: " and why.
 
-    A clone counts only when the package lies directly in it: an installed wheel may lie in anybody's repository.
+    A clone counts only when the package lies directly in it: an installed wheel may lie in some other repository.
     """
 
     def git(*arguments: str) -> str:
@@ -89,7 +89,7 @@ def processor() -> str:
 
 
 JOB_ID_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
-# Labels, and the variables of Slurm and of PBS that they are from.
+# Labels, and the variables of Slurm and of PBS that they are read from.
 OWNER_VARIABLES: Final = {
     "user": ("SLURM_JOB_USER", "PBS_O_LOGNAME"),
     "account": ("SLURM_JOB_ACCOUNT", "PBS_ACCOUNT"),
@@ -108,13 +108,13 @@ def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     Outside of a job the user is the one who runs this process, by the database of users.
     """
-    found = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
-    if not found["user"]:
+    owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
+    if not owner["user"]:
         try:
-            found["user"] = pwd.getpwuid(os.getuid()).pw_name
+            owner["user"] = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:  # in containers: a number alone
-            found["user"] = str(os.getuid())
-    return found
+            owner["user"] = str(os.getuid())
+    return owner
 
 
 def _first_set(names: tuple[str, ...], environment: Mapping[str, str]) -> str:
@@ -126,7 +126,7 @@ _UNIT_BYTES: Final = 1024  # kB of /proc are KiB
 
 
 def pss_bytes(rollup: Path = SMAPS_ROLLUP) -> float:
-    """Return the proportional set size of this process, NaN where the kernel does not tell (local).
+    """Return the proportional set size of this process, NaN where the kernel does not show it (local).
 
     A page that several processes map counts for each of them by its share, so the sum over the ranks of a node has
     memory that they share once. The interpreter, libraries and compiled kernels are part of it.
@@ -135,5 +135,5 @@ def pss_bytes(rollup: Path = SMAPS_ROLLUP) -> float:
         lines = rollup.read_text().splitlines()
     except OSError:
         return math.nan
-    found = [line.split() for line in lines if line.startswith("Pss:")]
-    return float(found[0][1]) * _UNIT_BYTES if found else math.nan
+    fields = [line.split() for line in lines if line.startswith("Pss:")]
+    return float(fields[0][1]) * _UNIT_BYTES if fields else math.nan

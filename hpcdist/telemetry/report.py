@@ -26,9 +26,9 @@ SMOOTHED_SHARE: Final = 0.02  # of the steps that are shown
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run in memory: ``figures`` as of `metrics.summarise` with the entropies and provenance of the run.
+    """Report of a run: ``figures`` are those of `step_metrics.summarise` with the entropies and provenance of the run.
 
-    ``metrics`` are all rows, or of a large run some that are spread evenly; see `sampled.read`.
+    ``metrics`` are all rows, or of a large run some that are spread evenly; see `sampling.read`.
     """
 
     run_dir: Path
@@ -59,18 +59,18 @@ def report(run_dir: str | Path) -> RunReport:
 
 def _mishaps(run: SampledMetrics) -> dict[str, int]:
     skipped = run.tables.get("loss_scale", {}).get("skipped")
-    told = sum(note.kind == "anomaly" for note in run.observed.notes)
-    return {"skipped_steps": 0 if skipped is None else int(skipped.sum()), "anomalies": told}
+    anomalies = sum(note.kind == "anomaly" for note in run.observed.notes)
+    return {"skipped_steps": 0 if skipped is None else int(skipped.sum()), "anomalies": anomalies}
 
 
-def text(found: RunReport) -> str:
+def text(run_report: RunReport) -> str:
     """Return the report as lines for people."""
-    figures = found.figures
+    figures = run_report.figures
     unit = figures.get("speed_unit", "tokens")
-    steps = found.metrics.steps
+    steps = run_report.metrics.steps
     if not len(steps["step"]):
-        return f"{found.run_dir}: no step was completed"
-    lines = [f"run        {found.run_dir}"]
+        return f"{run_report.run_dir}: no step was completed"
+    lines = [f"run        {run_report.run_dir}"]
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
     lines.append(f"steps      {figures['steps']} on {counted(figures['world'], 'rank')}{sessions}")
@@ -91,8 +91,8 @@ def text(found: RunReport) -> str:
     lines.append(f"moved      {_moved(figures)}")
     if figures.get("noise_scale") is not None:
         lines.append(f"noise      scale {figures['noise_scale']:,.1f} samples, the critical batch")
-    if found.energy.joules is not None or "energy_j" in figures:  # else the run has not come so far
-        lines += [f"energy     {_energy(found.energy)}", *_phases(found.energy)]
+    if run_report.energy.joules is not None or "energy_j" in figures:  # else the run has not come so far
+        lines += [f"energy     {_energy(run_report.energy)}", *_phases(run_report.energy)]
     if figures.get("peak_bytes_total"):
         lines.append(
             f"memory     {format_bytes(round(figures['peak_bytes_total']))} at most, on the rank that holds most"
@@ -101,14 +101,14 @@ def text(found: RunReport) -> str:
         score = f"straggler score {figures['imbalance']:.2f}: its compute time over that of the median rank"
         lines.append(f"slowest    rank {figures['slowest_rank']}, {score}")
     lines += [f"{name:10} {text}" for name, text in _anomaly_lines(figures)]
-    if len(steps["step"]) < len(found.steps["step"]):
-        part = f"{len(steps['step']):,} of {len(found.steps['step']):,} steps"
+    if len(steps["step"]) < len(run_report.steps["step"]):
+        part = f"{len(steps['step']):,} of {len(run_report.steps['step']):,} steps"
         lines.append(f"rows       times and bytes are from {part}, spread evenly")
-    return "\n".join([*lines, "", *_curve(found.steps)])
+    return "\n".join([*lines, "", *_curve(run_report.steps)])
 
 
 def _moved(figures: Mapping[str, Any]) -> str:
-    """Return what a rank moved a step; of a run that has not ended, what it sent in messages."""
+    """Return the bytes that a rank moved in a step; of a run that has not ended, those sent in messages."""
     if (known := step_metrics.moved_bytes(figures)) is not None:
         return f"{known.described()} a step and rank"
     sent, loaded = figures["bytes_sent_per_step"], figures.get("bytes_loaded_per_step", 0)
@@ -132,24 +132,24 @@ def _energy(energy: RunEnergy) -> str:
 
 
 def _phases(energy: RunEnergy) -> list[str]:
-    """Return a line on the phases, of training its parts where they are known."""
+    """Return a line with the joules of each phase, of training by its parts where they are known."""
     parts = [phase for phase in energy.parts if phase.joules is not None]
     phases = [phase for phase in energy.phases if not parts or phase.name != "training"]
-    told = [f"{phase.name} {phase.joules:,.1f} J" for phase in [*parts, *phases] if phase.joules is not None]
-    return [f"by phase   {', '.join(told)}"] if told else []
+    texts = [f"{phase.name} {phase.joules:,.1f} J" for phase in [*parts, *phases] if phase.joules is not None]
+    return [f"by phase   {', '.join(texts)}"] if texts else []
 
 
 _HEAD: Final = (("started", "created_utc"), ("strategy", "strategy"), ("commit", "git_commit"), ("MPI", "mpi_library"))
 _SHARES: Final = (("compute", "compute"), ("communication", "comm"), ("update", "update"))
 
 
-def _curve(found: Mapping[str, np.ndarray]) -> list[str]:
+def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
     """Return a table of the loss at steps spread evenly over the run, each a mean since the line before."""
-    steps, loss = found["step"], found["loss"]
+    steps, loss = columns["step"], columns["loss"]
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     lines = ["    step     loss  learning rate"]
     for start, stop in itertools.pairwise(ends):
-        rate = found["learning_rate"][stop - 1]
+        rate = columns["learning_rate"][stop - 1]
         lines.append(f"{steps[stop - 1]:8d} {loss[start:stop].mean():8.4f} {rate:14.3g}")
     return lines
 
@@ -166,16 +166,16 @@ def _seconds(value: float | None) -> str:
     return _or_unknown(value and value * 1e3, "{:.2f} ms")
 
 
-def jsonable(found: RunReport) -> dict[str, Any]:
-    """Return the figures as JSON values; a number that is none becomes None."""
+def jsonable(run_report: RunReport) -> dict[str, Any]:
+    """Return the figures as JSON values; numbers that are not finite become None."""
 
     def clean(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return {key: clean(value) for key, value in found.figures.items()}
+    return {key: clean(value) for key, value in run_report.figures.items()}
 
 
-def plot(found: RunReport, file: str | Path) -> None:
+def plot(run_report: RunReport, file: str | Path) -> None:
     """Draw loss (with the entropies of the data) and times per step into ``file``, whose ending names the format.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
@@ -184,12 +184,12 @@ def plot(found: RunReport, file: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
-    if not len(found.metrics.steps["step"]):
-        raise UsageError(f"{found.run_dir}: no step was completed, so there is nothing to plot")
+    if not len(run_report.metrics.steps["step"]):
+        raise UsageError(f"{run_report.run_dir}: no step was completed, so there is nothing to plot")
     figure = Figure(figsize=(8, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _plot_loss(above, found)
-    _plot_times(below, found.metrics)
+    _plot_loss(above, run_report)
+    _plot_times(below, run_report.metrics)
     try:
         figure.savefig(file, dpi=120)
     except ValueError as error:  # an ending that matplotlib does not know
@@ -198,28 +198,28 @@ def plot(found: RunReport, file: str | Path) -> None:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _plot_loss(axes: Any, found: RunReport) -> None:
-    steps, loss = found.metrics.steps["step"], found.metrics.steps["loss"]
+def _plot_loss(axes: Any, run_report: RunReport) -> None:
+    steps, loss = run_report.metrics.steps["step"], run_report.metrics.steps["loss"]
     window = max(1, int(len(steps) * SMOOTHED_SHARE))
     axes.plot(steps, loss, color="C0", alpha=0.3, linewidth=0.8)
     smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
     axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training (mean of {window})")
-    evaluations = found.metrics.evaluations
+    evaluations = run_report.metrics.evaluations
     if len(evaluations["step"]):
         axes.plot(evaluations["step"], evaluations["val_loss"], "o-", color="C1", markersize=3, label="validation")
     for key, style in zip(ENTROPIES, (":", "-.", "--"), strict=True):
-        value = found.figures.get(key)
+        value = run_report.figures.get(key)
         if value is not None:
             label = f"{key.removesuffix('_nats')} entropy {value:.2f}"
             axes.axhline(value, color="0.4", linestyle=style, linewidth=1, label=label)
     axes.set_ylabel("loss (nats)")
-    axes.set_title(f"{found.run_dir.name}, {counted(found.figures['world'], 'rank')}", fontsize=10)
+    axes.set_title(f"{run_report.run_dir.name}, {counted(run_report.figures['world'], 'rank')}", fontsize=10)
     axes.legend(fontsize=8)
 
 
-def _plot_times(axes: Any, found: MetricsData) -> None:
+def _plot_times(axes: Any, metrics: MetricsData) -> None:
     """Stack the mean over the ranks of each time."""
-    steps = found.steps
+    steps = metrics.steps
     parts, labels = [], []
     for name, _ in _SHARES:
         values = steps[f"{name}_s"]

@@ -3,14 +3,14 @@
 Floor 6: it may import every package below (strategies, checkpoint, energy, telemetry, planner, batch) and never
 `hpcdist.cli`. Sub-packages from the bottom: `recipe`, `data`, `chaos`, `build`, `observe`, `run`, `elastic`; above
 them `script` and `pytorch`, the doors for a user's own script, and `use_cases`, which the commands call. Begin with
-`recipe.recipe.Recipe` (what a run is) and `build.trainer.Trainer` (what makes its steps).
+`recipe.recipe.Recipe` (what a run is) and `build.trainer.Trainer` (its frozen parts, which make the steps).
 
 One gradient from `hpcdist train` to the wire and back, with zero1 and the ring on two ranks. Start:
 
     hpcdist/cli/train.py                         read the recipe
     training/run/entry_point.py                  start MPI, listen for signals, prepare the run directory
     training/run/job.py                          `TrainingJob.train`: assemble, run the loop, summarise
-    training/build/assemble.py                   make model, exchange, executor and the list of operations
+    training/build/assemble.py                   make model, exchange, observers, executor and the list of operations
     training/run/loop.py                         for each step: read a batch, step, save when it is due
     training/build/trainer.py                    `Trainer.step`: hand the micro-batches to the executor
 

@@ -80,14 +80,14 @@ def _draw_token(logits: np.ndarray, top_k: int, draw: np.random.Generator) -> in
     return int(draw.choice(logits.size, p=weights / weights.sum()))
 
 
-# These say it all: what was recorded need not be kept.
+# Errors that need no flight recorder: its files are removed.
 EXPECTED_ERRORS: Final = (GeneratorExit, KeyboardInterrupt, *failfast.USER_ERRORS)
 RECORDER_PREFIX: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
 
 
 @dataclass
 class TrainedModel:
-    """A trained model; every rank of ``comm`` has all of it."""
+    """Trained model, whole on every rank of ``comm``."""
 
     comm: Communicator
     path: Path
@@ -104,7 +104,7 @@ class TrainedModel:
 
     @property
     def steps(self) -> int:
-        """Steps after which these were the parameters."""
+        """The number of steps that made these parameters."""
         return int(self.scalars["steps"])
 
     def logits(self, inputs: np.ndarray) -> np.ndarray:
@@ -129,8 +129,8 @@ class TrainedModel:
         for inputs, targets in source.validation_batches(recipe, self.comm.size, self.comm.rank):
             if len(inputs):
                 batch = source.place((inputs, targets), recipe)
-                said = len(targets) * self.model.tokens_per_sample
-                sums += (self.model.evaluate(self._views, *batch, self.arena), said)
+                targets_seen = len(targets) * self.model.tokens_per_sample
+                sums += (self.model.evaluate(self._views, *batch, self.arena), targets_seen)
         allreduce(self.comm, sums)
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 
@@ -145,34 +145,34 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
     return from_newest_intact(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
 
 
-def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
-    """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
-    if found is None:
+def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
+    """Return the model of the checkpoint ``checkpoint``. Collective; raises `DamagedError` on all ranks or on none."""
+    if checkpoint is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    stored = on_first_rank(comm, lambda: listing.load_parameters(found))
-    scalars = scalars_of(found, stored)
+    stored = on_first_rank(comm, lambda: listing.load_parameters(checkpoint))
+    scalars = scalars_of(checkpoint, stored)
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
-        raise StorageError(f"{found} does not say {', '.join(lacking)}: no training of hpcdist has made it")
+        raise StorageError(f"{checkpoint} does not say {', '.join(lacking)}: no training of hpcdist has made it")
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
-    model = models.build(recipe.model, recipe.precision.computes, **_inputs(found, recipe, scalars))
-    _check_shapes(found, model, stored)
+    model = models.build(recipe.model, recipe.precision.computes, **_inputs(checkpoint, recipe, scalars))
+    _check_shapes(checkpoint, model, stored)
     ledger = Ledger()
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
     sharding = SHARDED["native"]
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
-    restore_together(comm, found, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
+    restore_together(comm, checkpoint, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
     sharding.all_gather(comm, parameters.array, shares)
     if recipe.precision.working is not None:  # what the run computed with, and its validation loss is of
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
         kernels.round_into(parameters.array, working)
         kernels.widen(working, parameters.array)
-    return TrainedModel(comm, found, recipe, model, parameters, scalars, ledger)
+    return TrainedModel(comm, checkpoint, recipe, model, parameters, scalars, ledger)
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError where to make the model would run code other than that of the training. Collective."""
+    """Raise UsageError where building the model would run other code than that of the training. Collective."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
         why = (
             "is not the file that this user trained it with"
@@ -186,13 +186,13 @@ def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> 
 
 
 def _inputs(path: Path, recipe: Recipe, scalars: Mapping[str, Any]) -> dict[str, int]:
-    """Return what the data decided of the model (local). Checkpoints of the first version leave it to the recipe."""
-    told = scalars.get("model_inputs")
-    if recipe.model.kind in TRANSFORMERS or told is None:
+    """Return the model inputs that the data decided (local). Checkpoints of the first version have none: the recipe."""
+    stored = scalars.get("model_inputs")
+    if recipe.model.kind in TRANSFORMERS or stored is None:
         return {"context": recipe.data.context}
-    inputs = usable_inputs(told)
+    inputs = usable_inputs(stored)
     if not inputs:
-        raise StorageError(f"{path} is not valid: of its scalars, model_inputs are {str(told)[:80]}")
+        raise StorageError(f"{path} is not valid: of its scalars, model_inputs are {str(stored)[:80]}")
     return inputs
 
 
@@ -210,7 +210,7 @@ def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
 
 
 def on_available_device(recipe: Recipe) -> Recipe:
-    """Return ``recipe``, for the CPU where it wants a GPU and none is here: a look needs none (local)."""
+    """Return ``recipe``, for the CPU where it wants a GPU and none is here (local)."""
     if recipe.run.device == "gpu":
         try:
             device.count()
@@ -221,7 +221,7 @@ def on_available_device(recipe: Recipe) -> Recipe:
 
 
 class InspectionSession:
-    """A session in which a run is looked at; a context manager. Collective, unless ``alone`` (this process only)."""
+    """Session to evaluate or sample a run; a context manager. Collective, unless ``alone`` (this process only)."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
         self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))
@@ -243,10 +243,10 @@ class InspectionSession:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, EXPECTED_ERRORS):
-            return  # the records say who was where
+            return  # the flight recorder stays: it shows where each rank was
         self.session.stop_recording()
         if kind is None:
-            self.session.comm.barrier()  # all have let go of their files
+            self.session.comm.barrier()  # all have closed their files
         shutil.rmtree(self._records, ignore_errors=True)
 
 
@@ -256,7 +256,7 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
     if comm.rank == 0:
         try:
             name = tempfile.mkdtemp(prefix=RECORDER_PREFIX, dir=path)
-        except OSError:  # somebody else's run: looking at it needs no permission to write
+        except OSError:  # a run of another user: evaluating it needs no permission to write
             name = tempfile.mkdtemp(prefix=f"hpcdist-{RECORDER_PREFIX}")
     folder = Path(comm.broadcast_object(name))
     (folder / "recorder").mkdir(parents=True, exist_ok=True)  # a temporary one is each node's own
@@ -269,8 +269,8 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
     One process draws: the other ranks of a job yield nothing. Raises UsageError for a model that does not read bytes,
     or an empty prompt.
     """
-    said = environment.launch_environment()
-    if said is not None and said.rank:
+    variables = environment.launch_environment()
+    if variables is not None and variables.rank:
         return
     with InspectionSession(path, alone=True) as look:
         model, context = look.recipe.model, look.recipe.data.context

@@ -18,7 +18,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
-from hpcdist.training.recipe import recipe as recipe_recipe
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.stop_requests import STOP_FILE
@@ -33,8 +32,8 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 class RunDirectory:
     """Directory of a run, and the checkpoint it goes on from (None: it starts).
 
-    ``changed`` tells the operational keys in which the recipe differs from that of the start before, and
-    ``steps_before`` is its run.steps (None: there was none).
+    ``changed`` lists the operational keys in which the recipe differs from that of the last start, and ``steps_before``
+    is the run.steps of that start (None: there was none).
     """
 
     path: Path
@@ -46,12 +45,12 @@ class RunDirectory:
 def prepare_run_directory(
     comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
-    """Create or reopen the run directory. Collective; rank 0 looks and decides, and all raise the same error.
+    """Create or reopen the run directory. Collective; rank 0 decides, and all raise the same error.
 
     ``resume`` is "auto" (go on from the newest valid checkpoint, or start where there is none) or "never". Raises
     ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is
     "never", StorageError when it cannot be created, when it has checkpoints of which none is valid, or when another job
-    has it: rank 0 takes ``lock`` for it.
+    holds its lock: rank 0 takes ``lock``.
     """
     verdict: RunDirectory | HpcdistError | None = None
     if comm.rank == 0:
@@ -73,12 +72,12 @@ def _prepare_on_rank_zero(recipe: Recipe, out: Path | None, resume: str, lock: R
     stored = path / RECIPE_FILE
     if stored.exists() and _has_begun(path):
         before = recipes.load_stored(stored)
-        keys = recipe_recipe.differences(before, recipe)
-        other = recipe_recipe.contradictions(before, recipe)
+        keys = recipes.differences(before, recipe)
+        other = recipes.contradictions(before, recipe)
         if other:
             raise ConfigurationError(
                 f"{path} holds another run: {_listed(other)}; choose another --out, or run it with its own "
-                f"{RECIPE_FILE}{recipe_recipe.init_from_hint(path, other)}"
+                f"{RECIPE_FILE}{recipes.init_from_hint(path, other)}"
             )
         if resume == "never":
             raise UsageError(
@@ -90,10 +89,10 @@ def _prepare_on_rank_zero(recipe: Recipe, out: Path | None, resume: str, lock: R
         if keys:
             _archive_recipe(stored)
             names.replace(stored, recipes.dump(recipe))
-        found = newest_complete(path)  # who restores it reads and verifies its bytes
-        if found is None:
+        checkpoint = newest_complete(path)  # the restore reads and verifies its bytes
+        if checkpoint is None:
             refuse_restart_over_checkpoints(path)
-        return RunDirectory(path, found, _listed(list(keys.values())), before.run.steps)
+        return RunDirectory(path, checkpoint, _listed(list(keys.values())), before.run.steps)
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
     if path.is_dir() and not stored.exists() and not _has_only_start_files(path):
@@ -106,8 +105,8 @@ def _prepare_on_rank_zero(recipe: Recipe, out: Path | None, resume: str, lock: R
 
 
 def refuse_restart_over_checkpoints(path: Path) -> None:
-    """Raise StorageError where checkpoints were complete once: a run that began again would replace them one by one."""
-    complete = [found for _, found in names.candidates(path / "checkpoints") if found.suffix != ".tmp"]
+    """Raise StorageError where a checkpoint was complete once: a run that began again would replace it in time."""
+    complete = [checkpoint for _, checkpoint in names.candidates(path / "checkpoints") if checkpoint.suffix != ".tmp"]
     if complete:
         raise StorageError(
             f"{path} has checkpoints, and none of them can be used, as told above; begin a new run with another --out, "
@@ -117,11 +116,11 @@ def refuse_restart_over_checkpoints(path: Path) -> None:
 
 
 def _archive_recipe(stored: Path) -> None:
-    """Keep the recipe of the starts so far under a name of its own, too: recipe-1.toml, recipe-2.toml, ..."""
+    """Copy the recipe of the starts so far to a name of its own: recipe-1.toml, recipe-2.toml, ..."""
     number = 1
-    while (kept := stored.with_stem(f"{stored.stem}-{number}")).exists():
+    while (archive := stored.with_stem(f"{stored.stem}-{number}")).exists():
         number += 1
-    names.replace(kept, regular.text(stored))
+    names.replace(archive, regular.text(stored))
 
 
 def _has_begun(path: Path) -> bool:
@@ -130,8 +129,8 @@ def _has_begun(path: Path) -> bool:
 
 
 def _has_only_start_files(path: Path) -> bool:
-    """Whether there is nothing but what a start leaves that was killed before it had kept its recipe, or a job."""
-    left = [one.name for one in path.iterdir() if not _JOB_FILE.fullmatch(one.name)]
+    """Whether all files are those of a batch job, or of a start that was killed before it had written its recipe."""
+    left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
     return all(
         name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left
     )

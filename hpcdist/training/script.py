@@ -1,4 +1,4 @@
-"""Train a model of one's own from one's own script: the script has the loop, hpcdist makes every step.
+"""Training of a user's model from a user's script: the script has the loop, hpcdist makes every step.
 
     from hpcdist.training.pytorch import Training, wrap
 
@@ -7,8 +7,8 @@
             inputs, targets = batch(step)  # all samples of the step
             loss = training.step(inputs[training.share], targets[training.share])
 
-Everything that a recipe can say goes: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. The
-run has a directory like any other, which `hpcdist report`, `trace` and `checkpoint` read.
+Every key of a recipe can be used: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. The run
+has a directory like any other, which `hpcdist report`, `trace` and `checkpoint` read.
 """
 
 import atexit
@@ -56,14 +56,14 @@ SAMPLES: Final = "validation_samples"
 
 
 class Training:
-    """A run that its script makes step by step, on every rank alike. A context manager; all of it is collective.
+    """Training that a script makes step by step, on every rank alike. A context manager; all of it is collective.
 
     ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or tables of them); HPCDIST_SET__RUN__STEPS
     and the like in the environment win over both. ``model`` and ``data`` are the script's. ``out`` is the run
-    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". What `hpcdist run` or `hpcdist
-    submit` say of both (HPCDIST_RUN_DIR, HPCDIST_RESUME) wins, for the first Training of a script. ``time_limit_s`` is
-    when to save and stop; in a Slurm job it is known. Raises ConfigurationError for a recipe that cannot be run, or
-    does not go with the model.
+    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". The variables HPCDIST_RUN_DIR and
+    HPCDIST_RESUME of `hpcdist run` and `hpcdist submit` win over both, for the first Training of a script. After
+    ``time_limit_s`` seconds the run is saved and stops; in a Slurm job its end is known. Raises ConfigurationError for
+    a recipe that cannot be run, or does not go with the model.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Training:
         except BaseException:
             stop_requests.ignore()
             raise
-        for name in (RUN_DIR, RESUME):  # what the launcher says is meant for the first that begins
+        for name in (RUN_DIR, RESUME):  # the launcher means the first Training of the script
             os.environ.pop(name, None)
 
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
@@ -100,7 +100,7 @@ class Training:
         run = run_directory.prepare_run_directory(
             self._session.comm, self.recipe, None if out is None else Path(out), resume, lock
         )
-        self._job = TrainingJob(self.recipe, run, stop_requests, lock, as_json=False, given=model)
+        self._job = TrainingJob(self.recipe, run, stop_requests, lock, as_json=False, script_model=model)
         self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
         self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
@@ -131,7 +131,7 @@ class Training:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's replica of the model: ranks that have it alike bring the same samples (local)."""
+        """The number of this rank's replica of the model: ranks of one replica bring the same samples (local)."""
         return self._trainer.data_axis.rank
 
     @property
@@ -164,7 +164,7 @@ class Training:
         return self._share().slice
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
-        """Return what gives a DataLoader of PyTorch, as its ``batch_sampler``, the samples of this rank's replica.
+        """Return the ``batch_sampler`` of a DataLoader of PyTorch for the samples of this rank's replica.
 
         It yields the indices of its share of each step that is left, drawn from the seed of the run alone: the same on
         all ranks of a replica, and after a resume. Each epoch takes every sample of ``dataset`` once, in an order of
@@ -181,12 +181,12 @@ class Training:
         """Make a step on this rank's share of its samples; return the mean loss over all of them.
 
         ``inputs`` and ``targets`` have a sample a row: arrays or tensors, on the host or on the GPU. All ranks of a
-        replica bring its share, the same values on each: in a pipeline its ends look at it. That is compared in the
-        first steps, and with the replicas (``run.sentinel_every_steps``), and DataError tells of ranks that differ. A
-        model of PyTorch also takes tuples and dicts of them: its first module gets the inputs as arguments, positional
-        or by name, its loss the targets as they are. Where somebody wished to stop (a signal, the job's time),
-        everything is saved and this process leaves with exit code 75 or 130. Raises UsageError after the last step of
-        the recipe, or where a share has another size than `share` says.
+        replica bring its share, the same values on each: in a pipeline its ends use it. The values are compared in the
+        first steps, and whenever replicas are compared (``run.sentinel_every_steps``); DataError names ranks that
+        differ. A model of PyTorch also takes tuples and dicts of them: its first module gets the inputs as arguments,
+        positional or by name, its loss the targets as they are. On a request to stop (a signal, the job's time),
+        everything is saved and this process exits with code 75 or 130. Raises UsageError after the last step of the
+        recipe, or where a share has another size than `share`.
         """
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
@@ -202,19 +202,19 @@ class Training:
                 "step's samples"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
-        self._loop.onlookers.waited(self._left_ns)  # for what the script does between its steps
+        self._loop.instrumentation.waited(self._left_ns)  # the time of the script between its steps is time for data
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
         self._left_ns = now_ns()
         if self._loop.outcome.stop_request is not None:
             self.close()
-            stop_request = self._loop.outcome.stop_request  # none any more where this was the last step
+            stop_request = self._loop.outcome.stop_request  # `end` has cleared it where this was the last step
             if stop_request is not None:
                 self._session.leave(EXIT_CODES[stop_request])
         return self._loop.outcome.loss
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
-        """Return the mean loss of the samples that all replicas bring, as the parameters are now; NaN for none.
+        """Return the mean loss of the samples of all replicas under the present parameters; NaN for none.
 
         Every rank calls it with its own part of them, which may be empty and of any size; the ranks of a pipeline with
         the same. Nothing is dropped, and modules are in evaluation mode.
@@ -225,14 +225,10 @@ class Training:
         self._compare(f"evaluation {self._evaluations + 1}", x, y, self._evaluations, self._evaluations + 1)
         self._evaluations += 1
         batch = trainer.place((x, y))
-        losses = [trainer.executor.evaluate(*batch)] if trainer.seat.computes else []
-        speaks = trainer.seat.computes and trainer.last_stage and trainer.seat.tensor.rank == 0
-        seen = len(batch[0]) * trainer.model.tokens_per_sample if speaks else 0
-        total, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
-        return total / float(found[0]) if found[0] else float("nan")
+        return trainer.evaluate([[batch] if trainer.context.computes else []])
 
     def close(self) -> None:
-        """End the run: save, report, let go of its files. More steps cannot be made."""
+        """End the run: save, report, close its files. No more steps can be made."""
         if self._ended:
             return
         self._ended = True
@@ -247,7 +243,7 @@ class Training:
         self._session.comm.barrier()  # files are whole before any rank looks at them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return a copy of every tensor by name, ``LAYER.NAME``, as the run left it; it is ended where it is not yet.
+        """Return a copy of every tensor by name, ``LAYER.NAME``, at the end of the run, which `close` ends first.
 
         Collective before `close`, local after it: each rank reads them from the last checkpoint.
         """
@@ -255,7 +251,7 @@ class Training:
         path = self._loop.outcome.checkpoint
         assert path is not None, "the end of a run saves"
         model = self._trainer.model
-        store = FlatStore(model.layout, self._trainer.seat.master_dtype)
+        store = FlatStore(model.layout, self._trainer.context.master_dtype)
         restore(path, pieces_of({"parameters": store}, store.parts))
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
@@ -278,7 +274,7 @@ class Training:
                 self._job.lock.release()
 
     def _forgotten(self) -> None:
-        """Say at the end of the script that it has not ended the run."""
+        """Print at the end of the script that it has not ended the run."""
         if not self._ended and self.rank == 0:
             print(
                 f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, and the last of "
@@ -302,17 +298,17 @@ class Training:
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """Hold the batch against those of the other ranks of the replica, where it is due. Collective then."""
+        """Compare the batch with those of the other ranks of the replica, where it is due. Collective then."""
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.pipeline * trainer.grid.tensor == 1:
             return
         if before < COMPARED_FIRST or (every and number % every == 0):
-            looks = trainer.seat.computes and (trainer.last_stage or trainer.seat.units[0] == 0)
+            looks = trainer.context.computes and (trainer.last_stage or trainer.context.units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=looks)
 
 
 class ReplicaSampler:
-    """The indices of the samples that a replica takes in each step that is left, for a DataLoader of PyTorch."""
+    """Sampler of the indices of a replica in each step that is left, for a DataLoader of PyTorch."""
 
     def __init__(self, training: Training, samples: int, shuffle: bool) -> None:
         if not samples:
@@ -336,10 +332,7 @@ class ReplicaSampler:
 
 
 def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
-    """Return the run directory, and whether it goes on: as the launcher says, which speaks of one Training, or so.
-
-    Raises UsageError.
-    """
+    """Return the run directory and the resume mode: those of the launcher, else the arguments. Raises UsageError."""
     launched, resumed = environment.get(RUN_DIR), environment.get(RESUME)
     if launched:
         out, resume = launched, resumed or resume
@@ -350,28 +343,28 @@ def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping
     return out, resume
 
 
-def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
-    """Return the recipe of a file or of keys, for a ``model`` that is given (local).
+def _recipe_of(recipe: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
+    """Return the recipe of a file or of keys, for the ``model`` of the script (local).
 
     Keys that follow from the model, as those of `hpcdist.adapters.torch.recipe_of`, give way to all others.
     """
-    kept = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
-    if not isinstance(given, Mapping):
-        return _checked(recipes.load(given, kept).recipe)
-    known, explicit = recipes.defaults(), {key: value for key, value in given.items() if key != DEFAULTS}
+    fixed = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
+    if not isinstance(recipe, Mapping):
+        return _checked(recipes.load(recipe, fixed).recipe)
+    known, explicit = recipes.defaults(), {key: value for key, value in recipe.items() if key != DEFAULTS}
     keys = settings.Settings()
-    if DEFAULTS in given:
-        keys = settings.table(given[DEFAULTS](model), "the optimizer given to recipe_of", known, Path())
+    if DEFAULTS in recipe:
+        keys = settings.table(recipe[DEFAULTS](model), "the optimizer given to recipe_of", known, Path())
     own = settings.table(explicit, "the keys given to Training", known, Path())
     keys.values |= own.values
     keys.origin |= own.origin
-    return _checked(recipes.load(keys, kept).recipe)
+    return _checked(recipes.load(keys, fixed).recipe)
 
 
 def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Return ``recipe`` without validation, which is the script's affair.
+    """Return ``recipe`` without validation, which the script does itself.
 
-    Raises ConfigurationError for keys of the data, which are so too, and where workers go at their own pace.
+    Raises ConfigurationError for keys of the data, which the script brings, and where workers go at their own pace.
     """
     known = recipes.defaults()
     for section, but in ((recipe.data, ("shares",)), (recipe.run, tuple(vars(recipe.run).keys() - {SAMPLES}))):

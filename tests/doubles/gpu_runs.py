@@ -287,9 +287,16 @@ def _abort(code: int) -> None:
     raise SystemExit(code)
 
 
-def assembled(comm: Communicator, settings: dict[str, object], resume_from: Path | None = None) -> Trainer:
+def assembled(
+    comm: Communicator,
+    settings: dict[str, object],
+    resume_from: Path | None = None,
+    directory: Path | None = None,
+    session: Session | None = None,
+) -> Trainer:
     resolved = recipes.load(None, [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()])
-    return assemble(Session(comm, locate(comm, None), "threads", _abort), resolved.recipe, resume_from)
+    session = session or Session(comm, locate(comm, None), "threads", _abort)
+    return assemble(session, resolved.recipe, resume_from, directory=directory)
 
 
 def with_pointers(comm: Communicator) -> None:

@@ -58,7 +58,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     """What a step of one rank transfers and waits for, and where."""
     trainer = run.trainer
     samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
-    last, context = len(trainer.model.stages) - 1, trainer.seat
+    last, context = len(trainer.model.stages) - 1, trainer.context
     normed = any(op.kind is Kind.APPLY for op in trainer.operations) and context.parts  # be they counted or watched
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
     phases = [phase_of(op.kind) for op in trainer.operations]
@@ -73,7 +73,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.D2H, "base.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
-            (gpu.H2D, "handover._take_back"): 0 if pointers else to_device,
+            (gpu.H2D, "handover._copy_back"): 0 if pointers else to_device,
             (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
             (gpu.SYNCHRONISE, "handover.incoming"): to_device if pointers else 0,
             (gpu.SYNCHRONISE, "handover.both"): 0 if pointers else both,

@@ -45,7 +45,7 @@ def trainer_of(comm: Communicator, model: Model, samples: int, keys: dict[str, A
         **keys,
     }
     recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", abort), recipe, given=model)
+    return assemble(Session(comm, locate(comm, None), "test", abort), recipe, script_model=model)
 
 
 def step(trainer: Trainer, number: int, batch: Batch) -> float:

@@ -16,7 +16,7 @@ from hpcdist.comm.threads.group import PostedReceive, deliver
 
 
 class _Late:
-    """A letter whose contents are those of the sender's memory at the moment it is taken; also the sender's request."""
+    """A message whose contents are read from the sender's memory when it is received; also the sender's request."""
 
     def __init__(self, comm: ThreadCommunicator, message: Array, tag: int) -> None:
         self._comm, self._message = comm, message
@@ -43,26 +43,26 @@ class _Receive:
         return False
 
     def wait(self) -> None:
-        letter: Any = self._comm._arrived(self._posted)
-        deliver(letter, self._message)
+        envelope: Any = self._comm._arrived(self._posted)
+        deliver(envelope, self._message)
         with self._comm._group.changed:
-            letter.taken = True
+            envelope.taken = True
             self._comm._group.changed.notify_all()
 
 
 def _isend(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> Request:
-    letter: Any = _Late(comm, message, tag)
+    envelope: Any = _Late(comm, message, tag)
     group = comm._group
     with group.changed:
         line = group.posted[peer]
-        first = next((posted for posted in line if posted.matches(letter)), None)
+        first = next((posted for posted in line if posted.matches(envelope)), None)
         if first is None:
-            group.inbox[peer].append(letter)
+            group.unexpected[peer].append(envelope)
         else:
             line.remove(first)
-            first.letter = letter
+            first.envelope = envelope
         group.changed.notify_all()
-    return letter
+    return envelope
 
 
 def _irecv(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> Request:

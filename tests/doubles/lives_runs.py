@@ -88,7 +88,7 @@ def survive(
 
     before, injection.kill_process = injection.kill_process, _die
     try:
-        codes = run_threads(size + spares, body, deadline_s=LIMIT_S, mortal=True, ranks_per_node=ranks_per_node)
+        codes = run_threads(size + spares, body, deadline_s=LIMIT_S, fault_tolerant=True, ranks_per_node=ranks_per_node)
     finally:
         injection.kill_process = before
     assert {code for code in codes if code is not None} == {0}

@@ -1,6 +1,7 @@
 """Runs that are stopped and go on: every exchange, schedule and precision of which the bits can be compared."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -128,10 +129,10 @@ def ranks_of(keys: dict[str, Any]) -> int:
 def steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, float, bool, float]]:
     """What the steps after ``first`` up to ``last`` tell. Collective."""
     found = []
-    trainer.first_step = first
+    trainer = replace(trainer, first_step=first)
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=first + 1):
-            own = trainer.cut(trainer.place(batch)) if trainer.seat.computes else []
+            own = trainer.cut(trainer.place(batch)) if trainer.context.computes else []
             done = trainer.step(step, own, np.zeros(1))
             found.append((done.loss, done.gradient_norm, done.skipped, done.loss_scale))
     return found

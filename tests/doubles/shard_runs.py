@@ -37,7 +37,7 @@ def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
     found = []
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            own = trainer.cut(batch) if trainer.seat.computes else []
+            own = trainer.cut(batch) if trainer.context.computes else []
             done = trainer.step(step, own, np.ones(2))
             assert done.stop_requests.tolist() == [trainer.comm.size] * 2
             found.append((done.loss, done.gradient_norm))

@@ -164,8 +164,7 @@ class Training:
             placement=self._placement(),
         )
         self.exchange = EXCHANGES[layout.strategy](self.context)
-        self.executor: Executor = build_executor(self.context, self.exchange)
-        self.executor.seed = seed
+        self.executor: Executor = build_executor(self.context, self.exchange, seed=seed)
         parallel = ParallelConfig(
             strategy=layout.strategy,
             pipeline=layout.pipeline,

@@ -1,6 +1,7 @@
 """A compressed parameter server over real messages: what one process makes of all ranks, and a resume to the bit."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm: Communicator,
     trainer = trainer_of(comm, keys)
     losses(trainer, 2)
     resumed = trainer_of(comm, keys, CheckpointSaver(trainer, folder / "checkpoints").save(2))
-    trainer.first_step = 2
+    trainer = replace(trainer, first_step=2)
     found = losses(trainer, 4)
     assert found == losses(resumed, 4) and found[-1] < np.log(256)
     one, other = state(trainer), state(resumed)

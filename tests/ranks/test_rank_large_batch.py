@@ -44,8 +44,6 @@ def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list
     with trainer.batches(STEPS) as batches:
         for number, batch in enumerate(batches, start=1):
             steps.append(trainer.step(number, trainer.cut(trainer.place(batch)), np.zeros(2)))
-            if trainer.noise is not None:
-                trainer.noise.after(number, steps[-1])
     return trainer, steps
 
 

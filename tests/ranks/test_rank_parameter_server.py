@@ -211,7 +211,7 @@ def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
         assert not traffic.unknown
         sent, psi, p = traffic.sent_bytes / 4, 4 * trainer.model.layout.size, comm.size
         agreed = 3 * 4 * 8  # the few numbers of a step, in at most three messages
-        if placement == "dedicated" and trainer.seat.computes:
+        if placement == "dedicated" and trainer.context.computes:
             assert psi <= sent <= psi + agreed
         elif placement == "dedicated":
             np.testing.assert_allclose(sent, (p - servers) * psi / servers, rtol=0.01, atol=agreed)

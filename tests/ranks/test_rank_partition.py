@@ -1,6 +1,7 @@
 """Stages that are cut by what their units take on these ranks: the same cut on all, the same run, also resumed."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,10 @@ def test_rank_stages_cut_by_measurement(comm: Communicator, folder: Path, tensor
     cut = {"parallel.pipeline": 2, "parallel.tensor": tensor, "parallel.partition": "measured"}
     expected, first = alone(keys, STEPS), trainer_of(comm, keys | cut)
     assert first.plan is not None and len(set(comm.allgather_object(first.plan.stage_units))) == 1
-    assert first.seat.chunks == first.plan.placement.of(first.seat.pipeline.rank)
+    assert first.context.chunks == first.plan.placement.of(first.context.pipeline.rank)
     np.testing.assert_allclose(losses(first, 2), expected.losses[:2], rtol=1e-12)
     path = CheckpointSaver(first, folder / f"measured-{tensor}").save(2)
-    first.first_step = 2
+    first = replace(first, first_step=2)
     goes_on = losses(first, STEPS)
     again = trainer_of(comm, keys | cut, path)
     assert again.plan is not None and again.plan.stage_units == first.plan.stage_units
@@ -50,7 +51,7 @@ def test_rank_stages_cut_by_hand_and_by_memory(comm: Communicator, folder: Path)
     keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": 3}
     expected = alone(keys, STEPS)
     given = trainer_of(comm, keys | {"parallel.stage_units": "[1, 6, 1]"})
-    assert [len(part) for part in given.seat.placed.chunks] == [1, 6, 1]
+    assert [len(part) for part in given.context.placed.chunks] == [1, 6, 1]
     np.testing.assert_allclose(losses(given, 2), expected.losses[:2], rtol=1e-12)
     assert given.plan is not None
     limit = given.plan.rows[1].total_bytes - 1

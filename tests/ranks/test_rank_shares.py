@@ -1,12 +1,14 @@
 """Samples shared unevenly over real ranks, on nodes of unequal size: the run is that of even shares."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.training.data import SampleShares
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
@@ -34,8 +36,7 @@ def _text(comm: Communicator, tmp_path: Path) -> str:
 def _losses(comm: Communicator, settings: dict[str, object], *, uneven: bool) -> list[float]:
     trainer = assembled(comm, settings)
     if uneven:
-        trainer.share_by_speed()
-        assert trainer.shares is not None
+        trainer = replace(trainer, shares=SampleShares(trainer.recipe.run.global_batch, trainer.data_axis.size))
         samples = trainer.recipe.run.global_batch
         for batch in range(1, STEPS):  # all samples are those of one rank, every rank in its turn
             trainer.shares.change(batch, tuple(samples * (rank == batch % comm.size) for rank in range(comm.size)))

@@ -1,7 +1,7 @@
 """Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -223,7 +223,7 @@ def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Pat
     trainer = _trainer(comm, folder, keys)
     _losses(trainer, 1)  # communicators are split and scratch memory taken
     with count_traffic(comm) as traffic:
-        trainer.first_step = 1
+        trainer = replace(trainer, first_step=1)
         _losses(trainer, 2)
     sent = max(comm.allgather_object(traffic.sent_bytes))
     psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
@@ -238,7 +238,7 @@ def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm: Communicator, f
     keys = {"parallel.strategy": "zero3", "model.tied": "true", "model.vocabulary": 4096, "model.layers": 4}
     trainer = _trainer(comm, folder, keys)
     _losses(trainer, 2)
-    table, *others = (part.size * 4 for part in trainer.seat.ranges.values())
+    table, *others = (part.size * 4 for part in trainer.context.ranges.values())
     share = trainer.model.layout.size * 4 / comm.size + 64 * len(trainer.model.stages)
     assert table > 4 * max(others)
     for kind in ("parameters", "gradients"):
@@ -251,7 +251,7 @@ def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator
         trainer = _trainer(comm, folder, {"parallel.strategy": strategy, "model.layers": 6})
         _losses(trainer, 2)
         peaks[strategy] = trainer.ledger.peak
-        unit = max(part.size for part in trainer.seat.ranges.values()) * 4
+        unit = max(part.size for part in trainer.context.ranges.values()) * 4
         psi = trainer.model.layout.size * 4
     share = psi / comm.size
     slack = 64 * 4 * len(trainer.model.stages)

@@ -70,16 +70,16 @@ class JaxLoss(Loss):
     ) -> None:
         self._call, self._traffic, self._example = call, traffic, example
         target = example.shape[1:], jax_dtype(example.dtype)
-        one, two = (self._shape(samples, output, target) for samples in (1, 2))
-        self.is_mean = one == two == ()
-        if not self.is_mean and (one[:1] != (1,) or two != (2, *one[1:])):
+        shape1, shape2 = (self._shape(samples, output, target) for samples in (1, 2))
+        self.is_mean = shape1 == shape2 == ()
+        if not self.is_mean and (shape1[:1] != (1,) or shape2 != (2, *shape1[1:])):
             raise UsageError(
-                f"the loss has shape {one} for 1 sample and {two} for 2; return losses (samples, ...), or "
+                f"the loss has shape {shape1} for 1 sample and {shape2} for 2; return losses (samples, ...), or "
                 "their mean as a number"
             )
         if self.is_mean:
             self._check_mean(output)
-        self.per_sample = int(np.prod(one))  # losses a sample, which the mean divides by
+        self.per_sample = int(np.prod(shape1))  # losses a sample, which the mean divides by
         jax = library()
         self._losses = jax.jit(call)
         self._gradient = jax.jit(lambda y, targets, scale: jax.vjp(lambda y: self._sum(y, targets), y)[1](scale)[0])
@@ -98,23 +98,23 @@ class JaxLoss(Loss):
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
         """Return the gradient of ``scale`` times the sum, over the output of the last stage."""
         logits, y, targets = saved["jax.loss"]
-        found = library().block_until_ready(self._gradient(y, targets, logits.dtype.type(scale)))
-        self._traffic.take(found, logits)
+        gradient = library().block_until_ready(self._gradient(y, targets, logits.dtype.type(scale)))
+        self._traffic.take(gradient, logits)
         result: Array = logits
         return result
 
     def _check_mean(self, output: tuple[tuple[int, ...], np.dtype]) -> None:
-        """Hold the loss of a sample against that of the same one twice: a mean is the same, and a sum is not."""
+        """Compare the loss of a sample with that of the same one twice: a mean is the same, and a sum is not."""
         shape, dtype = output
         y = np.random.default_rng(0).random((1, *shape)).astype(dtype)
         target = self._example[:1].astype(jax_dtype(self._example.dtype))
-        one, two = (
+        loss1, loss2 = (
             float(self._call(np.repeat(y, count, axis=0), np.repeat(target, count, axis=0))) for count in (1, 2)
         )
-        if abs(two - one) > 1e-3 * abs(one) and abs(two - 2 * one) <= 1e-3 * abs(two):
+        if abs(loss2 - loss1) > 1e-3 * abs(loss1) and abs(loss2 - 2 * loss1) <= 1e-3 * abs(loss2):
             raise UsageError(
-                f"the loss is a sum, {one:.6g} for a sample and {two:.6g} for it twice; return losses (samples, ...), "
-                "or their mean as a number"
+                f"the loss is a sum, {loss1:.6g} for a sample and {loss2:.6g} for it twice; return losses "
+                "(samples, ...), or their mean as a number"
             )
 
     def _sum(self, y: Any, targets: Any) -> Any:
@@ -125,12 +125,12 @@ class JaxLoss(Loss):
         self, samples: int, output: tuple[tuple[int, ...], np.dtype], target: tuple[tuple[int, ...], np.dtype]
     ) -> tuple[int, ...]:
         struct = library().ShapeDtypeStruct
-        found = library().eval_shape(
+        losses = library().eval_shape(
             self._call, *(struct((samples, *shape), dtype) for shape, dtype in (output, target))
         )
-        if not hasattr(found, "dtype") or not np.issubdtype(found.dtype, np.floating):
-            raise UsageError(f"the loss is {found}; return losses (samples, ...), or their mean as a number")
-        return tuple(found.shape)
+        if not hasattr(losses, "dtype") or not np.issubdtype(losses.dtype, np.floating):
+            raise UsageError(f"the loss is {losses}; return losses (samples, ...), or their mean as a number")
+        return tuple(losses.shape)
 
 
 EXAMPLE_SAMPLES: Final = 8  # samples of an example that a model keeps, to measure its stages
@@ -149,9 +149,9 @@ class WrappedModel(Model):
         """
         tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
         keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
-        found = [[to_host(values[tied.get(key, key)]) for key in own] for own in keys]
+        arrays = [[to_host(values[tied.get(key, key)]) for key in own] for own in keys]
         unflatten = library().tree_util.tree_unflatten
-        return [unflatten(leaves.tree, own) for (_, leaves), own in zip(self.given, found, strict=True)]
+        return [unflatten(leaves.tree, own) for (_, leaves), own in zip(self.given, arrays, strict=True)]
 
 
 def wrap(
@@ -187,14 +187,14 @@ def wrap(
     groups, computes = group_by_stage(leaves), common_dtype(leaves)
     inputs, targets = _example(example)
     shared = SharedContext(computes, keep, JaxTraffic(), {}, adapted or _adapted, inputs)
-    made = _stages(
+    jax_stages = _stages(
         stages, leaves, groups, check_ties(tied or {}, [_stage_leaves(leaves, group) for group in groups]), shared
     )
-    for stage in made:
+    for stage in jax_stages:
         _refuse_unused(stage, len(inputs))
-    lossy = JaxLoss(loss, shared.traffic, output=(made[-1].output_shape(1)[1:], computes), example=targets)
+    lossy = JaxLoss(loss, shared.traffic, output=(jax_stages[-1].output_shape(1)[1:], computes), example=targets)
     count, on = lossy.per_sample, platform_of(leaves)
-    model = WrappedModel(made, computes.name, tokens_per_sample=count, loss=lossy, seeded=False, on=on)
+    model = WrappedModel(jax_stages, computes.name, tokens_per_sample=count, loss=lossy, seeded=False, on=on)
     layer_of = {number: layer for layer, group in enumerate(groups) for number in group}
     model.traffic, model.given = shared.traffic, [(layer_of[number], own) for number, own in enumerate(leaves)]
     return model
@@ -208,16 +208,16 @@ def _stages(
     shared: SharedContext,
 ) -> list[JaxStage]:
     """Return a stage for each of ``groups``."""
-    made: list[JaxStage] = []
+    jax_stages: list[JaxStage] = []
     x: Sample = shared.example.shape[1:], jax_dtype(shared.example.dtype)
     for layer, group in enumerate(groups):
         own = _stage_leaves(leaves, group)
         chain = FunctionChain(
             tuple(StageFunction.of(functions[number], leaves[number].tree, f"stage {number}") for number in group)
         )
-        made.append(JaxStage(layer, chain, own, ties[layer], x, shared))
-        x = made[-1].output_shape(1)[1:], shared.computes
-    return made
+        jax_stages.append(JaxStage(layer, chain, own, ties[layer], x, shared))
+        x = jax_stages[-1].output_shape(1)[1:], shared.computes
+    return jax_stages
 
 
 def _adapted(name: str, leaf: Any) -> bool:
@@ -242,14 +242,14 @@ def _example(given: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return a few inputs and targets of an example; zeros, where it has shapes and types alone."""
     if not isinstance(given, tuple) or len(given) != 2:
         raise UsageError(f"the example is a {type(given).__name__}; give a pair (inputs, targets)")
-    found: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     for values, what in zip(given, ("inputs", "targets"), strict=True):
         is_shape = isinstance(values, library().ShapeDtypeStruct)
         array = np.zeros(values.shape, values.dtype) if is_shape else np.asarray(values)
         if not array.shape or not array.shape[0]:
             raise UsageError(f"the {what} of the example have shape {array.shape}; give one sample or more")
-        found.append(array)
-    inputs, targets = found
+        arrays.append(array)
+    inputs, targets = arrays
     if len(inputs) != len(targets):
         raise UsageError(f"the example has {len(inputs)} inputs and {len(targets)} targets; give as many of both")
     return inputs[:EXAMPLE_SAMPLES].copy(), targets[:EXAMPLE_SAMPLES].copy()

@@ -1,4 +1,11 @@
-"""Pytrees of parameters of a JAX model: names, shapes and ties, checked before anything is computed."""
+"""Pytrees of parameters of a JAX model, checked before anything is computed, and arrays shared or exchanged with JAX.
+
+Of the leaves of a pytree a model has names, shapes, types and ties.
+
+JAX arrays are immutable and lie in memory of its own, so gradients and outputs are copied out of it, once each. On the
+way in, memory that begins on a cache line is read where it is; other memory is copied. The caller waits until JAX is
+done before that memory changes.
+"""
 
 import functools
 import importlib
@@ -52,20 +59,20 @@ class JaxTraffic:
         not fit.
         """
         array = _computable(array)
-        there: Any = array  # numpy's, or cupy's
+        source: Any = array  # numpy's, or cupy's
         if is_device(array):
             device.synchronise()  # JAX has streams of its own
-            found, address = submodule("dlpack").from_dlpack(there), there.data.ptr
+            value, address = submodule("dlpack").from_dlpack(source), source.data.ptr
         else:
             home = library().local_devices(backend="cpu")[0]
-            found, address = library().device_put(there, home, may_alias=True), there.ctypes.data
-        if array.size and found.unsafe_buffer_pointer() == address:
+            value, address = library().device_put(source, home, may_alias=True), source.ctypes.data
+        if array.size and value.unsafe_buffer_pointer() == address:
             self.seen += 1
             self.seen_bytes += array.nbytes
         else:
             self.copied_in += 1
             self.copied_in_bytes += array.nbytes
-        return found
+        return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
         """Write the JAX array ``values`` over ``into``, or add it, in one pass (local).
@@ -107,8 +114,8 @@ def _computable(array: Array) -> Array:
                 f"the data has {least if least < limits.min else most}, which JAX would make {dtype} and wrap around; "
                 "enable 64 bits (JAX_ENABLE_X64=1), or give smaller numbers"
             )
-    found: Array = array.astype(dtype)
-    return found
+    converted: Array = array.astype(dtype)
+    return converted
 
 
 DTYPES: Final = ("float32", "float64")  # of params; what is 16 bits wide is so inside of a function
@@ -128,12 +135,12 @@ class ParameterLeaves:
 
     @classmethod
     def of(cls, given: Any, where: str) -> "ParameterLeaves":
-        """Look at a pytree, or at what a function without arguments will make. Raises UsageError for other leaves."""
+        """Return the leaves of a pytree, or of what a function of no arguments makes. Raises UsageError for others."""
         jax = library()
         makes = callable(given) and jax.tree_util.all_leaves([given])
-        found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(given) if makes else given)
-        names = tuple(_name(path) for path, _ in found)
-        arrays = tuple(leaf for _, leaf in found)
+        pairs, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(given) if makes else given)
+        names = tuple(_name(path) for path, _ in pairs)
+        arrays = tuple(leaf for _, leaf in pairs)
         for name, leaf in zip(names, arrays, strict=True):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise UsageError(
@@ -160,9 +167,9 @@ def _name(path: Sequence[Any]) -> str:
 
 
 def _initial_value(given: Callable[[], Any], tree: Any, where: str) -> Sequence[Any]:
-    leaves, found = library().tree_util.tree_flatten(given())
-    if found != tree:
-        raise UsageError(f"the function that makes the {where} returned {found}, and {tree} when it was looked at")
+    leaves, structure = library().tree_util.tree_flatten(given())
+    if structure != tree:
+        raise UsageError(f"the function that makes the {where} returned {structure}, and {tree} when it was looked at")
     return list(leaves)
 
 
@@ -212,20 +219,21 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
 
 def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
     """Return where the leaves were put, "cpu" or "gpu"; None where they are no arrays of JAX."""
-    found = {
+    platforms = {
         device.platform
         for own in leaves
         for leaf in own.arrays
         if hasattr(leaf, "devices")
         for device in leaf.devices()
     }
-    if not found:
+    if not platforms:
         return None
-    if len(found) > 1 or not found <= PLATFORMS.keys():
+    if len(platforms) > 1 or not platforms <= PLATFORMS.keys():
         raise ConfigurationError(
-            f"the params are on {', '.join(sorted(found))}; put them all on the CPU, or all on one GPU (jax.device_put)"
+            f"the params are on {', '.join(sorted(platforms))}; put them all on the CPU, or all on one GPU "
+            "(jax.device_put)"
         )
-    return PLATFORMS[found.pop()]
+    return PLATFORMS[platforms.pop()]
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
@@ -238,11 +246,11 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> li
         for layer, own in enumerate(layers)
         for name, shape in zip(own.names, own.shapes, strict=True)
     }
-    found: list[dict[str, str]] = [{} for _ in layers]
+    ties: list[dict[str, str]] = [{} for _ in layers]
     for key, owner in tied.items():
-        for one in (key, owner):
-            if one not in shapes:
-                raise UsageError(f"tied names {one!r}, which is none of {', '.join(shapes)}")
+        for named in (key, owner):
+            if named not in shapes:
+                raise UsageError(f"tied names {named!r}, which is none of {', '.join(shapes)}")
         number, _, name = key.partition(".")
         layer, before = int(number), int(owner.partition(".")[0])
         if owner in tied or before >= layer:
@@ -252,20 +260,20 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> li
             )
         if shapes[key] != shapes[owner]:
             raise UsageError(f"{key} has shape {shapes[key]} and {owner} {shapes[owner]}; tied tensors have one shape")
-        found[layer][name] = owner
+        ties[layer][name] = owner
     for place, own in enumerate(layers):
-        if len(found[place]) == len(own.names):
+        if len(ties[place]) == len(own.names):
             raise UsageError(f"all tensors of stage {place} are tied; join its function to that of another stage")
-    _check_objects(layers, found)
-    return found
+    _check_objects(layers, ties)
+    return ties
 
 
-def _check_objects(layers: Sequence[ParameterLeaves], found: Sequence[Mapping[str, str]]) -> None:
+def _check_objects(layers: Sequence[ParameterLeaves], ties: Sequence[Mapping[str, str]]) -> None:
     seen: dict[int, tuple[int, str]] = {}
     for layer, own in enumerate(layers):
         for name, array in zip(own.names, own.arrays, strict=True):
             before, other = seen.setdefault(id(array), (layer, name))
-            if before != layer and name not in found[layer]:
+            if before != layer and name not in ties[layer]:
                 raise UsageError(
                     f"{layer}.{name} and {before}.{other} are the same array: to train them as one, pass tied="
                     f"{{'{layer}.{name}': '{before}.{other}'}}; to train two that start alike, give one a copy"

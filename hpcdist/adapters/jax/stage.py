@@ -57,40 +57,40 @@ def compile_passes(
         "everything": policies.everything_saveable,
         "nothing": policies.nothing_saveable,
     }[keep]
-    found: dict[str, Any] = {}
+    structure: dict[str, Any] = {}
 
     def traced(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
         def run(leaves: Sequence[Any], x: Any) -> Any:
             return compute(leaves, x, draw)
 
         # Both passes are compiled apart: what is computed again in the second has no twin there to be merged with.
-        again = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        checkpointed = jax.checkpoint(run, policy=policy, prevent_cse=False)
         if input_gradient:
-            y, back = jax.vjp(again, leaves, x)
+            y, back = jax.vjp(checkpointed, leaves, x)
         else:
-            y, back = jax.vjp(lambda leaves: again(leaves, x), leaves)
-        residuals, found["tree"] = jax.tree_util.tree_flatten(back)
+            y, back = jax.vjp(lambda leaves: checkpointed(leaves, x), leaves)
+        residuals, structure["tree"] = jax.tree_util.tree_flatten(back)
         return y, residuals
 
     closed, (output, residuals) = jax.make_jaxpr(traced, return_shape=True)(list(leaves), x, draw)
     whole = submodule("extend.core").jaxpr_as_fun(closed)
-    kept = _input_residuals(closed, len(leaves))
+    kept_indices = _input_residuals(closed, len(leaves))
 
     def outputs(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
         return whole(*leaves, x, *jax.tree_util.tree_leaves(draw))
 
     def forward(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
         y, *values = outputs(leaves, x, draw)
-        return y, [values[index] for index in kept]
+        return y, [values[index] for index in kept_indices]
 
     def backward(leaves: Sequence[Any], x: Any, draw: Any, held: Sequence[Any], dy: Any) -> Any:
         _, *values = outputs(leaves, x, draw)  # the compiler leaves out what is overwritten here
-        for index, value in zip(kept, held, strict=True):
+        for index, value in zip(kept_indices, held, strict=True):
             values[index] = value
-        gradients = jax.tree_util.tree_unflatten(found["tree"], values)(dy)
+        gradients = jax.tree_util.tree_unflatten(structure["tree"], values)(dy)
         return gradients if input_gradient else (*gradients, None)
 
-    sizes = [residuals[index] for index in kept]
+    sizes = [residuals[index] for index in kept_indices]
     after, (own, _) = jax.make_jaxpr(backward, return_shape=True)(list(leaves), x, draw, sizes, output)
     return CompiledPasses(
         forward=jax.jit(forward),
@@ -111,13 +111,13 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
     """Return which residuals, outputs 1, 2, ... of a forward, depend on its input and are not the input itself."""
     x = closed.jaxpr.invars[leaves]
-    found: list[int] = []
+    indices: list[int] = []
     seen: list[Any] = [x]
     for index, var in enumerate(closed.jaxpr.outvars[1:]):
         # One that comes twice is kept once more; jit gives both the same memory.
         if not any(var is other for other in seen[:1]) and _uses(closed, index + 1)[leaves]:
-            found.append(index)
-    return found
+            indices.append(index)
+    return indices
 
 
 def _uses(closed: Any, output: int) -> list[bool]:
@@ -142,7 +142,7 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Look at what ``call`` takes. Raises UsageError for what is no such function."""
+        """Return the function with the parameters that its signature has. Raises UsageError for any other."""
         if not callable(call):
             raise UsageError(f"{where} is a {type(call).__name__}; give a function (params, x) -> y")
         taken = [
@@ -207,7 +207,7 @@ Adapted: TypeAlias = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Key of the stages of a model that compute the same; ``passes`` since equal functions need to be compiled once."""
+    """Settings of all stages of a model, and their compiled ``passes``: equal functions are compiled once."""
 
     computes: np.dtype
     keep: str
@@ -289,7 +289,7 @@ class JaxStage:
         return self._shared.passes[key]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Write the values that the stage was wrapped with; ``rng_of`` is not asked."""
+        """Write the values that the stage was wrapped with; nothing is drawn from ``rng_of``."""
         for name, value in zip(self._leaves.names, self._leaves.values(), strict=True):
             if name not in self.tied:
                 parameters[name][...] = np.asarray(value)
@@ -303,10 +303,10 @@ class JaxStage:
             )
         passes = self.passes(len(x), draws=saved.draw is not None)
         inside = self._traffic.bring(x)
-        y, kept = passes.forward(self._bring(parameters), inside, self._draw(saved))
-        library().block_until_ready((y, kept))  # what was not copied may change from here on
+        y, residuals = passes.forward(self._bring(parameters), inside, self._draw(saved))
+        library().block_until_ready((y, residuals))  # what was not copied may change from here on
         saved.keep("jax.x", inside)
-        saved.keep("jax.kept", kept)
+        saved.keep("jax.kept", residuals)
         result = saved.empty("jax.y", y.shape, self._computes)
         self._traffic.take(y, result)
         return result
@@ -320,11 +320,11 @@ class JaxStage:
         """
         passes = self.passes(len(dy), draws=saved.draw is not None)
         leaves, x, draw = self._bring(parameters), saved["jax.x"], self._draw(saved)
-        found, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))
-        library().block_until_ready((found, dx))
-        for name, gradient in zip(self._leaves.names, found, strict=True):
-            view, again = gradients.into(name)
-            self._traffic.take(gradient, view, add=again)
+        leaf_gradients, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))
+        library().block_until_ready((leaf_gradients, dx))
+        for name, gradient in zip(self._leaves.names, leaf_gradients, strict=True):
+            view, add = gradients.into(name)
+            self._traffic.take(gradient, view, add=add)
         if dx is None:
             return None
         result = dy if dy.shape == dx.shape else saved.scratch("jax.dx", dx.shape, self._computes)
@@ -349,15 +349,15 @@ class JaxStage:
     def _checked(self, samples: int) -> tuple[int, ...]:
         """Return the shape of the output. Raises UsageError where it is no array of the type of the parameters."""
         with self._noted(samples):
-            found = library().eval_shape(self.chain, *self._arguments(samples, drawn=self.chain.keyed))
-        if not hasattr(found, "dtype"):
-            raise UsageError(f"{self} returns a {type(found).__name__}; a stage hands on one array, (samples, ...)")
-        if found.dtype != self._computes:
+            output = library().eval_shape(self.chain, *self._arguments(samples, drawn=self.chain.keyed))
+        if not hasattr(output, "dtype"):
+            raise UsageError(f"{self} returns a {type(output).__name__}; a stage hands on one array, (samples, ...)")
+        if output.dtype != self._computes:
             raise UsageError(
-                f"{self} returns {found.dtype}, and its parameters are {self._computes}; end it with "
+                f"{self} returns {output.dtype}, and its parameters are {self._computes}; end it with "
                 f".astype({self._computes.name!r}), which is what goes from stage to stage"
             )
-        shape = tuple(found.shape)
+        shape = tuple(output.shape)
         if not shape or shape[0] != samples:
             raise UsageError(f"{self} returns shape {shape} for {samples} samples; the first dim has to be theirs")
         return shape

@@ -1,8 +1,8 @@
 """PyTorch modules as models of hpcdist: parameters stay `torch.nn.Parameter` objects, in the memory of the run.
 
 Floor 3.5, inside adapters: imports models, arrays and errors; loads torch when it is needed. `modules` finds stages and
-binds their parameters, `stage` is forward, backward and loss, `recipe` translates an optimizer.
-Begin with `model.wrap` and `recipe.recipe_of`.
+binds their parameters, `stage` is forward, backward and loss, `arrays` shares memory between the libraries.
+Begin with `model.wrap` and `model.recipe_of`, which translates an optimizer of PyTorch.
 """
 
 from hpcdist.adapters.torch.model import load, recipe_of, wrap

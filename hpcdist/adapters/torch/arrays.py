@@ -54,8 +54,8 @@ def keep_freed_memory() -> None:
 def tensor_of(array: Array) -> "torch.Tensor":
     """Return a tensor in the memory of ``array``; a copy of one that is read only, which a tensor cannot be."""
     if is_device(array):
-        found: torch.Tensor = library().from_dlpack(array)
-        return found
+        on_device: torch.Tensor = library().from_dlpack(array)
+        return on_device
     tensor: torch.Tensor = library().from_numpy(array if array.flags.writeable else array.copy())
     return tensor
 
@@ -63,8 +63,8 @@ def tensor_of(array: Array) -> "torch.Tensor":
 def array_of(tensor: "torch.Tensor") -> Array:
     """Return an array in the memory of ``tensor``, which it keeps alive; a copy of one that is not contiguous."""
     own = tensor.detach().contiguous()
-    found: Array = device.cupy().from_dlpack(own) if own.is_cuda else own.numpy()
-    return found
+    array: Array = device.cupy().from_dlpack(own) if own.is_cuda else own.numpy()
+    return array
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:

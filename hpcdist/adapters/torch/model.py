@@ -10,8 +10,11 @@ At the end of a training, `load` writes the parameters back into the user's modu
 optimizer of PyTorch to keys of a recipe, and refuses what no recipe can express.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import glob
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -19,19 +22,8 @@ from hpcdist.adapters.torch.arrays import as_computable, keep_freed_memory, libr
 from hpcdist.adapters.torch.modules import ParameterBinding, check_modules, stages_of
 from hpcdist.adapters.torch.stage import TorchLoss, TorchStage
 from hpcdist.arrays import backend
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
-
-if TYPE_CHECKING:
-    import torch
-
-import glob
-import re
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
-
-from hpcdist.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +41,10 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
 
     Known are AdamW, Adam without weight decay, SGD, and RMSprop without momentum and weight decay, which is adamw with
     beta1 = 0 and no bias correction. The rate is constant and the gradient is not clipped. Keys that stand beside it
-    win, before it or behind: ``{"optimizer.clip_norm": 1.0, **recipe_of(optimizer)}`` clips. Groups may have rates and
-    weight decays of their own, and become ``optimizer.groups``. Raises ConfigurationError for another optimizer, and
-    for an option that has no counterpart or differs between groups. `Training` raises it for an optimizer that lacks
-    tensors of its model, or has others.
+    take precedence, before it or behind: ``{"optimizer.clip_norm": 1.0, **recipe_of(optimizer)}`` clips. Groups may
+    have rates and weight decays of their own, and become ``optimizer.groups``. Raises ConfigurationError for another
+    optimizer, and for an option that has no counterpart or differs between groups. `Training` raises it for an
+    optimizer that lacks tensors of its model, or has others.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
@@ -118,7 +110,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
                 f"{type(stage).__name__}; name the optimizer in the recipe, as optimizer.name and its other keys"
             )
         keys |= {id(parameter): f"{stage.layer}.{name}" for name, parameter in stage.cut.own.items()}
-    found: dict[str, Mapping[str, Any]] = {}
+    group_of: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         for parameter in group["params"]:
             if id(parameter) not in keys:
@@ -126,15 +118,15 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
                     f"the optimizer has a tensor of shape {tuple(parameter.shape)} that is no parameter of the wrapped "
                     "modules; make it of their parameters"
                 )
-            found[keys[id(parameter)]] = group
-    missing = [key for key in keys.values() if key not in found]
+            group_of[keys[id(parameter)]] = group
+    missing = [key for key in keys.values() if key not in group_of]
     if missing:
         raise ConfigurationError(
             f"the optimizer lacks {len(missing)} of the {len(keys)} tensors of the model, such as "
             f"{', '.join(missing[:4])}, and hpcdist trains all of them; add them to the optimizer: those of a group "
             "with lr = 0 stay as they are"
         )
-    return {segment.key: found[segment.key] for segment in model.layout.segments}
+    return {segment.key: group_of[segment.key] for segment in model.layout.segments}
 
 
 def _written(own: Mapping[str, Setting]) -> list[str]:
@@ -230,11 +222,11 @@ def wrap(
     """
     if tokens_per_sample < 1:
         raise UsageError(f"tokens_per_sample is {tokens_per_sample}; a sample has at least 1 prediction")
-    found = stages_of(module_or_stages)
-    check_modules(found)
-    binding = ParameterBinding(found)
+    cuts = stages_of(module_or_stages)
+    check_modules(cuts)
+    binding = ParameterBinding(cuts)
     decide = _adapted if adapted is None else adapted
-    stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(found)]
+    stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(cuts)]
     if binding.device.type == "cpu":
         keep_freed_memory()
     judge = TorchLoss(loss, reduction, tokens_per_sample)

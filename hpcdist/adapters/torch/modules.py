@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageModules:
-    """A stage to be: modules that run one after the other, each with its qualified name ("" where it has none).
+    """Modules of one stage, which run one after the other, each with its qualified name ("" where it has none).
 
     ``own`` are its tensors by qualified name, ``tied`` those that an earlier stage owns: name -> (layer, name there).
     ``modes`` says of every module, nested ones included, whether it is in training mode in a step.
@@ -75,32 +75,32 @@ def stages_of(given: Any) -> list[StageModules]:
     mode, nobody chose what stays so, and a step trains them all. Raises UsageError for what are no modules.
     """
     modules = _modules(given)
-    found: list[StageModules] = []
+    stages: list[StageModules] = []
     owner: dict[int, tuple[int, str]] = {}  # of a parameter: (layer, its name there)
     leading: list[tuple[str, torch.nn.Module]] = []
     for prefix, module in modules:
         news = [parameter for parameter in module.parameters() if id(parameter) not in owner]
         if news:
-            found.append(StageModules([*leading, (prefix, module)]))
+            stages.append(StageModules([*leading, (prefix, module)]))
             leading = []
-        elif found:
-            found[-1].modules.append((prefix, module))
+        elif stages:
+            stages[-1].modules.append((prefix, module))
         else:
             leading.append((prefix, module))
-        if found:
-            for name, parameter in found[-1].parameters():
-                owner.setdefault(id(parameter), (len(found) - 1, name))
-    if not found:
+        if stages:
+            for name, parameter in stages[-1].parameters():
+                owner.setdefault(id(parameter), (len(stages) - 1, name))
+    if not stages:
         raise UsageError("the modules have no parameter: there is nothing to train")
-    chosen = any(module.training for cut in found for module in cut.every())
-    for layer, cut in enumerate(found):
+    chosen = any(module.training for cut in stages for module in cut.every())
+    for layer, cut in enumerate(stages):
         cut.modes = {module: module.training or not chosen for module in cut.every()}
         for name, parameter in cut.parameters():
             if owner[id(parameter)][0] == layer:
                 cut.own[name] = parameter
             else:
                 cut.tied[name] = owner[id(parameter)]
-    return found
+    return stages
 
 
 def _modules(given: Any) -> list[tuple[str, "torch.nn.Module"]]:
@@ -121,10 +121,10 @@ def _modules(given: Any) -> list[tuple[str, "torch.nn.Module"]]:
     )
 
 
-def check_modules(found: Sequence[StageModules]) -> None:
+def check_modules(stages: Sequence[StageModules]) -> None:
     """Raise UsageError or ConfigurationError, with the name of the parameter, for modules that cannot be trained."""
     torch = library()
-    parameters = [(cut, name, parameter) for cut in found for name, parameter in cut.own.items()]
+    parameters = [(cut, name, parameter) for cut in stages for name, parameter in cut.own.items()]
     for cut, name, parameter in parameters:
         where = f"parameter {name} of {cut}"
         if torch.nn.parameter.is_lazy(parameter):
@@ -142,7 +142,7 @@ def check_modules(found: Sequence[StageModules]) -> None:
             raise UsageError(f"{where} is {parameter.layout}; only dense tensors can be trained")
     _check_alike(parameters)
     _check_memory(parameters)
-    for cut in found:
+    for cut in stages:
         _check_statistics(cut)
 
 
@@ -205,7 +205,7 @@ def _check_statistics(cut: StageModules) -> None:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A tensor inside of a parameter, instead of the tensor."""
+    """Place of a tensor inside of a parameter: what a graph saves instead of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -257,7 +257,7 @@ class ParameterBinding:
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """Give the initial values back once nobody can ask for them: in any step but the first of a run.
+        """Free the initial values once they cannot be needed any more: in any step but the first of a run.
 
         Parameters of stages that this rank does not compute become empty.
         """
@@ -270,7 +270,7 @@ class ParameterBinding:
                         parameter.data = parameter.new_empty(0)
 
     def bind(self, cut: StageModules, views: Parameters, beside: Array) -> None:
-        """Let the parameters of a stage lie in ``views``. Raises ConfigurationError on another device than theirs."""
+        """Place the parameters of a stage in ``views``. Raises ConfigurationError on another device than theirs."""
         bound = self._bound[id(cut)]
         if views is not bound.views:
             self._look_at(bound, views, beside)
@@ -333,7 +333,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Let a backward leave the gradients of a stage in ``gradients``; yields the names that have got one."""
+        """Collect the gradients of a backward of a stage in ``gradients``; yields the set of names that got one."""
         bound = self._bound[id(cut)]
         for parameter in bound.parameters.values():
             parameter.grad = None  # the first gradient is written, not added to what was there
@@ -349,14 +349,14 @@ class ParameterBinding:
         if self._gradients is None:
             return  # a backward of the user's own
         name = self._names[id(parameter)]
-        view, again = self._gradients.into(name)
+        view, add = self._gradients.into(name)
         known = self._targets.get(id(parameter))
         if known is None or known[0] is not view:
             known = self._targets[id(parameter)] = (view, tensor_of(view))
         target = known[1]
         fresh = parameter.grad
         fresh = fresh.to_dense() if fresh.is_sparse else fresh
-        if again:
+        if add:
             target.add_(fresh)
         else:
             target.copy_(fresh)

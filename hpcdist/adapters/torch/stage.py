@@ -133,7 +133,7 @@ class TorchStage:
             return array_of(run.x.grad)
 
     def guard(self, why: str) -> None:
-        """Let a forward of the user's own raise UsageError because of ``why``, while the parameters are not whole."""
+        """Make forwards outside of a step raise UsageError with the reason ``why``, while parameters are not whole."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):
@@ -143,7 +143,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the output for ``x``; know its shape, and what it takes to compute, from now on."""
+        """Return the output for ``x``; record its shape and the operations that it takes."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
@@ -287,7 +287,7 @@ class TorchLoss(Loss):
         self._is_known = False  # whether the reduction has been looked at
 
     def take_example(self, targets: Any) -> None:
-        """Let targets of any number of samples be made of these: those that a measurement of passes asks for."""
+        """Store example targets, repeated to any number of samples by a measurement of passes."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -319,7 +319,7 @@ class TorchLoss(Loss):
             return array_of(losses.outputs.grad)
 
     def _look(self, losses: LossGraph) -> None:
-        """Hold the loss of a batch, once, against those of its halves.
+        """Compare the loss of a batch, once, with the losses of its halves.
 
         Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
         """
@@ -328,8 +328,8 @@ class TorchLoss(Loss):
         devices = [losses.outputs.device] if losses.outputs.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices):  # a loss that draws draws in the step as without this
             parts = (slice(None), slice(half), slice(half, None))
-            found = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
-        whole, first, second = (float(loss.double()) for loss in found)
+            values = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
+        whole, first, second = (float(loss.double()) for loss in values)
         expected = {"mean": (first * half + second * (count - half)) / count, "sum": first + second}
         fits = {name: abs(whole - value) <= 1e-3 * abs(whole) for name, value in expected.items()}
         (other,) = set(REDUCTIONS) - {self._reduction}

@@ -1,6 +1,5 @@
-"""GPU support: device, pinned memory, shared device memory and compiled kernels.
+"""GPU support: the device, pinned memory and compiled kernels.
 
 Part of arrays (floor 0). `device` is the only importer of cupy; the rest is built on it: `staging` copies between
-host and GPU, `ipc` shares memory of a GPU between processes, `kernels` compiles CUDA C++. Begin with `device.cupy`
-and `staging.lease`.
+host and GPU through pinned memory, `kernels` compiles CUDA C++. Begin with `device.cupy` and `staging.lease`.
 """

@@ -27,7 +27,7 @@ def cupy() -> ModuleType:
 
 
 def nccl() -> Any:
-    """Return cupy's door to NCCL. Raises MissingCapabilityError, with the reason, where the library is missing."""
+    """Return cupy's NCCL module. Raises MissingCapabilityError, with the reason, where the library is missing."""
     cuda = cupy().cuda
     try:
         module = getattr(cuda, "nccl", None) or importlib.import_module("cupy.cuda.nccl")
@@ -46,8 +46,8 @@ def _no_nccl(reason: str) -> str:
 
 
 def is_device_array(array: Any) -> bool:
-    """Whether ``array`` lives on a GPU: judged by its interface, so that no cupy is needed to say no."""
-    # Asked of the type: the property of an array makes a description, and in its second version waits for the stream.
+    """Whether ``array`` lives on a GPU, by its CUDA array interface: cupy need not be installed."""
+    # Ask the type: reading the attribute of an array builds a description, and from version 2 on waits for the stream.
     return hasattr(type(array), "__cuda_array_interface__")
 
 
@@ -95,7 +95,7 @@ def index() -> int:
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU: what it is called outside of CUDA, whose indices are its own."""
+    """Return the PCI address of the current GPU, its name outside of CUDA (CUDA's indices differ by process)."""
     runtime = cupy().cuda.runtime
     return str(runtime.deviceGetPCIBusId(runtime.getDevice()))
 
@@ -116,14 +116,14 @@ def new_stream() -> Any:
 
 
 def record(stream: Any = None) -> Any:
-    """Return an event behind all that ``stream`` (None: the current one) has been given so far."""
+    """Record and return an event behind all work that is enqueued on ``stream`` (None: the current one) so far."""
     event = cupy().cuda.Event(disable_timing=True)
     event.record(stream if stream is not None else current_stream())
     return event
 
 
 def produced() -> None:
-    """Wait for what the current stream was given until now, and for nothing later: the buffer may then be read."""
+    """Wait for the work that is on the current stream so far, and for nothing later: its results may then be read."""
     record().synchronize()
 
 

@@ -18,7 +18,7 @@ from hpcdist.arrays.gpu import device
 from hpcdist.errors import UsageError
 
 COMMON: Final = Path(__file__).parent / "cuda" / "common.cuh"
-OPTIONS: Final = ("--std=c++17",)  # cupy adds that functions, and lambdas so, are of the device
+OPTIONS: Final = ("--std=c++17",)  # functions and lambdas are of the device without saying so: cupy adds that option
 WARP: Final = 32
 _TYPES: Final = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
@@ -26,7 +26,7 @@ Size: TypeAlias = int | tuple[int, ...]  # of a grid in blocks, of a block in th
 
 
 class KernelSource:
-    """The kernels of one file."""
+    """The CUDA C++ source of several kernels: one file."""
 
     def __init__(self, path: Path, dtypes: tuple[str, ...] = tuple(_TYPES)) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class KernelSource:
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Give kernel ``name`` to the current stream: ``grid`` blocks of ``block`` threads. An empty grid does nothing.
+        """Launch kernel ``name`` on the current stream, ``grid`` blocks of ``block`` threads. An empty grid is a no-op.
 
         ``types`` are the macros of the file: dtypes, or ints. Floats are passed in the type that REAL is computed in.
         """
@@ -64,17 +64,17 @@ class KernelSource:
 
 
 def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
-    """Return (blocks, threads) for ``n`` elements in packs of ``width``; the loops of kernels take what is beyond."""
+    """Return (blocks, threads) for ``n`` elements in packs of ``width``; kernels loop over what exceeds the grid."""
     return min(-(-n // (width * threads)), 1 << 20), threads
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return how many threads of a block share ``elements`` of a row: whole warps."""
+    """Return the number of threads of a block that share a row of ``elements``: whole warps, at most ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 
 def width_of(dtype: Any) -> int:
-    """Return how many elements are 16 bytes: what a thread loads best at a time."""
+    """Return the number of elements in 16 bytes, the widest load of a thread."""
     return 16 // np.dtype(dtype).itemsize
 
 
@@ -92,8 +92,8 @@ def _compiled(source: KernelSource, name: str, types: tuple[tuple[str, Any], ...
 
 
 def _three_dims(size: Size) -> tuple[int, int, int]:
-    given = (size,) if isinstance(size, int) else size
-    x, y, z = (*given, *(1,) * (3 - len(given)))
+    dims = (size,) if isinstance(size, int) else size
+    x, y, z = (*dims, *(1,) * (3 - len(dims)))
     return x, y, z
 
 

@@ -1,13 +1,13 @@
 """Pinned memory of the host, and copies between it, a GPU, and pageable memory or files.
 
-Blocks are taken once, kept, and given out again by address. The driver copies pinned memory by DMA beside everything
-else; out of pageable memory it copies twice and makes the host wait. Message layers register memory by address, so
-the same blocks come back (sizes are rounded up to powers of two for that). Where pinned memory is refused the blocks
-are pageable: slower, otherwise the same.
+Pinned blocks are allocated once and pooled. The driver copies pinned memory by DMA, concurrently with kernels and the
+host; from pageable memory it copies twice and blocks the host. Message layers cache registrations by address, so the
+pool hands the same blocks out again (sizes are rounded up to powers of two for that). Where the system refuses pinned
+memory the blocks are pageable: slower, otherwise the same.
 
 Order of a copy to the host: the producing stream records an event, the copy waits for that event and nothing else,
-the host waits for the event behind the copy. Copies to the device are made on the stream of the consumer, which is
-then in order by itself; their block is given out again when the event behind the copy has passed.
+the host waits for the event behind the copy. Copies to the device are made on the stream of the consumer, which
+orders them before its kernels; their block returns to the pool when the event behind the copy has passed.
 
 Long copies to and from places that are not pinned (`to_device_in_blocks`, `to_host_in_blocks`) go through pinned
 blocks, two at a time: while one is on the bus, the host fills or empties the other.
@@ -32,29 +32,32 @@ BUSY_BYTES: Final = 256 << 20  # of copies to the device under way, before the h
 
 
 class _Block:
-    """Memory that is given out again and again; pageable memory only once, so that pinned memory is tried again."""
+    """A block of the pool. Pageable blocks are used once, so that pinned memory is tried again."""
 
     def __init__(self, memory: Any, nbytes: int, pinned: bool) -> None:
         self.memory, self.nbytes, self.pinned = memory, nbytes, pinned
 
 
 class _Pool:
-    """Blocks of pinned memory of this process, free ones by size. A finalizer may run in any thread, hence the lock."""
+    """Pool of the pinned blocks of this process, free ones by size."""
 
     def __init__(self) -> None:
+        # A finalizer runs in whatever thread drops the last view, also inside of `lease` of the same thread: reentrant.
         self._lock = threading.RLock()
         self._free: dict[int, list[_Block]] = {}
         self.refusal = ""
 
     def lease(self, nbytes: int) -> np.ndarray:
         """Return ``nbytes`` bytes; the block is free again when the array, and every view of it, is collected."""
-        size = max(SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
+        size = max(SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())  # the next power of two
         with self._lock:
             blocks = self._free.get(size)
             block = blocks.pop() if blocks else None
         if block is None:
             block = self._take(size)
-        array = np.frombuffer(block.memory, np.uint8, nbytes)  # its base is no array: views keep this one alive
+        # numpy collapses chains of bases only through arrays: the base of this one is a buffer, so that every view has
+        # this array as its base and keeps it alive. Its finalizer then means that no view is left.
+        array = np.frombuffer(block.memory, np.uint8, nbytes)
         weakref.finalize(array, self._give_back, size, block).atexit = False
         return array
 
@@ -79,7 +82,7 @@ class _Pool:
 
 
 class _Local(threading.local):
-    """State of a thread: a stream to copy on, and the blocks that are read by copies under way."""
+    """State of a thread: its copy stream, and the blocks that copies to the device under way still read."""
 
     def __init__(self) -> None:
         self.stream: Any = None
@@ -111,12 +114,13 @@ def begin_to_host(source: Array, target: np.ndarray, produced: Any = None) -> An
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()
     _per_thread.stream.wait_event(device.record() if produced is None else produced)
+    # The event only: kernels that the consumer launches meanwhile do not delay the copy.
     device.to_host_on(_per_thread.stream, source, target)
     return device.record(_per_thread.stream)
 
 
 def to_host(source: Array) -> np.ndarray:
-    """Return a copy of ``source`` in pinned memory, which may be read (local)."""
+    """Return a complete copy of ``source`` in pinned memory (local)."""
     target = lease(source.size, source.dtype)
     begin_to_host(source, target).synchronize()
     return target
@@ -125,17 +129,18 @@ def to_host(source: Array) -> np.ndarray:
 def to_device(source: np.ndarray, target: Any) -> Any:
     """Begin to copy ``source`` into ``target`` on the current stream; kernels launched later see it (local).
 
-    Returns the event after which ``source`` may be written; until then its block is kept from being given out.
+    Returns the event after which ``source`` may be written; until then its block does not return to the pool.
     """
     target.set(source)
     event = device.record()
-    _per_thread.busy.append((event, source))
+    _per_thread.busy.append((event, source))  # this reference keeps the finalizer of the lease from running
     _per_thread.busy_bytes += source.nbytes
     return event
 
 
 def _drop_finished_copies() -> None:
     """Let go of the blocks whose copies are done; wait for the oldest while too much is under way."""
+    # Oldest first: copies of one stream end in order, so those behind one under way are not looked at.
     busy = _per_thread.busy
     while busy:
         event, block = busy[0]
@@ -162,14 +167,14 @@ def release() -> None:
 
 BLOCK_BYTES: Final = 4 << 20
 
-BlockCopy = Callable[[Range, np.ndarray], None]  # (place in the array, a block of host memory): fills it, or takes it
+BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, block of host memory): fills or reads the block
 
 
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
-    """Fill ``target``, 1-D on a GPU, with what ``fill`` writes into blocks; kernels launched later see it (local)."""
+    """Copy to ``target``, 1-D on a GPU, the blocks that ``fill`` writes; kernels launched later see them (local)."""
     under_way: list[Any] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
-        if len(under_way) == 2:
+        if len(under_way) == 2:  # double buffering: one block is on the bus while the host fills the other
             under_way.pop(0).synchronize()
         block = lease(where.size, target.dtype)
         fill(where, block)
@@ -177,11 +182,12 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 
 
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
-    """Give ``source``, 1-D on a GPU, to ``take`` block by block; all are taken when this returns (local)."""
+    """Copy ``source``, 1-D on a GPU, block by block and call ``take`` with each; all are taken on return (local)."""
     produced = device.record()
     arriving: tuple[Range, np.ndarray, Any] | None = None
     for where in cut(Range(0, source.size), BLOCK_BYTES // source.dtype.itemsize):
         block = lease(where.size, source.dtype)
+        # Begin the next copy before the host works on the block that arrives.
         following = (where, block, begin_to_host(source[where.slice], block, produced))
         _finish_block(arriving, take)
         arriving = following

@@ -1,8 +1,9 @@
 """Measure a device: products of matrices, copies and sums, and operations of models, alone and side by side.
 
-Everything is measured twice: while the first rank of a node works and the others wait, and while all of them work at
-the same time. A time is the first quartile of several rounds, in which all sizes take turns: other processes make
-some repetitions longer, none shorter. It is that of the slowest rank.
+Everything is measured twice (`BusySeconds`): while the first rank of a node works and the others wait, and while all of
+them work at the same time, since ranks share caches, memory and, where cores are few, the cores. A time is the first
+quartile of several rounds, in which all sizes take turns: other processes make some repetitions longer, none shorter.
+It is that of the slowest rank. The dataclasses of all points of a calibration are here, those of links included.
 """
 
 import gc
@@ -26,6 +27,18 @@ from hpcdist.optim.config import OptimizerConfig
 
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather")
 MESSAGE: Final = "message"
+Call = Callable[[], object]
+SIDES: Final = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "gpu": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+# (rows, inner, columns) as multiples of a transformer's width, rows being tokens: query, key and value; the projection;
+# both ways through the feed-forward; and their weight gradients, whose inner extent are the tokens
+WIDTHS: Final = {"cpu": (64, 128, 256, 512), "gpu": (512, 1024, 2048, 4096)}
+TOKENS: Final = {"cpu": (128, 1024), "gpu": (2048, 16384)}
+MOVED: Final = {"cpu": (1 << 14, 64 << 20), "gpu": (1 << 18, 1 << 30)}
+LEAST_ROUNDS: Final = 5
+MOST_ROUNDS: Final = 200
+WARM: Final = 2
+STEPS: Final = 10
+OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-4)
 
 
 class BusySeconds(NamedTuple):
@@ -130,7 +143,7 @@ class CalibratedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPoints:
-    """All of a calibration; empty tuples where there was nothing to measure (links of a single rank)."""
+    """Measured points of a calibration; empty tuples where there was nothing to measure (links of a single rank)."""
 
     machine: CalibratedMachine
     products: dict[str, tuple[ProductPoint, ...]]  # by dtype
@@ -164,11 +177,11 @@ class CalibrationRequest:
 
 def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
     """Return sizes from ``least`` to ``most``, ``per_octave`` between each and its double, multiples of 64 bytes."""
-    found, step = [], 0
+    rounded, step = [], 0
     while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
-        found.append(max(64, round(size / 64) * 64))
+        rounded.append(max(64, round(size / 64) * 64))
         step += 1
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(rounded))
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
@@ -180,28 +193,14 @@ def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
     )
 
 
-Call = Callable[[], object]
-SIDES: Final = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "gpu": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
-# (rows, inner, columns) as multiples of a transformer's width, rows being tokens: query, key and value; the projection;
-# both ways through the feed-forward; and their weight gradients, whose inner extent are the tokens
-WIDTHS: Final = {"cpu": (64, 128, 256, 512), "gpu": (512, 1024, 2048, 4096)}
-TOKENS: Final = {"cpu": (128, 1024), "gpu": (2048, 16384)}
-MOVED: Final = {"cpu": (1 << 14, 64 << 20), "gpu": (1 << 18, 1 << 30)}
-LEAST_ROUNDS: Final = 5
-MOST_ROUNDS: Final = 200
-WARM: Final = 2
-STEPS: Final = 10
-OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-4)
-
-
 def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
     """Return the (m, k, n) that are measured: squares, and what a transformer multiplies."""
-    found = [(side, side, side) for side in SIDES[on]]
+    products = [(side, side, side) for side in SIDES[on]]
     for width in WIDTHS[on]:
         for tokens in TOKENS[on]:
             for inner, outer in ((1, 3), (1, 1), (1, 4), (4, 1)):
-                found += [(tokens, inner * width, outer * width), (inner * width, tokens, outer * width)]
-    return tuple(dict.fromkeys(found))
+                products += [(tokens, inner * width, outer * width), (inner * width, tokens, outer * width)]
+    return tuple(dict.fromkeys(products))
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
@@ -227,15 +226,15 @@ def _product(m: int, k: int, n: int, dtype: np.dtype, on: str, draw: np.random.G
 def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
     """Return copies and sums of arrays, of a cache and beyond, in about ``seconds``. Collective over ``comm``."""
     least, most = MOVED[on]
-    found: list[tuple[str, int, Call]] = []
+    calls: list[tuple[str, int, Call]] = []
     nbytes = least
     while nbytes <= most:
         source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), on) for _ in range(2))
-        found.append(("copy", 2 * nbytes, _copy(source, target)))
-        found.append(("add", 3 * nbytes, _add(source, target)))
+        calls.append(("copy", 2 * nbytes, _copy(source, target)))
+        calls.append(("add", 3 * nbytes, _add(source, target)))
         nbytes *= 4
-    busy = both(comm, [call for _, _, call in found], seconds)
-    return tuple(MovePoint(name, moved, each) for (name, moved, _), each in zip(found, busy, strict=True))
+    busy = both(comm, [call for _, _, call in calls], seconds)
+    return tuple(MovePoint(name, moved, each) for (name, moved, _), each in zip(calls, busy, strict=True))
 
 
 def _copy(source: Any, target: Any) -> Call:
@@ -261,9 +260,9 @@ def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[Busy
     first = comm.nodes().intra.rank == 0
     alone = _rounds(comm, calls, seconds / 2, works=first)
     if comm.nodes().intra.size == 1:  # nobody to share anything with
-        return [BusySeconds(one, one, spread) for one, spread in alone]
-    found = zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)
-    return [BusySeconds(one[0], every[0], max(one[1], every[1])) for one, every in found]
+        return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
+    pairs = zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)
+    return [BusySeconds(lone[0], every[0], max(lone[1], every[1])) for lone, every in pairs]
 
 
 def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works: bool) -> list[tuple[float, float]]:
@@ -297,7 +296,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Return what the operations of a step of a gpt take, each rank for itself. Collective over ``comm``."""
+    """Return the seconds of the operations of a gpt's step, each rank for itself. Collective over ``comm``."""
     nodes, made = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(solo(), "calibration", made, OPTIMIZER, 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []
@@ -339,8 +338,8 @@ def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on:
 
 def _of_slowest(comm: Communicator, own: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
     """Return the greatest seconds by key of the ranks that have any. Collective over ``comm``."""
-    found: dict[tuple[str, str], float] = {}
-    for one in comm.allgather_object(own):
-        for key, seconds in one.items():
-            found[key] = max(seconds, found.get(key, 0.0))
-    return found
+    greatest: dict[tuple[str, str], float] = {}
+    for of_rank in comm.allgather_object(own):
+        for key, seconds in of_rank.items():
+            greatest[key] = max(seconds, greatest.get(key, 0.0))
+    return greatest

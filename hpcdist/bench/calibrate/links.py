@@ -1,6 +1,6 @@
 """Measure links: messages between two ranks, level by level, and the collectives of trainings, over sizes.
 
-A level is a way from one rank to another: inside a node, and between nodes. On each, pairs of ranks send each other
+A level is the kind of link between two ranks: inside a node, or between nodes. On each, pairs of ranks send each other
 messages of all sizes: one of them alone, there and back, of which a message is half, and then all at once, both ways
 at the same time, as in a ring: what links have while all neighbours send as well. The collectives are those of
 `hpcdist.bench.collectives.run`, with buffers that no cache remembers, among all ranks of a node and among all there
@@ -8,8 +8,8 @@ are.
 
 All sizes are visited several times, and the result is the first quartile of all visits together: what disturbs a
 machine lasts for seconds. All sizes of an operation lie in one and the same memory, as those of a training do: how
-its pages lie, and whether they were used before, makes up to a factor of two, so memory allocated for some sizes
-alone would measure its own luck.
+its pages lie, and whether they were used before, makes up to a factor of two, so times of sizes with memory of their
+own could not be compared.
 
 Times over sizes jump where a library changes its protocol, or a cache is full. `borders` finds these sizes by
 bisection. Between two neighbouring sizes, times that a line through alpha and beta can have grow by a factor between
@@ -46,9 +46,9 @@ MULTIPLE: Final = 64  # bytes: what all operations can divide
 
 
 class BorderTimes(NamedTuple):
-    """Times of the sizes at the jumps of each series, measured ``again`` or newly ``between`` (bytes -> seconds)."""
+    """Times at the jumps of each series (bytes -> seconds): sizes ``remeasured``, and new ones ``between`` them."""
 
-    again: dict[str, dict[int, float]]
+    remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
 
 
@@ -71,44 +71,44 @@ class _Bracket(NamedTuple):
 
 
 def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Return what was measured at the jumps of each of ``series``, of four sizes or more, that has any.
+    """Return the times at the jumps of each of ``series``, of four sizes or more, that has any.
 
     ``measure`` gets all sizes of a round at once, and returns the times of every series at these. Where it is
     collective, the times must be the same on all ranks, and so is this.
     """
-    found = BorderTimes({}, {})
+    border_times = BorderTimes({}, {})
     suspects = {name: _jumps(times) for name, times in series.items()}
     sides = sorted({side for pairs in suspects.values() for pair in pairs for side in pair})
     if not sides:
-        return found
+        return border_times
     second = measure(sides)
     known = {name: dict(times) for name, times in series.items()}
     for name, pairs in suspects.items():
         own = {side for pair in pairs for side in pair}
         known[name].update({side: min(known[name][side], second[name][side]) for side in own})
-        found.again.update({name: {side: known[name][side] for side in own}} if own else {})
+        border_times.remeasured.update({name: {side: known[name][side] for side in own}} if own else {})
     brackets = [_Bracket(name, *pair) for name, times in known.items() for pair in _jumps(times)]
     for _ in range(HALVINGS):
-        brackets = [one for one in brackets if one.is_open]
+        brackets = [bracket for bracket in brackets if bracket.is_open]
         if not brackets:
             break
-        times = measure(sorted({one.middle for one in brackets}))
-        for one in brackets:
-            found.between.setdefault(one.name, {})[one.middle] = times[one.name][one.middle]
-            known[one.name][one.middle] = times[one.name][one.middle]
-        brackets = [_half(known[one.name], one) for one in brackets]
-    return found
+        times = measure(sorted({bracket.middle for bracket in brackets}))
+        for bracket in brackets:
+            border_times.between.setdefault(bracket.name, {})[bracket.middle] = times[bracket.name][bracket.middle]
+            known[bracket.name][bracket.middle] = times[bracket.name][bracket.middle]
+        brackets = [_half(known[bracket.name], bracket) for bracket in brackets]
+    return border_times
 
 
 def _jumps(times: Times) -> list[tuple[int, int]]:
     """Return the neighbours between which the greatest jumps are."""
     points = sorted(times.items())
-    found = [(_jump(points, at), points[at][0], points[at + 1][0]) for at in range(len(points) - 1)]
-    return [(left, right) for much, left, right in sorted(found, reverse=True)[:JUMPS] if much > STEP]
+    jumps = [(_jump(points, at), points[at][0], points[at + 1][0]) for at in range(len(points) - 1)]
+    return [(left, right) for much, left, right in sorted(jumps, reverse=True)[:JUMPS] if much > STEP]
 
 
 def _jump(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Return by what factor the times at ``at`` and after it are off any line that others would be on; 1 for none."""
+    """Return the factor by which the times at ``at`` and after it are off a line with their neighbours; 1 for none."""
     (left, left_s), (right, right_s) = points[at], points[at + 1]
     grows = right_s / left_s
     alone = max(grows / (right / left), 1 / grows)
@@ -122,16 +122,18 @@ def _jump(points: Sequence[tuple[int, float]], at: int) -> float:
 
 
 def _through(first: tuple[int, float], second: tuple[int, float], size: int) -> float:
-    """Return what the line through two points says of ``size``; neither its slope nor its latency is negative."""
+    """Return the seconds of ``size`` on the line through two points, whose slope and latency are not negative."""
     slope = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
     near = second if abs(second[0] - size) < abs(first[0] - size) else first
     return near[1] * size / near[0] if slope * near[0] > near[1] else near[1] + slope * (size - near[0])
 
 
-def _half(times: Times, one: _Bracket) -> _Bracket:
+def _half(times: Times, bracket: _Bracket) -> _Bracket:
     """Return the half in which times change by the greater factor."""
-    below, above = (abs(math.log(times[b] / times[a])) for a, b in ((one.left, one.middle), (one.middle, one.right)))
-    return one._replace(left=one.middle) if above > below else one._replace(right=one.middle)
+    below, above = (
+        abs(math.log(times[b] / times[a])) for a, b in ((bracket.left, bracket.middle), (bracket.middle, bracket.right))
+    )
+    return bracket._replace(left=bracket.middle) if above > below else bracket._replace(right=bracket.middle)
 
 
 Say = Callable[[str], None]
@@ -156,13 +158,13 @@ def links(
     comm: Communicator, least: int, most: int, seconds: float, on: str = "cpu", say: Say | None = None
 ) -> tuple[LinkPoint, ...]:
     """Return messages of sizes from ``least`` to ``most`` bytes on every level. Collective over ``comm``."""
-    found: list[LinkPoint] = []
+    points: list[LinkPoint] = []
     names, wanted = levels(comm), sizes(least, most)
     for level in names:
         if say is not None and comm.rank == 0:
             say(f"messages, level {level}")
-        found += _Level(comm, level, max(wanted), seconds / len(names) / len(wanted), on).points(wanted)
-    return tuple(found)
+        points += _Level(comm, level, max(wanted), seconds / len(names) / len(wanted), on).points(wanted)
+    return tuple(points)
 
 
 class _Level:
@@ -192,26 +194,30 @@ class _Level:
             more.append(self._at(new))
             return self._series(more[-1])
 
-        found = borders(self._series(plain), measure)
-        for again in found.again.get(self._name, ()):
-            plain[again] = BusySeconds(*map(min, plain[again][:2], more[0][again][:2]))
+        border_times = borders(self._series(plain), measure)
+        for size in border_times.remeasured.get(self._name, ()):
+            plain[size] = BusySeconds(*map(min, plain[size][:2], more[0][size][:2]))
         between = {each: busy for new in more for each, busy in new.items()}
         points = [LinkPoint(self._name, 2, each, busy) for each, busy in plain.items()]
-        points += [LinkPoint(self._name, 2, n, between[n], border=True) for n in found.between.get(self._name, ())]
-        return sorted(points, key=lambda one: one.nbytes)
+        points += [
+            LinkPoint(self._name, 2, n, between[n], border=True) for n in border_times.between.get(self._name, ())
+        ]
+        return sorted(points, key=lambda point: point.nbytes)
 
     def _series(self, points: Mapping[int, BusySeconds]) -> Series:
         return {self._name: {nbytes: busy.all for nbytes, busy in points.items()}}
 
     def _at(self, nbytes: Sequence[int]) -> dict[int, BusySeconds]:
-        taken: dict[int, tuple[list[float], list[float]]] = {each: ([], []) for each in nbytes}
+        taken: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in nbytes}
         for _ in range(VISITS):
-            for each, (alone, together) in taken.items():
-                given = self._comm, self._memory[0][:each], self._memory[1][:each], self._seconds / 2 / VISITS
-                alone += _messages(self._alone, *given)
-                together += _messages(self._across, *given, both_ways=True)
-        told = self._comm.allgather_object({each: tuple(map(_quartile, times)) for each, times in taken.items()})
-        return {each: BusySeconds(*(max(one[each][way] for one in told) for way in range(2))) for each in nbytes}
+            for size, (alone, together) in taken.items():
+                arguments = self._comm, self._memory[0][:size], self._memory[1][:size], self._seconds / 2 / VISITS
+                alone += _messages(self._alone, *arguments)
+                together += _messages(self._across, *arguments, both_ways=True)
+        by_rank = self._comm.allgather_object({size: tuple(map(_quartile, times)) for size, times in taken.items()})
+        return {
+            size: BusySeconds(*(max(of_rank[size][way] for of_rank in by_rank) for way in range(2))) for size in nbytes
+        }
 
 
 def _quartile(taken: Sequence[float]) -> float:
@@ -265,14 +271,14 @@ def _messages(
 
 
 def groups(comm: Communicator) -> list[tuple[str, Communicator]]:
-    """Return what collectives are measured on: the ranks of a node, and all where there are several. Collective."""
+    """Return the groups to measure collectives on: the ranks of a node, and all where there are several. Collective."""
     nodes = comm.nodes()
-    found = []
+    measured = []
     if INSIDE in levels(comm) and nodes.uniform:
-        found.append((INSIDE, nodes.intra))
+        measured.append((INSIDE, nodes.intra))
     if nodes.count > 1:
-        found.append((BETWEEN, comm))
-    return found
+        measured.append((BETWEEN, comm))
+    return measured
 
 
 def of_collectives(
@@ -288,13 +294,13 @@ def of_collectives(
     "auto" is what a training would choose here. Buffers are shared memory where the ranks can have it, as the gradients
     of a training are.
     """
-    found: list[CollectivePoint] = []
+    points: list[CollectivePoint] = []
     whole = groups(comm)
     for level, group in whole:
         for operation in OPERATIONS:
             measure = _Operation(group, operation, algorithms, mpi_library, say if comm.rank == 0 else _silent)
-            found += measure.points(level, bounds, seconds / len(whole) / len(OPERATIONS))
-    return tuple(comm.broadcast_object(found))
+            points += measure.points(level, bounds, seconds / len(whole) / len(OPERATIONS))
+    return tuple(comm.broadcast_object(points))
 
 
 def _silent(text: str) -> None:
@@ -320,14 +326,14 @@ class _Operation:
         for note in notes:
             self._say(note)
         plain = self._at(wanted, each_s, memory)
-        found = borders(plain, lambda new: self._at(new, each_s, memory))
+        border_times = borders(plain, lambda new: self._at(new, each_s, memory))
         release(self._group)
         rows = [
             (name, nbytes, time_s, is_border)
             for name, times in plain.items()
             for more, is_border in (
-                ({**times, **found.again.get(name, {})}, False),
-                (found.between.get(name, {}), True),
+                ({**times, **border_times.remeasured.get(name, {})}, False),
+                (border_times.between.get(name, {}), True),
             )
             for nbytes, time_s in more.items()
         ]
@@ -338,12 +344,12 @@ class _Operation:
 
     def _at(self, nbytes: Sequence[int], seconds: float, memory: run.PoolMemory) -> Series:
         """Return the seconds of each algorithm at each of the sizes, measured for about ``seconds`` each."""
-        kept: list[CollectivesConfiguration] = []
+        configurations: list[CollectivesConfiguration] = []
         for visit in range(VISITS):
             cells = self._cells(nbytes, seconds / VISITS, visit)
-            run.run(self._group, cells, self._library, kept.extend, self._say, memory)
-        found: Series = self._group.broadcast_object(_best(kept, self._algorithms, self._operation))
-        return found
+            run.run(self._group, cells, self._library, configurations.extend, self._say, memory)
+        best: Series = self._group.broadcast_object(_best(configurations, self._algorithms, self._operation))
+        return best
 
     def _cells(self, nbytes: Sequence[int], seconds: float, visit: int) -> Cells:
         named = [name for name in self._algorithms if name != "auto" or self._operation == "allreduce"]
@@ -366,19 +372,19 @@ class _Operation:
         )
 
 
-def _best(kept: Sequence[CollectivesConfiguration], algorithms: Sequence[str], operation: str) -> Series:
+def _best(configurations: Sequence[CollectivesConfiguration], algorithms: Sequence[str], operation: str) -> Series:
     """Return seconds by algorithm and bytes on the slowest rank, the first quartile; "auto" is the fastest."""
     visits: dict[tuple[str, str, int], list[np.ndarray]] = {}
-    for one in kept:
-        if not one.reference:
-            key = one.key.algorithm, one.key.buffers, one.key.bytes
-            visits.setdefault(key, []).append(np.nanmax(one.time_s, axis=1))
-    found: dict[str, dict[int, float]] = {}
+    for configuration in configurations:
+        if not configuration.reference:
+            key = configuration.key.algorithm, configuration.key.buffers, configuration.key.bytes
+            visits.setdefault(key, []).append(np.nanmax(configuration.time_s, axis=1))
+    quartiles: dict[str, dict[int, float]] = {}
     for (algorithm, _, nbytes), times in visits.items():
         names = [algorithm] if algorithm in algorithms else []
         if operation != "allreduce" and "auto" in algorithms:
             names.append("auto")
         for name in names:
-            own = found.setdefault(name, {})
+            own = quartiles.setdefault(name, {})
             own[nbytes] = min(_quartile(np.concatenate(times).tolist()), own.get(nbytes, np.inf))
-    return found
+    return quartiles

@@ -54,12 +54,12 @@ class LoadSample(NamedTuple):
 
 def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
     """Return all machines of the ranks, each of which computes with ``threads``. Collective over ``comm``."""
-    told = comm.allgather_object((_machine(comm), load_average(), threads, os.cpu_count() or 1))
-    found = []
-    for machine in dict.fromkeys(one[0] for one in told):
-        own = [one for one in told if one[0] == machine]
-        found.append(LoadSample(load=own[0][1], own=sum(one[2] for one in own), cores=own[0][3]))
-    return tuple(found)
+    by_rank = comm.allgather_object((_machine(comm), load_average(), threads, os.cpu_count() or 1))
+    samples = []
+    for machine in dict.fromkeys(of_rank[0] for of_rank in by_rank):
+        own = [of_rank for of_rank in by_rank if of_rank[0] == machine]
+        samples.append(LoadSample(load=own[0][1], own=sum(of_rank[2] for of_rank in own), cores=own[0][3]))
+    return tuple(samples)
 
 
 def load_average() -> float:
@@ -71,7 +71,7 @@ def load_average() -> float:
 
 
 def _machine(comm: Communicator) -> str:
-    """Return what ranks of one kernel share: hosts in namespaces of one machine have its load together."""
+    """Return an identity that ranks of one kernel share: hosts in namespaces of one machine have one load."""
     try:
         return BOOT.read_text(encoding="ascii").strip()
     except OSError:
@@ -79,12 +79,12 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(looks: Sequence[LoadSample]) -> str:
-    """Return what to say of a machine that is busy already; empty: it is not (local)."""
-    return _worst([(one.load - one.most, f"a load of {one.load:.1f}", one) for one in looks])
+    """Return the sign that a machine is busy already; empty: it is not (local)."""
+    return _worst([(look.load - look.most, f"a load of {look.load:.1f}", look) for look in looks])
 
 
 def busy_meanwhile(then: Sequence[LoadSample], now: Sequence[LoadSample], seconds: float, spread: float | None) -> str:
-    """Return how one sees that a machine was busy between two looks, ``seconds`` apart; empty: it was not (local).
+    """Return the signs that a machine was busy between two samples, ``seconds`` apart; empty: it was not (local).
 
     ``spread`` is that of repetitions: their mean over their first quartile, less 1.
     """
@@ -92,61 +92,70 @@ def busy_meanwhile(then: Sequence[LoadSample], now: Sequence[LoadSample], second
     for old, new in zip(then, now, strict=True):
         during = new.load
         if seconds >= LEAST_S:
-            kept = math.exp(-seconds / MINUTE_S)
-            during = (new.load - old.load * kept) / (1 - kept)
+            remaining = math.exp(-seconds / MINUTE_S)
+            during = (new.load - old.load * remaining) / (1 - remaining)
         loads.append((during - new.most, f"a load of {during:.1f}", new))
-    said = []
+    reasons = []
     if loaded := _worst(loads) or busy_before(then):
-        said.append(loaded)
+        reasons.append(loaded)
     if spread is not None and spread > APART:
-        said.append(f"repetitions took {spread:.0%} more on average than their first quartile")
-    return ", ".join(said)
+        reasons.append(f"repetitions took {spread:.0%} more on average than their first quartile")
+    return ", ".join(reasons)
 
 
 def _worst(loads: Sequence[tuple[float, str, LoadSample]]) -> str:
     """Return the text of the greatest excess above 0; a load that is not known has none."""
-    found = max((one for one in loads if one[0] > 0), default=None, key=lambda one: one[0])
-    return "" if found is None else f"{found[1]} where {found[2].own} are ranks of this calibration"
+    worst = max((load for load in loads if load[0] > 0), default=None, key=lambda load: load[0])
+    return "" if worst is None else f"{worst[1]} where {worst[2].own} are ranks of this calibration"
 
 
 SCHEMA: Final = "hpcdist.calibration"
 VERSION: Final = 1
 
 
-def write_points(path: Path, found: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
+def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
     """Write a new file, as a whole or not at all. Raises StorageError."""
     with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update({**provenance, **asdict(found.machine), "measured_in_s": found.seconds, "NX_class": "NXroot"})
-        file.attrs["busy"] = found.busy
-        for dtype, points in found.products.items():
+        file.attrs.update(
+            {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds, "NX_class": "NXroot"}
+        )
+        file.attrs["busy"] = calibration.busy
+        for dtype, points in calibration.products.items():
             _table(
                 file.create_group(f"products/{dtype}"),
-                {"m": [one.m for one in points], "k": [one.k for one in points], "n": [one.n for one in points]},
-                [one.seconds for one in points],
+                {
+                    "m": [point.m for point in points],
+                    "k": [point.k for point in points],
+                    "n": [point.n for point in points],
+                },
+                [point.seconds for point in points],
             )
         _table(
             file.create_group("moves"),
-            {"operation": [one.operation for one in found.moves], "bytes": [one.nbytes for one in found.moves]},
-            [one.seconds for one in found.moves],
+            {
+                "operation": [point.operation for point in calibration.moves],
+                "bytes": [point.nbytes for point in calibration.moves],
+            },
+            [point.seconds for point in calibration.moves],
         )
-        for number, model in enumerate(found.models):
+        for number, model in enumerate(calibration.models):
             group = file.create_group(f"models/{number}")
             shape = {name: value for name, value in asdict(model.config).items() if value is not None}
             group.attrs.update({**shape, "context": model.context, "samples": model.samples})
             group.attrs.update({"parameters": model.parameters, "operations": model.operations})
-            rows = [(one.kind, way, getattr(one, way)) for one in model.kinds for way in ("forward", "backward")]
+            rows = [(point.kind, way, getattr(point, way)) for point in model.kinds for way in ("forward", "backward")]
             rows += [("norm", "step", model.norm), ("update", "step", model.update), ("all", "step", model.step)]
             _table(group, {"kind": [row[0] for row in rows], "way": [row[1] for row in rows]}, [row[2] for row in rows])
         _table(
             file.create_group("messages"),
-            {name: [getattr(one, name) for one in found.links] for name in ("level", "nbytes", "border")},
-            [one.seconds for one in found.links],
+            {name: [getattr(point, name) for point in calibration.links] for name in ("level", "nbytes", "border")},
+            [point.seconds for point in calibration.links],
         )
         names = ("operation", "algorithm", "level", "ranks", "nbytes", "border")
         _table(
             file.create_group("collectives"),
-            {name: [getattr(one, name) for one in found.collectives] for name in names},
-            [BusySeconds(one.seconds, one.seconds) for one in found.collectives],
+            {name: [getattr(point, name) for point in calibration.collectives] for name in names},
+            [BusySeconds(point.seconds, point.seconds) for point in calibration.collectives],
         )
 
 
@@ -156,8 +165,8 @@ def _table(group: Any, columns: Mapping[str, Sequence[Any]], seconds: Sequence[B
         group.create_dataset(
             name, data=np.array(values, dtype=object if values and isinstance(values[0], str) else None)
         )
-    times = np.array([one[:2] for one in seconds], np.float64).reshape(len(seconds), 2)
-    spread = [np.nan if one.spread is None else one.spread for one in seconds]
+    times = np.array([busy[:2] for busy in seconds], np.float64).reshape(len(seconds), 2)
+    spread = [np.nan if busy.spread is None else busy.spread for busy in seconds]
     group.create_dataset("spread", data=np.array(spread, np.float64)).attrs["units"] = "1"
     group.create_dataset("seconds", data=times).attrs.update(
         {"units": "s", "columns": "one rank of a node, all of them"}
@@ -204,8 +213,9 @@ def run(
         comm, wanted.algorithms, bounds, (1 - _LINKS_SHARE) * wanted.seconds, mpi_library, said
     )
     seconds = time.perf_counter() - begin_s
-    times = [one.seconds for one in moves] + [one.seconds for found in products.values() for one in found]
-    spread = median(one.spread for one in times if one.spread is not None)
+    times = [move.seconds for move in moves]
+    times += [product.seconds for points in products.values() for product in points]
+    spread = median(busy_s.spread for busy_s in times if busy_s.spread is not None)
     busy = comm.broadcast_object(busy_meanwhile(before, sample_load(comm, threads), seconds, spread))
     if busy:
         said(f"warning: the machine was busy: {busy}; measure again while nothing else runs")
@@ -222,7 +232,7 @@ def run(
 
 
 def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return what rank 0 computes on, and how many there are. Collective over ``comm``."""
+    """Return the device of rank 0, and the number of such devices. Collective over ``comm``."""
     nodes = comm.nodes()
     each = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -251,6 +261,6 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
 
 
 def threads_of_rank() -> int:
-    """Return how many threads a product of this rank uses: what the environment says, else all of its cores."""
-    said = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "")
-    return max(1, int(said)) if said else len(os.sched_getaffinity(0))
+    """Return the number of threads of a product on this rank: that of the environment, else all of its cores."""
+    setting = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "")
+    return max(1, int(setting)) if setting else len(os.sched_getaffinity(0))

@@ -20,20 +20,20 @@ MOST_FOLLOWERS: Final = 1000
 
 
 class BackgroundSaver(Protocol):
-    """A save beside the steps."""
+    """Saver that writes beside the steps."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is under way; the same on all ranks."""
+        """Whether a save is under way; the same on all ranks."""
 
     def begin(self) -> object:
-        """Begin one; the state may change when this returns. Collective."""
+        """Begin a save; the state may change when this returns. Collective."""
 
     def numbers(self) -> np.ndarray:
-        """Return what `settle` wants the sums of (local)."""
+        """Return the numbers whose sums over the ranks `settle` gets (local)."""
 
     def settle(self, sums: np.ndarray) -> object:
-        """Go on by the sums. Collective."""
+        """Advance the save by these sums. Collective."""
 
 
 @dataclass
@@ -69,15 +69,15 @@ class SavingSteps:
         }
 
 
-def text(told: dict[str, Any]) -> str:
-    """Return the lines of the `Steps.figures`."""
-    low, high = told["saving_quartiles"]
+def text(figures: dict[str, Any]) -> str:
+    """Return the lines of `SavingSteps.figures`."""
+    low, high = figures["saving_quartiles"]
     return (
-        f"in background: saving step {told['saving_over_plain']:.2f}x ({low:.2f} - {high:.2f}) a plain one "
-        f"({told['plain_step_s']:.3f} s), steps beside it {told['beside_over_plain']:.2f}x, complete after "
-        f"{told['save_s']:.2f} s\n"
-        f"a save costs the steps {told['cost_s']:.3f} s: {100 * told['overhead']:.2f} % of a run that saves every "
-        f"{told['interval_s']:.0f} s (Daly, a failure every {told['mtbf_s'] / 3600:.3g} h)"
+        f"in background: saving step {figures['saving_over_plain']:.2f}x ({low:.2f} - {high:.2f}) a plain one "
+        f"({figures['plain_step_s']:.3f} s), steps beside it {figures['beside_over_plain']:.2f}x, complete after "
+        f"{figures['save_s']:.2f} s\n"
+        f"a save costs the steps {figures['cost_s']:.3f} s: {100 * figures['overhead']:.2f} % of a run that saves "
+        f"every {figures['interval_s']:.0f} s (Daly, a failure every {figures['mtbf_s'] / 3600:.3g} h)"
     )
 
 
@@ -98,7 +98,7 @@ class SteadyWork:
             np.matmul(self._one, self._one, out=self._other)
 
     def step(self, numbers: np.ndarray) -> np.ndarray:
-        """Make one; return the sums of ``numbers`` over the ranks. Collective."""
+        """Make a step; return the sums of ``numbers`` over the ranks. Collective."""
         self._products(self._count)
         sums = np.concatenate([[0.0], numbers])
         allreduce(self._comm, sums)
@@ -109,7 +109,7 @@ def run(
     comm: Communicator, saver: BackgroundSaver, step_s: float, rounds: int, say: Callable[[str], None]
 ) -> SavingSteps:
     """Measure ``rounds`` saves after one that does not count. Collective over ``comm``."""
-    work, found, followers = SteadyWork(comm, step_s), SavingSteps(), 8
+    work, steps, followers = SteadyWork(comm, step_s), SavingSteps(), 8
     for number in range(rounds + 1):
         plain = [_timed(comm, lambda: work.step(np.zeros(2))) for _ in range(max(8, min(followers, 50)))]
         begin = time.perf_counter()
@@ -124,13 +124,13 @@ def run(
             beside.append(_timed(comm, lambda: saver.settle(work.step(saver.numbers()))))
         followers = len(beside)
         if number:
-            found.plain_s += plain
-            found.saving_s.append(first)
-            found.beside_s += beside
-            found.saves_s.append(time.perf_counter() - begin)
+            steps.plain_s += plain
+            steps.saving_s.append(first)
+            steps.beside_s += beside
+            steps.saves_s.append(time.perf_counter() - begin)
         if comm.rank == 0:
             say(f"save {number + 1} of {rounds + 1}: {followers} steps beside it")
-    return found
+    return steps
 
 
 def _timed(comm: Communicator, call: Callable[[], object]) -> float:

@@ -50,7 +50,7 @@ State = dict[str, np.ndarray]  # of one rank: float32, 1-D
 
 @dataclass(frozen=True)
 class CheckpointContender:
-    """One way to keep a state. Both calls are collective, get a folder, and return when the bytes are there."""
+    """Writer and reader of a state. Both calls are collective, get a folder, and return when the bytes are there."""
 
     name: str
     write: Callable[[Path], object]  # into an empty folder
@@ -101,26 +101,26 @@ def run(
     times = np.zeros((1 + len(wanted.reads), wanted.warmup + wanted.rounds, len(contenders)))
     for number in range(wanted.warmup + wanted.rounds):
         for turn in order.permutation(len(contenders)):
-            one, folder = contenders[turn], wanted.directory / f"{contenders[turn].name}-{number}"
+            contender, folder = contenders[turn], wanted.directory / f"{contenders[turn].name}-{number}"
             _make(comm, folder)
-            times[0, number, turn] = _timed(comm, one.write, folder)
+            times[0, number, turn] = _timed(comm, contender.write, folder)
             for k, source in enumerate(wanted.reads, start=1):
                 _settle(comm, folder, source)
                 for array in state.values():
                     array.fill(0)
-                times[k, number, turn] = _timed(comm, one.read, folder)
+                times[k, number, turn] = _timed(comm, contender.read, folder)
                 right = comm.allgather_object(_digest(state) == expected)
                 if not all(right):
-                    raise StorageError(f"{one.name}: rank {right.index(False)} read other bits than it wrote")
+                    raise StorageError(f"{contender.name}: rank {right.index(False)} read other bits than it wrote")
             _remove(comm, folder)
         if comm.rank == 0:
             say(f"round {number + 1} of {wanted.warmup + wanted.rounds}")
     gathered = np.stack(comm.allgather_object(times[:, wanted.warmup :]), axis=-1)  # (what, round, contender, rank)
     return [
         CheckpointSamples(
-            one.name, gathered[0, :, k], {s: gathered[n, :, k] for n, s in enumerate(wanted.reads, start=1)}
+            contender.name, gathered[0, :, k], {s: gathered[n, :, k] for n, s in enumerate(wanted.reads, start=1)}
         )
-        for k, one in enumerate(contenders)
+        for k, contender in enumerate(contenders)
     ]
 
 
@@ -182,38 +182,38 @@ def check_space(comm: Communicator, directory: Path, nbytes: int) -> None:
         raise StorageError(f"{error}; choose another --directory, or fewer --bytes")
 
 
-def figures(found: Sequence[CheckpointSamples], nbytes: int) -> dict[str, Any]:
+def figures(samples: Sequence[CheckpointSamples], nbytes: int) -> dict[str, Any]:
     """Return medians, rates, and how many times as fast we are as each contender: quartiles over the rounds.
 
     By what was done ("write", "read from the cache", ...) and name.
     """
-    told: dict[str, Any] = {}
-    whats = {"write": {one.name: one.write_s for one in found}}
-    whats |= {f"read from the {s}": {one.name: one.reads_s[s] for one in found} for s in found[0].reads_s}
+    by_operation: dict[str, Any] = {}
+    whats = {"write": {sample.name: sample.write_s for sample in samples}}
+    whats |= {f"read from the {s}": {sample.name: sample.reads_s[s] for sample in samples} for s in samples[0].reads_s}
     for what, times in whats.items():
         slowest = {name: values.max(axis=1) for name, values in times.items()}
-        told[what] = {}
+        by_operation[what] = {}
         for name, values in slowest.items():
             low, ratio, high = np.percentile(values / slowest[OURS], (25, 50, 75)).tolist()
             seconds = float(np.median(values))
             rate = nbytes / seconds
-            told[what][name] = {
+            by_operation[what][name] = {
                 "median_s": seconds,
                 "bytes_per_s": rate,
                 "ratio": ratio,
                 "ratio_quartiles": [low, high],
             }
-    return told
+    return by_operation
 
 
-def text(told: dict[str, Any]) -> str:
+def text(by_operation: dict[str, Any]) -> str:
     """Return the table of the `figures`."""
     lines = [f"{'':<21}{'who':<10}{'median ms':>10}{'GB/s':>8}   hpcdist's speed over it (quartiles)"]
-    for what, rows in told.items():
-        for name, one in rows.items():
-            low, high = one["ratio_quartiles"]
-            over = "" if name == OURS else f"{one['ratio']:.2f}x ({low:.2f} - {high:.2f})"
-            lines.append(f"{what:<21}{name:<10}{1e3 * one['median_s']:>10.1f}{one['bytes_per_s'] / 1e9:>8.2f}   {over}")
+    for what, rows in by_operation.items():
+        for name, row in rows.items():
+            low, high = row["ratio_quartiles"]
+            over = "" if name == OURS else f"{row['ratio']:.2f}x ({low:.2f} - {high:.2f})"
+            lines.append(f"{what:<21}{name:<10}{1e3 * row['median_s']:>10.1f}{row['bytes_per_s'] / 1e9:>8.2f}   {over}")
     return "\n".join(lines)
 
 
@@ -223,7 +223,7 @@ BLOCK_BYTES: Final = 16 << 20
 
 
 def raw_files(comm: Communicator, state: State) -> CheckpointContender:
-    """Return the yardstick (local)."""
+    """Return raw files, the yardstick, as a contender (local)."""
 
     def file(folder: Path) -> Path:
         return folder / f"raw-{comm.rank:05d}.bin"
@@ -263,7 +263,7 @@ def _whole(move: Callable[[memoryview], int], view: memoryview) -> None:
 
 
 def torch_missing() -> str:
-    """Return why PyTorch does not take part, "" where it can."""
+    """Return why PyTorch cannot take part, "" where it can."""
     return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
 
 
@@ -276,7 +276,7 @@ def torch_begin(comm: Communicator, folder: Path) -> None:
 
 
 def torch_checkpoint(comm: Communicator, state: State) -> CheckpointContender:
-    """Return PyTorch's distributed checkpoint of it (local)."""
+    """Return PyTorch's distributed checkpoint as a contender (local)."""
     import torch as module
     import torch.distributed.checkpoint as saved
 
@@ -297,27 +297,27 @@ VERSION: Final = 2
 
 
 def write_results(
-    path: Path, found: Mapping[int, tuple[Sequence[CheckpointSamples], SavingSteps | None]], about: Mapping[str, Any]
+    path: Path, measured: Mapping[int, tuple[Sequence[CheckpointSamples], SavingSteps | None]], about: Mapping[str, Any]
 ) -> None:
-    """Write a new file of what was ``found`` for each number of bytes. Raises StorageError."""
+    """Write a new file of what was ``measured`` for each number of bytes. Raises StorageError."""
     with files.edit(path, SCHEMA, VERSION) as file:
         file.attrs.update({**about, "NX_class": "NXroot"})
-        for nbytes, (contenders, beside) in found.items():
-            for one in contenders:
-                _contender(file.create_group(f"{nbytes}/contenders/{one.name}"), one)
+        for nbytes, (contenders, beside) in measured.items():
+            for samples in contenders:
+                _contender(file.create_group(f"{nbytes}/contenders/{samples.name}"), samples)
             if beside is not None:
                 group = file.create_group(f"{nbytes}/beside")
                 for name, values in asdict(beside).items():
                     group.create_dataset(name, data=np.array(values)).attrs["units"] = "s"
 
 
-def _contender(group: Any, one: CheckpointSamples) -> None:
+def _contender(group: Any, samples: CheckpointSamples) -> None:
     group.attrs.update({"NX_class": "NXdata", "signal": "write_s", "axes": ["round", "rank"]})
-    rounds, ranks = one.write_s.shape
+    rounds, ranks = samples.write_s.shape
     group.create_dataset("round", data=np.arange(rounds)).make_scale("round")
     group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
-    times = {"write_s": (one.write_s, "until all is on the disk")}
-    times |= {f"read_{name}_s": (values, "until all is in memory") for name, values in one.reads_s.items()}
+    times = {"write_s": (samples.write_s, "until all is on the disk")}
+    times |= {f"read_{name}_s": (values, "until all is in memory") for name, values in samples.reads_s.items()}
     for name, (values, meaning) in times.items():
         dataset = group.create_dataset(name, data=values)
         dataset.attrs.update({"units": "s", "long_name": f"from a barrier {meaning}"})

@@ -1,10 +1,15 @@
-"""Contenders of a benchmark of collectives: our algorithms, the MPI library's own, and two yardsticks.
+"""Contenders of a benchmark of collectives, and the buffers that they work on.
 
-References are measured beside the algorithms in every round:
+A contender (`contender`) is one algorithm on one kind of memory: ours, and the MPI library's own. Two references
+(`references`) are measured beside them in every round:
 
     memcpy   every rank copies the buffer to other memory once, all at the same time. On one node that is about what an
              allreduce must cost; one that works in place can be a little faster, since it touches less memory
     wire     where there are several nodes, the first ranks of two of them send each other the buffer at the same time
+
+Every timed call gets the next slot of a pool (`BufferPool`) that is larger than the last-level cache, so that its data
+come from memory, as a gradient's do. When all slots were used, the pool is verified and filled again, outside of the
+timed part. The contents (`BufferContents`) are small integers, whose sums are exact in any order.
 """
 
 import os
@@ -29,6 +34,14 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import parse_bytes
 
+NATIVE: Final = "native"
+# What `hpcdist.collectives.tuning.autotune` chooses for the size, as it does at the start of a training.
+AUTO: Final = "auto"
+MEMCPY: Final = "memcpy"
+WIRE: Final = "wire"
+REFERENCES: Final = (MEMCPY, WIRE)
+# Those that read the buffers of other ranks where they lie, if they can: only these are measured on shared memory too.
+READS_SHARED: Final = ("node_shared", "hierarchical", AUTO)
 CACHES: Final = 2  # the pool of a rank holds so many last-level caches
 UNKNOWN_CACHE_BYTES: Final = 64 << 20
 MEMORY_SHARE: Final = 0.4  # of what is available on the node, for the pools of all its ranks
@@ -39,12 +52,12 @@ _REPEATS: Final = 128
 
 def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
     """Return the size of the largest cache of a core; None where the system does not tell (local)."""
-    found = []
+    sizes = []
     for path in root.glob("index*/size"):
         match = re.fullmatch(r"[1-9]\d*[KMG]", path.read_text().strip())
         if match:
-            found.append(parse_bytes(match[0]))
-    return max(found, default=None)
+            sizes.append(parse_bytes(match[0]))
+    return max(sizes, default=None)
 
 
 def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
@@ -64,7 +77,7 @@ def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
 
 
 class BufferContents:
-    """The values of each rank's input and of their sum, periodic; slot k begins at phase k."""
+    """Values of each rank's input and of their sum, periodic; slot k begins at phase k."""
 
     def __init__(self, ranks: int, dtype: np.dtype) -> None:
         index = np.arange(PERIOD, dtype=np.int64)
@@ -128,6 +141,8 @@ class ExpectedResult:
 
 @dataclass
 class _Use:
+    """Slot that a contender has been given since the pool was filled."""
+
     slot: int
     contender: int
 
@@ -172,7 +187,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return what is first wrong in the slots that ``contender`` used since they were filled, "" for nothing."""
+        """Return the first wrong element of the slots that ``contender`` used since they were filled, "" for none."""
         for use in self._used:
             if use.contender != contender:
                 continue
@@ -185,23 +200,13 @@ class BufferPool:
         return ""
 
 
-NATIVE: Final = "native"
-AUTO: Final = (
-    "auto"  # what `hpcdist.collectives.tuning.autotune` chooses for the size, as it does at the start of a training
-)
-MEMCPY: Final = "memcpy"
-WIRE: Final = "wire"
-REFERENCES: Final = (MEMCPY, WIRE)
-# Those that read the buffers of other ranks where they lie, if they can: only these are measured on shared memory too.
-READS_SHARED: Final = ("node_shared", "hierarchical", AUTO)
-
-# (buffer, result) -> nothing; a result is only written by what cannot work in place
+# (buffer, result) -> nothing; a result is only written by a contender that cannot work in place
 Run = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(frozen=True)
 class CollectivesContender:
-    """One way to do what a cell asks for; ``expected`` is None for a reference, whose result nobody needs."""
+    """Algorithm on a kind of memory, ready to run on a cell; ``expected`` is None for a reference: not verified."""
 
     algorithm: str
     buffers: str
@@ -214,83 +219,6 @@ class CollectivesContender:
     def label(self) -> str:
         """Name in tables and plots."""
         return self.algorithm if self.buffers == ORDINARY else f"{self.algorithm} ({self.buffers})"
-
-
-def algorithms(op: str) -> tuple[str, ...]:
-    """Return the names of what there is for ``op``, the MPI library's own first (local)."""
-    return (*_BY_NAME[op], AUTO) if op == "allreduce" else tuple(_BY_NAME[op])
-
-
-def contender(
-    comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
-) -> CollectivesContender:
-    """Return ``algorithm`` for ``cell`` on memory of the kind ``buffers``. Collective over ``comm``.
-
-    ``chosen`` is the algorithm that "auto" stands for.
-    """
-    make: dict[str, Callable[[Communicator, CollectivesCell, str], tuple[Run, list[ExpectedResult]]]] = {
-        "allreduce": _allreduce,
-        "reduce_scatter": _reduce_scatter,
-        "all_gather": _all_gather,
-        "broadcast": _broadcast,
-        "all_to_all": _all_to_all,
-    }
-    run, expected = make[cell.op](comm, cell, chosen or algorithm)
-    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=cell.op == "all_to_all")
-
-
-def references(comm: Communicator, cell: CollectivesCell) -> list[CollectivesContender]:
-    """Return what bounds every algorithm on this machine. Collective over ``comm``."""
-
-    def copy(buffer: np.ndarray, result: np.ndarray) -> None:
-        np.copyto(result, buffer)
-
-    found = [CollectivesContender(MEMCPY, ORDINARY, copy, None)]
-    members = comm.nodes().members
-    if len(members) > 1:
-        pair = [members[0][0], members[1][0]]
-        peer = pair[1 - pair.index(comm.rank)] if comm.rank in pair else None
-
-        def exchange(buffer: np.ndarray, result: np.ndarray) -> None:
-            if peer is not None:
-                comm.sendrecv(buffer, peer, result, peer)
-
-        found.append(CollectivesContender(WIRE, ORDINARY, exchange, None, takes_part=peer is not None))
-    return found
-
-
-def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
-    """Run ``contender`` once and return why any rank refused it, "" where it runs. Collective over ``comm``.
-
-    Algorithms refuse on every rank and before they send anything.
-    """
-    reason = ""
-    try:
-        contender.run(buffer, result)
-    except (UsageError, BufferHandoverError, ConfigurationError, MissingCapabilityError) as error:
-        reason = str(error) or type(error).__name__
-    return next(filter(None, comm.allgather_object(reason)), "")
-
-
-def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Return which algorithm "auto" is for each size up to ``max_bytes``, measured now. Collective over ``comm``."""
-    wanted = autotune.TuningRequest(
-        max_bytes=max_bytes,
-        dtype=dtype,
-        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if buffers == SHARED else None,
-    )
-    return parse_algorithm(autotune.select(comm, comm, wanted, mpi_library, cached=False).text)
-
-
-def kinds(algorithm: str, op: str, wanted: Sequence[str]) -> list[str]:
-    """Return the kinds of memory on which ``algorithm`` is measured (local).
-
-    Beside ordinary memory, shared memory is for those that make use of it; alone it is for all but native.
-    """
-    if algorithm == NATIVE:
-        return [ORDINARY]
-    fits = op != "all_to_all" and (algorithm in READS_SHARED or ORDINARY not in wanted)
-    return [kind for kind in wanted if kind == ORDINARY or fits]
 
 
 def _allreduce(comm: Communicator, cell: CollectivesCell, algorithm: str) -> tuple[Run, list[ExpectedResult]]:
@@ -340,3 +268,80 @@ _BY_NAME: Final[dict[str, Mapping[str, Any]]] = {
     "broadcast": BROADCAST,
     "all_to_all": ALL_TO_ALL,
 }
+
+
+def algorithms(op: str) -> tuple[str, ...]:
+    """Return the names of the algorithms for ``op``, the MPI library's own first (local)."""
+    return (*_BY_NAME[op], AUTO) if op == "allreduce" else tuple(_BY_NAME[op])
+
+
+def kinds(algorithm: str, op: str, wanted: Sequence[str]) -> list[str]:
+    """Return the kinds of memory on which ``algorithm`` is measured (local).
+
+    Beside ordinary memory, shared memory is for those that make use of it; alone it is for all but native.
+    """
+    if algorithm == NATIVE:
+        return [ORDINARY]
+    fits = op != "all_to_all" and (algorithm in READS_SHARED or ORDINARY not in wanted)
+    return [kind for kind in wanted if kind == ORDINARY or fits]
+
+
+def contender(
+    comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
+) -> CollectivesContender:
+    """Return ``algorithm`` for ``cell`` on memory of the kind ``buffers``. Collective over ``comm``.
+
+    ``chosen`` is the algorithm that "auto" stands for.
+    """
+    make: dict[str, Callable[[Communicator, CollectivesCell, str], tuple[Run, list[ExpectedResult]]]] = {
+        "allreduce": _allreduce,
+        "reduce_scatter": _reduce_scatter,
+        "all_gather": _all_gather,
+        "broadcast": _broadcast,
+        "all_to_all": _all_to_all,
+    }
+    run, expected = make[cell.op](comm, cell, chosen or algorithm)
+    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=cell.op == "all_to_all")
+
+
+def references(comm: Communicator, cell: CollectivesCell) -> list[CollectivesContender]:
+    """Return the references, which bound every algorithm on this machine. Collective over ``comm``."""
+
+    def copy(buffer: np.ndarray, result: np.ndarray) -> None:
+        np.copyto(result, buffer)
+
+    contenders = [CollectivesContender(MEMCPY, ORDINARY, copy, None)]
+    members = comm.nodes().members
+    if len(members) > 1:
+        pair = [members[0][0], members[1][0]]
+        peer = pair[1 - pair.index(comm.rank)] if comm.rank in pair else None
+
+        def exchange(buffer: np.ndarray, result: np.ndarray) -> None:
+            if peer is not None:
+                comm.sendrecv(buffer, peer, result, peer)
+
+        contenders.append(CollectivesContender(WIRE, ORDINARY, exchange, None, takes_part=peer is not None))
+    return contenders
+
+
+def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
+    """Run ``contender`` once and return why any rank refused it, "" where it runs. Collective over ``comm``.
+
+    Algorithms refuse on every rank and before they send anything.
+    """
+    reason = ""
+    try:
+        contender.run(buffer, result)
+    except (UsageError, BufferHandoverError, ConfigurationError, MissingCapabilityError) as error:
+        reason = str(error) or type(error).__name__
+    return next(filter(None, comm.allgather_object(reason)), "")
+
+
+def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
+    """Return which algorithm "auto" is for each size up to ``max_bytes``, measured now. Collective over ``comm``."""
+    wanted = autotune.TuningRequest(
+        max_bytes=max_bytes,
+        dtype=dtype,
+        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if buffers == SHARED else None,
+    )
+    return parse_algorithm(autotune.select(comm, comm, wanted, mpi_library, cached=False).text)

@@ -62,27 +62,31 @@ def rows(configurations: Iterable[CollectivesConfiguration]) -> list[Collectives
     """Return one row for each configuration, by operation, dtype, ranks and size, native first, references last."""
     known = list(configurations)
     native = {
-        _cell(one): float(np.median(one.slowest_s))
-        for one in known
-        if one.key.algorithm == NATIVE
-        and one.key.implementation == OURS
-        and one.key.buffers == "ordinary"
-        and not one.wrong
+        _cell(configuration): float(np.median(configuration.slowest_s))
+        for configuration in known
+        if configuration.key.algorithm == NATIVE
+        and configuration.key.implementation == OURS
+        and configuration.key.buffers == "ordinary"
+        and not configuration.wrong
     }
-    found = [_row(one, native.get(_cell(one))) for one in known]
-    libraries = {one.key.mpi_library: one.key.vendor for one in known if one.key.implementation == OURS}
+    table = [_row(configuration, native.get(_cell(configuration))) for configuration in known]
+    libraries = {
+        configuration.key.mpi_library: configuration.key.vendor
+        for configuration in known
+        if configuration.key.implementation == OURS
+    }
     if len(libraries) > 1:  # the same algorithm on several: say which, with the version where a vendor is there twice
         if len(set(libraries.values())) < len(libraries):
             libraries = {library: " ".join(library.split(",")[0].split()) for library in libraries}
-        found = [
+        table = [
             replace(row, label=f"{row.label}, {libraries[row.mpi_library]}") if row.implementation == OURS else row
-            for row in found
+            for row in table
         ]
-    return sorted(found, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
+    return sorted(table, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
 
 
-def _cell(one: CollectivesConfiguration) -> tuple[Any, ...]:
-    key = one.key
+def _cell(configuration: CollectivesConfiguration) -> tuple[Any, ...]:
+    key = configuration.key
     return (key.op, key.dtype, key.bytes, key.ranks, key.nodes, key.cache, key.mpi_library)
 
 
@@ -90,11 +94,11 @@ def _place(row: CollectivesRow) -> int:
     return 2 if row.reference else 0 if row.algorithm == NATIVE else 1
 
 
-def _row(one: CollectivesConfiguration, native_s: float | None) -> CollectivesRow:
-    key, times = one.key, one.slowest_s
+def _row(configuration: CollectivesConfiguration, native_s: float | None) -> CollectivesRow:
+    key, times = configuration.key, configuration.slowest_s
     low, median, high, late = (float(value) for value in np.percentile(times, [25, 50, 75, 95]))
-    skew = one.start_s.max(axis=1)
-    moved = key.bytes / median if key.ranks > 1 and not one.reference else None
+    skew = configuration.start_s.max(axis=1)
+    moved = key.bytes / median if key.ranks > 1 and not configuration.reference else None
     return CollectivesRow(
         op=key.op,
         dtype=key.dtype,
@@ -106,18 +110,18 @@ def _row(one: CollectivesConfiguration, native_s: float | None) -> CollectivesRo
         label=key.label,
         implementation=key.implementation,
         mpi_library=key.mpi_library,
-        reference=one.reference,
+        reference=configuration.reference,
         cache=key.cache,
         iterations=len(times),
         median_s=median,
         quartiles_s=(low, high),
         p95_s=late,
-        x_native=None if native_s is None or one.reference or key.ranks == 1 else native_s / median,
+        x_native=None if native_s is None or configuration.reference or key.ranks == 1 else native_s / median,
         algorithm_bandwidth=moved,
         bus_bandwidth=None if moved is None else moved * bus_factor(key.op, key.ranks),
         skew_s=None if np.isnan(skew).any() else float(np.median(skew)),
-        verified=one.verified,
-        wrong=one.wrong,
+        verified=configuration.verified,
+        wrong=configuration.wrong,
     )
 
 
@@ -190,9 +194,12 @@ def notes(table: Sequence[CollectivesRow]) -> list[str]:
     return lines
 
 
-def jsonable(found: CollectivesResults) -> dict[str, Any]:
+def jsonable(results: CollectivesResults) -> dict[str, Any]:
     """Return the report as JSON values; what there is not is null."""
-    return {"provenance": dict(found.provenance), "configurations": [asdict(row) for row in rows(found.configurations)]}
+    return {
+        "provenance": dict(results.provenance),
+        "configurations": [asdict(row) for row in rows(results.configurations)],
+    }
 
 
 def check_plot(file: Path) -> Any:

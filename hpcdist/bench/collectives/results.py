@@ -1,4 +1,19 @@
-"""Results file of a benchmark of collectives: HDF5, with the time of every iteration on every rank.
+"""Request and results file of a benchmark of collectives: operations, sizes and types, and the time of every iteration.
+
+**Request.** `cells` orders them so that drift of the machine stays out of the comparison. Sizes and bandwidths are
+those of nccl-tests (doc/PERFORMANCE.md), so that figures can be compared. With n ranks and S bytes, S being the whole
+buffer of one rank in every operation:
+
+    operation       S is                                                            bus bandwidth = S / t times
+    allreduce       what a rank contributes, and what it ends with                  2 (n-1) / n
+    reduce_scatter  what a rank contributes; it ends with about S / n               (n-1) / n
+    all_gather      what a rank ends with; it contributes about S / n               (n-1) / n
+    broadcast       what every rank ends with                                       1
+    all_to_all      what a rank sends, the part for itself included                 (n-1) / n
+
+S / t is the algorithm bandwidth. Bus bandwidth is what an ideal network would show for every n.
+
+**File.** HDF5, with the time of every iteration on every rank:
 
     /                             provenance
     /configurations/<id>          op, dtype, bytes, algorithm, buffers, implementation, mpi_library, ranks, nodes, ...
@@ -30,15 +45,31 @@ ORDINARY: Final = "ordinary"
 SHARED: Final = "shared"
 COLD: Final = "cold"
 HOT: Final = "hot"
-
 _SIZE: Final = r"\d+[KMG]?"
 _TOKEN: Final = re.compile(rf"({_SIZE})(?:-({_SIZE})(?:\s*x(\d+))?)?(?:\s*,\s*|\s+|$)", re.IGNORECASE)
 RANGE_FACTOR: Final = 2
+SCHEMA: Final = "hpcdist.collectives"
+VERSION: Final = 1
+CONFIGURATIONS: Final = "configurations"
+OURS: Final = "hpcdist"
+_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+_CHUNK: Final = 512
+_OF_A_MEASUREMENT: Final = ("reference", "slots", "verified", "wrong")
+_WIDE: Final = ("time_s", "start_s")
+_MEANINGS: Final = {
+    "iteration": ("1", "number of the iteration"),
+    "session": ("1", "number of the process that measured it"),
+    "time_s": ("s", "time from the barrier to the end of the call"),
+    "start_s": (
+        "s",
+        "begin after that of the first rank, which is the skew of the barrier; NaN without a common clock",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class CollectivesCell:
-    """One operation on one size and dtype: its contenders take turns."""
+    """One operation on one size and dtype, on which contenders take turns."""
 
     op: str
     dtype: str
@@ -82,7 +113,7 @@ def sizes(texts: Iterable[str]) -> tuple[int, ...]:
 
     Several in one text are separated by commas or blanks. Raises UsageError.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for text in texts:
         place = 0
         stripped = text.strip()
@@ -92,9 +123,9 @@ def sizes(texts: Iterable[str]) -> tuple[int, ...]:
                 raise UsageError(
                     f"--bytes {text!r}: expected sizes such as 4096, 16K or 1M, or a range such as 4K-64M x4"
                 )
-            found |= set(_expanded(text, match))
+            numbers |= set(_expanded(text, match))
             place = match.end()
-    return tuple(sorted(found))
+    return tuple(sorted(numbers))
 
 
 def _expanded(text: str, match: "re.Match[str]") -> list[int]:
@@ -128,7 +159,7 @@ def cells(wanted: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell]
 
     The parts of an all-to-all are of one size, as in nccl-tests.
     """
-    found, notes = [], []
+    combinations, notes = [], []
     for name in wanted.dtypes:
         for op in wanted.operations:
             parts = ranks if op == "all_to_all" else 1
@@ -138,18 +169,10 @@ def cells(wanted: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell]
                 if rounded != nbytes:
                     what = f"{name} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
                     notes.append(f"{op}: {nbytes} bytes are no whole number of {what}; {rounded} are measured")
-                found.append(CollectivesCell(op, name, rounded))
-    distinct = list(dict.fromkeys(found))
+                combinations.append(CollectivesCell(op, name, rounded))
+    distinct = list(dict.fromkeys(combinations))
     order = np.random.default_rng(wanted.seed).permutation(len(distinct))
     return [distinct[index] for index in order], notes
-
-
-SCHEMA: Final = "hpcdist.collectives"
-VERSION: Final = 1
-CONFIGURATIONS: Final = "configurations"
-OURS: Final = "hpcdist"
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
-_CHUNK: Final = 512
 
 
 @dataclass(frozen=True)
@@ -188,7 +211,7 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """One configuration and its raw samples; see `collectives_measure.Samples`.
+    """One configuration and its raw samples; see `hpcdist.bench.collectives.run.CellSamples`.
 
     ``reference`` is true for what is no collective but bounds one (a memcpy, the wire); ``slots`` buffers took turns.
     """
@@ -212,7 +235,7 @@ class CollectivesConfiguration:
 
 @dataclass(frozen=True)
 class CollectivesResults:
-    """A results file in memory."""
+    """Contents of a results file."""
 
     provenance: Mapping[str, Any]
     configurations: tuple[CollectivesConfiguration, ...]
@@ -235,19 +258,23 @@ def append(path: Path, configurations: Sequence[CollectivesConfiguration], prove
     """
     with _edited(path, provenance) as file:
         groups = file[CONFIGURATIONS]
-        for one in configurations:
-            if one.key.id in groups:
-                _extend(groups[one.key.id], one)
+        for configuration in configurations:
+            if configuration.key.id in groups:
+                _extend(groups[configuration.key.id], configuration)
             else:
-                _create(groups.create_group(one.key.id), one)
+                _create(groups.create_group(configuration.key.id), configuration)
 
 
-def _create(group: Any, one: CollectivesConfiguration) -> None:
-    attributes = {**asdict(one.key), **{name: getattr(one, name) for name in _OF_A_MEASUREMENT}}
+def _create(group: Any, configuration: CollectivesConfiguration) -> None:
+    attributes = {**asdict(configuration.key), **{name: getattr(configuration, name) for name in _OF_A_MEASUREMENT}}
     group.attrs.update({**attributes, "NX_class": "NXdata", "signal": "time_s", "axes": ["iteration", "rank"]})
-    iterations, ranks = one.time_s.shape
+    iterations, ranks = configuration.time_s.shape
     group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
-    columns = {"iteration": np.arange(iterations), "session": one.session, **{n: getattr(one, n) for n in _WIDE}}
+    columns = {
+        "iteration": np.arange(iterations),
+        "session": configuration.session,
+        **{n: getattr(configuration, n) for n in _WIDE},
+    }
     for name, values in columns.items():
         chunks = (_CHUNK,) if values.ndim == 1 else (_CHUNK, min(ranks, 64))
         dataset = group.create_dataset(
@@ -263,30 +290,20 @@ def _create(group: Any, one: CollectivesConfiguration) -> None:
         group[name].dims[1].attach_scale(group["rank"])
 
 
-_OF_A_MEASUREMENT: Final = ("reference", "slots", "verified", "wrong")
-_WIDE: Final = ("time_s", "start_s")
-_MEANINGS: Final = {
-    "iteration": ("1", "number of the iteration"),
-    "session": ("1", "number of the process that measured it"),
-    "time_s": ("s", "time from the barrier to the end of the call"),
-    "start_s": (
-        "s",
-        "begin after that of the first rank, which is the skew of the barrier; NaN without a common clock",
-    ),
-}
-
-
-def _extend(group: Any, one: CollectivesConfiguration) -> None:
+def _extend(group: Any, configuration: CollectivesConfiguration) -> None:
     before = group["time_s"].shape[0]
-    after = before + len(one.time_s)
+    after = before + len(configuration.time_s)
     first = int(group["session"][:].max(initial=-1)) + 1
-    for name, values in {"session": one.session + first, **{n: getattr(one, n) for n in _WIDE}}.items():
+    for name, values in {
+        "session": configuration.session + first,
+        **{n: getattr(configuration, n) for n in _WIDE},
+    }.items():
         group[name].resize(after, axis=0)
         group[name][before:] = values
     group["iteration"].resize(after, axis=0)
     group["iteration"][...] = np.arange(after)
-    group.attrs["verified"] = int(group.attrs["verified"]) + one.verified
-    group.attrs["wrong"] = str(group.attrs["wrong"]) or one.wrong
+    group.attrs["verified"] = int(group.attrs["verified"]) + configuration.verified
+    group.attrs["wrong"] = str(group.attrs["wrong"]) or configuration.wrong
 
 
 def read(path: Path) -> CollectivesResults:
@@ -294,10 +311,12 @@ def read(path: Path) -> CollectivesResults:
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
             provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
-            found = [_configuration(group) for group in file[CONFIGURATIONS].values()]
+            configurations = [_configuration(group) for group in file[CONFIGURATIONS].values()]
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-    return CollectivesResults(provenance, tuple(sorted(found, key=lambda one: _place(one.key))))
+    return CollectivesResults(
+        provenance, tuple(sorted(configurations, key=lambda configuration: _place(configuration.key)))
+    )
 
 
 def _place(key: ConfigurationKey) -> tuple[Any, ...]:
@@ -306,7 +325,7 @@ def _place(key: ConfigurationKey) -> tuple[Any, ...]:
 
 def _configuration(group: Any) -> CollectivesConfiguration:
     attributes = group.attrs
-    key = ConfigurationKey(**{one.name: _plain(attributes[one.name]) for one in fields(ConfigurationKey)})
+    key = ConfigurationKey(**{entry.name: _plain(attributes[entry.name]) for entry in fields(ConfigurationKey)})
     measured = {name: _plain(attributes[name]) for name in _OF_A_MEASUREMENT}
     return CollectivesConfiguration(key, **measured, **{name: group[name][...] for name in (*_WIDE, "session")})
 

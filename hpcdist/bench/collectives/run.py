@@ -16,8 +16,7 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.bench.collectives import contenders as collectives_contenders
-from hpcdist.bench.collectives import contenders as sides
+from hpcdist.bench.collectives import contenders
 from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
 from hpcdist.bench.collectives.results import (
     COLD,
@@ -40,6 +39,8 @@ from hpcdist.reporting.units import format_bytes
 MOST_ITERATIONS: Final = 5000
 _FIRST: Final = 3  # rounds before the first look at the clock
 _TAG: Final = 7001
+Say = Callable[[str], None]
+Keep = Callable[[Sequence[CollectivesConfiguration]], None]
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ class CellTiming:
     def __init__(
         self,
         comm: Communicator,
-        contenders: Sequence[CollectivesContender],
+        taking_part: Sequence[CollectivesContender],
         pools: dict[str, BufferPool],
         contents: BufferContents,
         check: bool,
     ) -> None:
-        self._comm, self._contenders = comm, contenders
-        used = {contender.buffers for contender in contenders}
+        self._comm, self._contenders = comm, taking_part
+        used = {contender.buffers for contender in taking_part}
         self._pools = {kind: pool for kind, pool in pools.items() if kind in used}
         self._contents, self._check = contents, check
         self._one_clock = comm.nodes().count == 1  # here, on every rank: the first call is collective
@@ -94,7 +95,7 @@ class CellTiming:
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
         collecting = gc.isenabled()
-        gc.disable()
+        gc.disable()  # a collection would fall into the time of one of the contenders
         try:
             self._rounds(limits.warmup, order)
             self._rows.clear()
@@ -113,7 +114,8 @@ class CellTiming:
         begin, count = time.perf_counter(), min(_FIRST, limits.least)
         while count:
             self._rounds(count, order)
-            # Rank 0 decides by its clock, refills and checks included.
+            # Rank 0 decides by its clock, refills and checks included: ranks that made different numbers of rounds
+            # would wait for each other forever. At most 4 times what was done, since the first rounds can mislead.
             done, spent_s = len(self._rows), time.perf_counter() - begin
             fits = int((limits.seconds - spent_s) / spent_s * done)
             count = self._comm.broadcast_object(min(max(fits, limits.least - done), MOST_ITERATIONS - done, 4 * done))
@@ -126,6 +128,7 @@ class CellTiming:
             for turn in turns:
                 contender = self._contenders[turn]
                 buffer, result = self._next(contender.buffers, int(turn))
+                # Behind the barrier nothing but the call: its skew is in the time, and in start_s where it can be seen.
                 self._comm.barrier()
                 begin = time.perf_counter()
                 contender.run(buffer, result)
@@ -143,16 +146,21 @@ class CellTiming:
         return pool.take(contender)
 
     def _verify(self, kind: str) -> None:
-        for index, one in enumerate(self._contenders):
-            if self._check and one.buffers == kind and one.expected is not None and index not in self._wrong:
+        for index, contender in enumerate(self._contenders):
+            if (
+                self._check
+                and contender.buffers == kind
+                and contender.expected is not None
+                and index not in self._wrong
+            ):
                 pool = self._pools[kind]
-                what = pool.first_wrong(self._contents, index, one.expected, in_result=one.in_result)
+                what = pool.first_wrong(self._contents, index, contender.expected, in_result=contender.in_result)
                 if what:
                     self._wrong[index] = what
 
     def _gather(self) -> list[CellSamples]:
         """Bring all times to rank 0. Collective."""
-        said = self._comm.allgather_object(self._wrong)
+        wrong_by_rank = self._comm.allgather_object(self._wrong)
         own = np.array(self._rows, np.float64)  # (rounds, begin and duration, contenders)
         if self._comm.rank > 0:
             self._comm.send(own.reshape(-1), 0, _TAG)
@@ -161,6 +169,7 @@ class CellTiming:
         ranks[0] = own
         for peer in range(1, self._comm.size):
             self._comm.recv(ranks[peer].reshape(-1), peer, _TAG)
+        # Monotonic clocks of one node are one clock, so begins can be compared; those of several nodes cannot.
         begin_s, time_s = ranks[:, :, 0], ranks[:, :, 1]  # (ranks, rounds, contenders)
         start_s = begin_s - begin_s.min(axis=0)
         if not self._one_clock:
@@ -169,19 +178,18 @@ class CellTiming:
             CellSamples(
                 np.ascontiguousarray(time_s[:, :, index].T),
                 np.ascontiguousarray(start_s[:, :, index].T),
-                _first_wrong(said, index),
+                _first_wrong(wrong_by_rank, index),
                 len(own) if self._check and contender.expected is not None else 0,
             )
             for index, contender in enumerate(self._contenders)
         ]
 
 
-def _first_wrong(said: Sequence[dict[int, str]], contender: int) -> str:
-    return next((f"rank {rank}: {wrong[contender]}" for rank, wrong in enumerate(said) if contender in wrong), "")
-
-
-Say = Callable[[str], None]
-Keep = Callable[[Sequence[CollectivesConfiguration]], None]
+def _first_wrong(wrong_by_rank: Sequence[dict[int, str]], contender: int) -> str:
+    """Return what was wrong first with a result of ``contender``, with the rank; "" for nothing."""
+    return next(
+        (f"rank {rank}: {wrong[contender]}" for rank, wrong in enumerate(wrong_by_rank) if contender in wrong), ""
+    )
 
 
 @dataclass(frozen=True)
@@ -200,88 +208,7 @@ class PoolMemory:
     def slots(self, nbytes: int) -> int:
         """Return how many buffers of ``nbytes`` take turns in a piece."""
         most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
-        return min(most, collectives_contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
-
-
-def run(
-    comm: Communicator,
-    wanted: CollectivesRequest,
-    mpi_library: str,
-    keep: Keep,
-    say: Say,
-    memory: PoolMemory | None = None,
-) -> None:
-    """Measure all that is ``wanted``; ``keep`` and ``say`` are called on rank 0. Collective over ``comm``.
-
-    Buffers lie in ``memory``, which several runs may share (`take`), or in some of this run. ``keep`` gets the
-    configurations of a cell when it is done. An algorithm that was named and does not run here raises
-    UsageError; one that was not named is left out, and ``say`` told why.
-    """
-    order, notes = cells(wanted, comm.size)
-    memory = memory or take_memory(comm, wanted, notes)
-    contents = {name: collectives_contenders.BufferContents(comm.size, dtype_of(name)) for name in wanted.dtypes}
-    said: set[str] = set()
-
-    def say_once(text: str) -> None:
-        if comm.rank == 0 and text not in said:
-            said.add(text)
-            say(text)
-
-    if comm.size == 1:
-        notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
-    for note in notes:
-        say_once(note)
-    limits, measured = CellLimits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.least), False
-    known = _Field(comm, wanted, memory.chosen, mpi_library, say_once)
-    for number, cell in enumerate(order):
-        pools = _pools(memory, cell)
-        taking_part = known.of(cell, pools, contents[cell.dtype])
-        if not taking_part:
-            continue
-        measured = True
-        timing = CellTiming(comm, taking_part, pools, contents[cell.dtype], wanted.check)
-        samples = timing.run(limits, (wanted.seed, number))
-        if comm.rank == 0:
-            pool = pools[ORDINARY]
-            cache = HOT if wanted.hot else COLD
-            keep(
-                [
-                    _configuration(comm, cell, one, found, pool.count, cache, mpi_library)
-                    for one, found in zip(taking_part, samples, strict=True)
-                ]
-            )
-    if not measured:
-        raise UsageError(
-            "no algorithm runs what was asked for here, for the reasons above; choose another --op or --dtype"
-        )
-
-
-def _configuration(
-    comm: Communicator,
-    cell: CollectivesCell,
-    one: CollectivesContender,
-    found: CellSamples,
-    slots: int,
-    cache: str,
-    mpi_library: str,
-) -> CollectivesConfiguration:
-    key = ConfigurationKey(
-        op=cell.op,
-        dtype=cell.dtype,
-        bytes=cell.bytes,
-        ranks=comm.size,
-        nodes=comm.nodes().count,
-        algorithm=one.algorithm,
-        buffers=one.buffers,
-        cache=cache,
-        implementation=OURS,
-        mpi_library=mpi_library,
-    )
-    session = np.zeros(len(found.time_s), np.int32)
-    is_reference = one.expected is None
-    return CollectivesConfiguration(
-        key, is_reference, slots, found.verified, found.wrong, found.time_s, found.start_s, session
-    )
+        return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
 def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]) -> PoolMemory:
@@ -290,14 +217,11 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
     ``notes`` gets what is to be said of it. Raises UsageError where there is too little.
     """
     kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
-    limit = (
-        int(collectives_contenders.MEMORY_SHARE * collectives_contenders.available_bytes())
-        // comm.nodes().intra.size
-        // (len(kinds) + 1)
-    )
-    cache = collectives_contenders.last_level_cache_bytes()
-    said = comm.allgather_object((limit, cache or collectives_contenders.UNKNOWN_CACHE_BYTES))
-    limit, cache_bytes = min(one for one, _ in said), max(one for _, one in said)
+    limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
+    # All ranks need the same number of slots: the least memory and the largest cache of all decide.
+    cache = contenders.last_level_cache_bytes()
+    of_ranks = comm.allgather_object((limit, cache or contenders.UNKNOWN_CACHE_BYTES))
+    limit, cache_bytes = min(value for value, _ in of_ranks), max(value for _, value in of_ranks)
     sizes = {cell.bytes for cell in cells(wanted, comm.size)[0]}  # of some operations, more than was asked for
     largest = max(sizes)
     if largest > limit:
@@ -305,11 +229,11 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
             f"a buffer of {format_bytes(largest)} does not fit: {format_bytes(limit)} are left for each kind of buffer "
             "of a rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
         )
-    counts = {nbytes: collectives_contenders.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
+    counts = {nbytes: contenders.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
-    pieces = {ORDINARY: np.empty(total, np.uint8)}  # filled before they are used
+    pieces = {ORDINARY: np.empty(total, np.uint8)}  # its pages are touched when it is filled, before it is used
     if SHARED in kinds:
         pieces[SHARED] = shared_memory.allocate(comm, total, np.dtype(np.uint8))
     result = np.empty(total, np.uint8)
@@ -317,16 +241,13 @@ def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]
     return PoolMemory(pieces, result, cache_bytes, wanted.hot)
 
 
-def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, collectives_contenders.BufferPool]:
+def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, BufferPool]:
     dtype, count = dtype_of(cell.dtype), memory.slots(cell.bytes)
-    return {
-        kind: collectives_contenders.BufferPool(piece, memory.result, cell.size, dtype, count)
-        for kind, piece in memory.pieces.items()
-    }
+    return {kind: BufferPool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()}
 
 
-class _Field:
-    """Finds who takes part in a cell; what "auto" stands for is found once for each dtype and kind of memory."""
+class _ContenderChoice:
+    """Choice of the contenders of each cell; "auto" is measured once for each dtype and kind of memory."""
 
     def __init__(
         self,
@@ -341,31 +262,112 @@ class _Field:
     def of(
         self,
         cell: CollectivesCell,
-        pools: dict[str, collectives_contenders.BufferPool],
-        contents: collectives_contenders.BufferContents,
+        pools: dict[str, BufferPool],
+        contents: BufferContents,
     ) -> list[CollectivesContender]:
         """Return the contenders, native first and references last; none where no algorithm runs. Collective."""
-        known = sides.algorithms(cell.op)
+        known = contenders.algorithms(cell.op)
         named = [name for name in self._wanted.algorithms if name in known]
-        found = []
-        for name in dict.fromkeys([sides.NATIVE, *(named if self._wanted.algorithms else known)]):
-            for kind in sides.kinds(name, cell.op, self._wanted.buffers):
-                chosen = self._auto(cell, kind) if name == sides.AUTO else ""
-                contender = sides.contender(self._comm, cell, name, kind, chosen)
+        runnable = []
+        for name in dict.fromkeys([contenders.NATIVE, *(named if self._wanted.algorithms else known)]):
+            for kind in contenders.kinds(name, cell.op, self._wanted.buffers):
+                chosen = self._auto(cell, kind) if name == contenders.AUTO else ""
+                contender = contenders.contender(self._comm, cell, name, kind, chosen)
                 contents.fill(pools[kind].buffer(0), self._comm.rank, 0)
-                reason = sides.refusal(self._comm, contender, pools[kind].buffer(0), pools[kind].result(0))
+                reason = contenders.refusal(self._comm, contender, pools[kind].buffer(0), pools[kind].result(0))
                 if not reason:
-                    found.append(contender)
+                    runnable.append(contender)
                 elif name in named:
                     raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
                 else:
                     self._say(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
-        return [*found, *sides.references(self._comm, cell)] if found else []
+        return [*runnable, *contenders.references(self._comm, cell)] if runnable else []
 
     def _auto(self, cell: CollectivesCell, kind: str) -> str:
         key = cell.dtype, kind
         if key not in self._chosen:
             dtype, most = dtype_of(cell.dtype), max(self._wanted.bytes)
-            self._chosen[key] = sides.chosen(self._comm, dtype, kind, most, self._library)
+            self._chosen[key] = contenders.chosen(self._comm, dtype, kind, most, self._library)
             self._say(f"auto is {self._chosen[key]} for {cell.dtype} in {kind} memory")
         return self._chosen[key].at(cell.bytes)
+
+
+def run(
+    comm: Communicator,
+    wanted: CollectivesRequest,
+    mpi_library: str,
+    keep: Keep,
+    say: Say,
+    memory: PoolMemory | None = None,
+) -> None:
+    """Measure all that is ``wanted``; ``keep`` and ``say`` are called on rank 0. Collective over ``comm``.
+
+    Buffers lie in ``memory``, which several runs may share (`take_memory`), or in some of this run. ``keep`` gets the
+    configurations of a cell when it is done. An algorithm that was named and does not run here raises
+    UsageError; one that was not named is left out, and ``say`` gets the reason.
+    """
+    order, notes = cells(wanted, comm.size)
+    memory = memory or take_memory(comm, wanted, notes)
+    contents = {name: BufferContents(comm.size, dtype_of(name)) for name in wanted.dtypes}
+    printed: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if comm.rank == 0 and text not in printed:
+            printed.add(text)
+            say(text)
+
+    if comm.size == 1:
+        notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
+    for note in notes:
+        say_once(note)
+    limits, measured = CellLimits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.least), False
+    choice = _ContenderChoice(comm, wanted, memory.chosen, mpi_library, say_once)
+    for number, cell in enumerate(order):
+        pools = _pools(memory, cell)
+        taking_part = choice.of(cell, pools, contents[cell.dtype])
+        if not taking_part:
+            continue
+        measured = True
+        timing = CellTiming(comm, taking_part, pools, contents[cell.dtype], wanted.check)
+        samples = timing.run(limits, (wanted.seed, number))
+        if comm.rank == 0:
+            pool = pools[ORDINARY]
+            cache = HOT if wanted.hot else COLD
+            keep(
+                [
+                    _configuration(comm, cell, contender, times, pool.count, cache, mpi_library)
+                    for contender, times in zip(taking_part, samples, strict=True)
+                ]
+            )
+    if not measured:
+        raise UsageError(
+            "no algorithm runs what was asked for here, for the reasons above; choose another --op or --dtype"
+        )
+
+
+def _configuration(
+    comm: Communicator,
+    cell: CollectivesCell,
+    contender: CollectivesContender,
+    samples: CellSamples,
+    slots: int,
+    cache: str,
+    mpi_library: str,
+) -> CollectivesConfiguration:
+    key = ConfigurationKey(
+        op=cell.op,
+        dtype=cell.dtype,
+        bytes=cell.bytes,
+        ranks=comm.size,
+        nodes=comm.nodes().count,
+        algorithm=contender.algorithm,
+        buffers=contender.buffers,
+        cache=cache,
+        implementation=OURS,
+        mpi_library=mpi_library,
+    )
+    session = np.zeros(len(samples.time_s), np.int32)
+    is_reference = contender.expected is None
+    return CollectivesConfiguration(
+        key, is_reference, slots, samples.verified, samples.wrong, samples.time_s, samples.start_s, session
+    )

@@ -1,4 +1,9 @@
-"""Report of a comparison of exchanges: a table as text and JSON, and curves of the loss over time.
+"""Request and report of a comparison of exchanges: contenders and scenarios; table, JSON, and losses over time.
+
+A contender is a set of recipe keys, one for every way in which replicas turn gradients into parameters; it is measured
+in a calm scenario and with stragglers. A contender that this version, or the number of ranks, refuses is left out, and
+the table says why. One contender in one scenario is one configuration of a sweep (`hpcdist.bench.sweep.definition`),
+whose name is the two.
 
 Workers may be at different steps, and finish them at different times. So the speed of a run is the mean over its
 workers, of each over its own steps without the first, which compiles: W workers that run together make as many steps,
@@ -28,6 +33,7 @@ _BEHIND: Final = {"communication.overlap": "thread"}
 
 
 def _of(strategy: str, **zero: Any) -> dict[str, Any]:
+    """Return the keys of a strategy, with keys of the section zero."""
     return {"parallel.strategy": strategy, **{f"zero.{key}": value for key, value in zero.items()}}
 
 
@@ -59,16 +65,16 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gossip, exponential": {**_of("gossip"), "decentralised.graph": "exponential"},
     "local SGD of 8": {**_of("local_sgd"), "decentralised.period": 8},
 }
-
-
 CALM: Final = "calm"
 STRAGGLERS: Final = "stragglers"
 _BETWEEN: Final = " | "
+CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "communication")
+SMOOTHED: Final = 0.1  # of the steps: what a loss is the mean of
 
 
 @dataclass(frozen=True)
 class ExchangeRequest:
-    """``contenders`` by name, on so many ``ranks``, with what is ``common`` to all; ``scenarios`` set the rest."""
+    """Request: ``contenders`` by name on ``ranks``, with keys ``common`` to all; ``scenarios`` set the rest."""
 
     ranks: int
     common: Mapping[str, Any]
@@ -81,15 +87,15 @@ def expand(wanted: ExchangeRequest, recipes: RecipeResolver) -> tuple[list[Sweep
     trials: list[SweepTrial] = []
     left_out: dict[str, str] = {}
     for contender, own in wanted.contenders.items():
-        found = []
+        scenario_trials = []
         try:
             for scenario, chaos in wanted.scenarios.items():
                 settings = {**wanted.common, **own, **chaos}
-                found.append(_trial(contender + _BETWEEN + scenario, wanted.ranks, settings, recipes))
+                scenario_trials.append(_trial(contender + _BETWEEN + scenario, wanted.ranks, settings, recipes))
         except HpcdistError as error:
             left_out[contender] = str(error)
         else:
-            trials += found
+            trials += scenario_trials
     return trials, left_out
 
 
@@ -160,10 +166,6 @@ def loss_at(times: np.ndarray, losses: np.ndarray, moment_s: float) -> float:
     return float(losses[made[-1]]) if made.size else float("nan")
 
 
-CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "communication")
-SMOOTHED: Final = 0.1  # of the steps: what a loss is the mean of
-
-
 @dataclass(frozen=True)
 class ExchangeRow:
     """A contender in a scenario; medians over its good repeats, None where nothing was measured, and then ``reason``.
@@ -213,30 +215,33 @@ class LossCurve:
         return cls(*loss_curve(repeat.samples["step_s"][:, who], loss, max(1, round(SMOOTHED * len(loss)))))
 
 
-def rows(found: SweepResults) -> list[ExchangeRow]:
+def rows(results: SweepResults) -> list[ExchangeRow]:
     """Return a row for each configuration of a comparison, scenario by scenario."""
-    configurations = [one for one in found.configurations if parts_of(one.name)[1]]
-    scenarios = dict.fromkeys(parts_of(one.name)[1] for one in configurations)
+    configurations = [configuration for configuration in results.configurations if parts_of(configuration.name)[1]]
+    scenarios = dict.fromkeys(parts_of(configuration.name)[1] for configuration in configurations)
     table = []
     for scenario in sorted(scenarios, key=lambda name: name != CALM):
-        members = [one for one in configurations if parts_of(one.name)[1] == scenario]
-        ends = [_median(curve.times_s[-1] for curve in _curves(one) if curve.times_s.size) for one in members]
+        members = [configuration for configuration in configurations if parts_of(configuration.name)[1] == scenario]
+        ends = [
+            _median(curve.times_s[-1] for curve in _curves(configuration) if curve.times_s.size)
+            for configuration in members
+        ]
         moment_s = min((end for end in ends if end is not None), default=None)
-        first = next((speed for one in members if (speed := _speed(one))), None)
-        table += [_row(one, moment_s, first) for one in members]
+        first = next((speed for configuration in members if (speed := _speed(configuration))), None)
+        table += [_row(configuration, moment_s, first) for configuration in members]
     return table
 
 
-def _good(one: SweepConfiguration) -> list[TrialRepeat]:
-    return [repeat for repeat in one.repeats if repeat.status == OK]
+def _good(configuration: SweepConfiguration) -> list[TrialRepeat]:
+    return [repeat for repeat in configuration.repeats if repeat.status == OK]
 
 
-def _curves(one: SweepConfiguration) -> list[LossCurve]:
-    return [LossCurve.of(repeat) for repeat in _good(one)]
+def _curves(configuration: SweepConfiguration) -> list[LossCurve]:
+    return [LossCurve.of(repeat) for repeat in _good(configuration)]
 
 
-def _speed(one: SweepConfiguration) -> float | None:
-    return _median(map(_steps_per_s, _good(one)))
+def _speed(configuration: SweepConfiguration) -> float | None:
+    return _median(map(_steps_per_s, _good(configuration)))
 
 
 def _steps_per_s(repeat: TrialRepeat) -> float:
@@ -244,18 +249,18 @@ def _steps_per_s(repeat: TrialRepeat) -> float:
     return steps_per_s(repeat.samples["step_s"][:, who])
 
 
-def _row(one: SweepConfiguration, moment_s: float | None, first: float | None) -> ExchangeRow:
-    good, curves, speed = _good(one), _curves(one), _speed(one)
-    base = report.rows(SweepResults({}, (one,)))[0]
+def _row(configuration: SweepConfiguration, moment_s: float | None, first: float | None) -> ExchangeRow:
+    good, curves, speed = _good(configuration), _curves(configuration), _speed(configuration)
+    base = report.rows(SweepResults({}, (configuration,)))[0]
     tokens = _median(float(repeat.samples["tokens"][1:].mean()) for repeat in good if len(repeat.samples["tokens"]) > 1)
     peaks = {kind: _most(good, f"peak_bytes.{kind}") for kind in CATEGORIES}
-    contender, scenario = parts_of(one.name)
+    contender, scenario = parts_of(configuration.name)
     at_time = [loss_at(curve.times_s, curve.losses, moment_s) for curve in curves if moment_s is not None]
-    failed = [repeat for repeat in one.repeats if repeat.status != OK]
+    failed = [repeat for repeat in configuration.repeats if repeat.status != OK]
     return ExchangeRow(
         contender=contender,
         scenario=scenario,
-        ranks=one.ranks,
+        ranks=configuration.ranks,
         ok=len(good),
         failed=len(failed),
         tokens_per_s=None if speed is None or tokens is None else speed * tokens,
@@ -269,7 +274,8 @@ def _row(one: SweepConfiguration, moment_s: float | None, first: float | None) -
         loss_at_steps=_median(float(curve.losses[-1]) for curve in curves if curve.losses.size),
         val_loss=base.val_loss,
         loss_at_time=_median(at_time),
-        refused=bool(failed) and all(repeat.exit_code in (CONFIGURATION, MISSING_CAPABILITY) for repeat in one.repeats),
+        refused=bool(failed)
+        and all(repeat.exit_code in (CONFIGURATION, MISSING_CAPABILITY) for repeat in configuration.repeats),
         reason=failed[-1].reason if failed else base.reasons.get("bytes_sent_per_step", ""),
     )
 
@@ -363,13 +369,17 @@ def jsonable(
     return {"provenance": dict(provenance), "rows": [asdict(row) for row in table], "left_out": dict(left_out)}
 
 
-def plot(found: SweepResults, file: Path) -> None:
+def plot(results: SweepResults, file: Path) -> None:
     """Draw the loss against time and against steps, a row of panels for each scenario, the first good repeat of each.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
     figures = check_plot(file)
-    curves = {one.name: known[0] for one in found.configurations if parts_of(one.name)[1] and (known := _curves(one))}
+    curves = {
+        configuration.name: known[0]
+        for configuration in results.configurations
+        if parts_of(configuration.name)[1] and (known := _curves(configuration))
+    }
     if not curves:
         raise UsageError("no trial has ended well, so there is nothing to plot")
     scenarios = sorted(dict.fromkeys(parts_of(name)[1] for name in curves), key=lambda name: name != CALM)

@@ -56,42 +56,42 @@ class PipelineRow:
     x_1f1b: float | None
 
 
-def rows(found: PipelineResults) -> list[PipelineRow]:
+def rows(results: PipelineResults) -> list[PipelineRow]:
     """Return a row for each case, by micro-batches and in the order of the schedules."""
-    first = {_group(one): _step_s(one) for one in found.cases if one.case.schedule == FIRST}
-    table = [_row(one, first.get(_group(one))) for one in found.cases]
+    first = {_group(measured): _step_s(measured) for measured in results.cases if measured.case.schedule == FIRST}
+    table = [_row(measured, first.get(_group(measured))) for measured in results.cases]
     return sorted(table, key=lambda row: (row.ranks, row.microbatches, CONTENDERS.index(row.schedule)))
 
 
-def _group(one: MeasuredCase) -> tuple[Any, ...]:
-    return one.case.ranks, one.case.microbatches, one.case.shape
+def _group(measured: MeasuredCase) -> tuple[Any, ...]:
+    return measured.case.ranks, measured.case.microbatches, measured.case.shape
 
 
-def _step_s(one: MeasuredCase) -> float:
-    return float(np.median(one.step_s.max(axis=1)))
+def _step_s(measured: MeasuredCase) -> float:
+    return float(np.median(measured.step_s.max(axis=1)))
 
 
-def longest(one: MeasuredCase) -> np.ndarray:
+def longest(measured: MeasuredCase) -> np.ndarray:
     """Return the rank with the longest span, for each step."""
-    found: np.ndarray = one.span_s.argmax(axis=1)
-    return found
+    ranks: np.ndarray = measured.span_s.argmax(axis=1)
+    return ranks
 
 
-def bubbles(one: MeasuredCase) -> np.ndarray:
+def bubbles(measured: MeasuredCase) -> np.ndarray:
     """Return the measured bubble of each step: what the rank with the longest span waits of it."""
-    at = np.arange(len(one.span_s)), longest(one)
-    found: np.ndarray = one.idle_s[at] / one.span_s[at]
-    return found
+    at = np.arange(len(measured.span_s)), longest(measured)
+    shares: np.ndarray = measured.idle_s[at] / measured.span_s[at]
+    return shares
 
 
-def _row(one: MeasuredCase, first_s: float | None) -> PipelineRow:
-    case, at = one.case, (np.arange(len(one.span_s)), longest(one))
-    slowest_s = one.step_s.max(axis=1)
-    rest_s = one.span_s[at] - one.busy_s[at] - one.idle_s[at]
-    counts = np.array([len(steps) for steps in one.operations])[at[1]]
-    x_ideal = float(np.median(one.ideal_s.max(axis=1) / case.ranks / slowest_s))
+def _row(measured: MeasuredCase, first_s: float | None) -> PipelineRow:
+    case, at = measured.case, (np.arange(len(measured.span_s)), longest(measured))
+    slowest_s = measured.step_s.max(axis=1)
+    rest_s = measured.span_s[at] - measured.busy_s[at] - measured.idle_s[at]
+    counts = np.array([len(steps) for steps in measured.operations])[at[1]]
+    x_ideal = float(np.median(measured.ideal_s.max(axis=1) / case.ranks / slowest_s))
     low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
-    units = [tuple(unit for chunk in one.placement.of(rank) for unit in chunk) for rank in range(case.ranks)]
+    units = [tuple(unit for chunk in measured.placement.of(rank) for unit in chunk) for rank in range(case.ranks)]
     return PipelineRow(
         schedule=case.schedule,
         microbatches=case.microbatches,
@@ -102,27 +102,31 @@ def _row(one: MeasuredCase, first_s: float | None) -> PipelineRow:
         step_s=median,
         quartiles_s=(low, high),
         tokens_per_s=case.microbatches * case.shape.samples * case.shape.context / median,
-        measured=float(np.median(bubbles(one))),
-        simulated=one.simulated,
-        replayed=float(np.median(one.replayed)),
+        measured=float(np.median(bubbles(measured))),
+        simulated=measured.simulated,
+        replayed=float(np.median(measured.replayed)),
         by_rank=tuple(
-            zip(np.median(one.idle_s / one.span_s, axis=0).tolist(), one.simulated_by_rank.tolist(), strict=True)
+            zip(
+                np.median(measured.idle_s / measured.span_s, axis=0).tolist(),
+                measured.simulated_by_rank.tolist(),
+                strict=True,
+            )
         ),
-        closed=one.closed,
-        overhead=float(np.median(rest_s / one.span_s[at])),
+        closed=measured.closed,
+        overhead=float(np.median(rest_s / measured.span_s[at])),
         operation_us=1e6 * float(np.median(rest_s / counts)),
-        receive_us=1e6 * _shortest_receive_s(one),
-        message_us=1e6 * one.message_s,
-        pass_s=tuple(tuple(one.unit_s[list(own)].sum(axis=0).tolist()) for own in units),
+        receive_us=1e6 * _shortest_receive_s(measured),
+        message_us=1e6 * measured.message_s,
+        pass_s=tuple(tuple(measured.unit_s[list(own)].sum(axis=0).tolist()) for own in units),
         x_ideal=x_ideal,
-        of_bound=x_ideal / (1.0 - one.simulated),
+        of_bound=x_ideal / (1.0 - measured.simulated),
         x_1f1b=None if first_s is None else first_s / median,
     )
 
 
-def _shortest_receive_s(one: MeasuredCase) -> float:
+def _shortest_receive_s(measured: MeasuredCase) -> float:
     taken = []
-    for steps, spans in zip(one.operations, one.spans_s, strict=True):
+    for steps, spans in zip(measured.operations, measured.spans_s, strict=True):
         at = [index for index, op in enumerate(steps) if op.kind in RECEIVES]
         taken += (spans[:, at, 1] - spans[:, at, 0]).ravel().tolist()
     return min(taken, default=0.0)
@@ -171,32 +175,39 @@ def text(table: Sequence[PipelineRow], left_out: Mapping[str, str]) -> str:
     return "\n".join(shown)
 
 
-def jsonable(found: PipelineResults, left_out: Mapping[str, str]) -> dict[str, Any]:
+def jsonable(results: PipelineResults, left_out: Mapping[str, str]) -> dict[str, Any]:
     """Return the report as JSON values; what there is not is null."""
-    table = [asdict(row) for row in rows(found)]
-    return {"provenance": dict(found.provenance), "rows": table, "left_out": dict(left_out)}
+    table = [asdict(row) for row in rows(results)]
+    return {"provenance": dict(results.provenance), "rows": table, "left_out": dict(left_out)}
 
 
-def plot(found: PipelineResults, file: Path) -> None:
+def plot(results: PipelineResults, file: Path) -> None:
     """Draw the bubble against the micro-batches: measured with quartiles, simulated, in closed form.
 
     Raises MissingCapabilityError without matplotlib, UsageError for no case, StorageError.
     """
     figures = check_plot(file)
-    names = [name for name in CONTENDERS if any(one.case.schedule == name for one in found.cases)]
+    names = [name for name in CONTENDERS if any(measured.case.schedule == name for measured in results.cases)]
     if not names:
         raise UsageError("nothing was measured, so there is nothing to plot")
     figure = figures.Figure(figsize=(2.6 * len(names) + 1, 4.2), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for number, (axis, name) in enumerate(zip(axes, names, strict=True)):
-        line = sorted((one for one in found.cases if one.case.schedule == name), key=lambda one: one.case.microbatches)
-        at = [one.case.microbatches for one in line]
-        low, middle, high = (np.array([np.percentile(100 * bubbles(one), q) for one in line]) for q in (25, 50, 75))
+        line = sorted(
+            (measured for measured in results.cases if measured.case.schedule == name),
+            key=lambda measured: measured.case.microbatches,
+        )
+        at = [measured.case.microbatches for measured in line]
+        low, middle, high = (
+            np.array([np.percentile(100 * bubbles(measured), q) for measured in line]) for q in (25, 50, 75)
+        )
         axis.errorbar(
             at, middle, yerr=[middle - low, high - middle], fmt="o", color="black", capsize=3, label="measured"
         )
-        axis.plot(at, [100 * one.simulated for one in line], "-", color="C0", label="simulated")
-        known = [(one.case.microbatches, 100 * one.closed) for one in line if one.closed is not None]
+        axis.plot(at, [100 * measured.simulated for measured in line], "-", color="C0", label="simulated")
+        known = [
+            (measured.case.microbatches, 100 * measured.closed) for measured in line if measured.closed is not None
+        ]
         if known:
             axis.plot(*zip(*known, strict=True), "--", color="C1", label="closed form")
         axis.set_title(name, fontsize=10)
@@ -214,30 +225,31 @@ def plot(found: PipelineResults, file: Path) -> None:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def panels(found: PipelineResults) -> list[TimelinePanel]:
+def panels(results: PipelineResults) -> list[TimelinePanel]:
     """Return the step of median length of each schedule, at its fewest micro-batches, as it was measured (local)."""
     shown = []
     for name in CONTENDERS:
-        of = [one for one in found.cases if one.case.schedule == name]
+        of = [measured for measured in results.cases if measured.case.schedule == name]
         if of:
-            shown.append(_panel(min(of, key=lambda one: one.case.microbatches)))
+            shown.append(_panel(min(of, key=lambda measured: measured.case.microbatches)))
     return shown
 
 
-def _panel(one: MeasuredCase) -> TimelinePanel:
-    step = int(np.argsort(one.step_s.max(axis=1))[len(one.step_s) // 2])
-    chunk_of = {unit: number for number, chunk in enumerate(one.placement.chunks) for unit in chunk}
-    found: list[PassBar] = []
-    first_s = min(float(spans[step, :, 0].min()) for spans in one.spans_s)
-    for rank, (steps, spans) in enumerate(zip(one.operations, one.spans_s, strict=True)):
-        own = [number for number, owner in enumerate(one.placement.ranks) if owner == rank]
+def _panel(measured: MeasuredCase) -> TimelinePanel:
+    step = int(np.argsort(measured.step_s.max(axis=1))[len(measured.step_s) // 2])
+    chunk_of = {unit: number for number, chunk in enumerate(measured.placement.chunks) for unit in chunk}
+    bars: list[PassBar] = []
+    first_s = min(float(spans[step, :, 0].min()) for spans in measured.spans_s)
+    for rank, (steps, spans) in enumerate(zip(measured.operations, measured.spans_s, strict=True)):
+        own = [number for number, owner in enumerate(measured.placement.ranks) if owner == rank]
         for op, (begin_s, end_s) in zip(steps, (spans[step] - first_s).tolist(), strict=True):
             if op.kind in COMPUTE:
                 chunk = chunk_of[op.unit]
                 what = rank, AGAIN if op.recompute else PASSES[op.kind], op.microbatch, chunk, own.index(chunk)
-                if found and found[-1].what == what:  # the next unit of the chunk
-                    found[-1] = replace(found[-1], end_s=end_s)
+                if bars and bars[-1].what == what:  # the next unit of the chunk
+                    bars[-1] = replace(bars[-1], end_s=end_s)
                 else:
-                    found.append(PassBar(*what, begin_s, end_s))
-    title = f"{one.case.schedule}, {one.case.microbatches} micro-batches, measured bubble {bubbles(one)[step]:.1%}"
-    return TimelinePanel(title, one.case.ranks, one.case.chunks, found)
+                    bars.append(PassBar(*what, begin_s, end_s))
+    bubble = bubbles(measured)[step]
+    title = f"{measured.case.schedule}, {measured.case.microbatches} micro-batches, measured bubble {bubble:.1%}"
+    return TimelinePanel(title, measured.case.ranks, measured.case.chunks, bars)

@@ -1,4 +1,7 @@
-"""Results file of a benchmark of pipelines: HDF5, with the time of every operation of every step.
+"""Request and results file of a benchmark of pipelines: schedules, micro-batches, model; every operation's time.
+
+`cases` are the schedules and numbers of micro-batches to measure. The file is HDF5, with the time of every operation of
+every step:
 
     /                            provenance
     /cases/<id>                  schedule, microbatches, ranks, chunks, shape of the model; simulated, closed, message_s
@@ -30,11 +33,23 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_sched
 from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
 CONTENDERS: Final = tuple(name for name, schedule in SCHEDULES.items() if schedule.pipelines)
+SCHEMA: Final = "hpcdist.pipeline"
+VERSION: Final = 1
+CASES: Final = "cases"
+_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+_WIDE: Final = {
+    "step_s": "from a barrier to the end of the step",
+    "ideal_s": "the same for the whole model on this rank alone, while the others do the same",
+    "span_s": "from the first pass to the end of the last",
+    "busy_s": "forward and backward passes",
+    "idle_s": "receives within the span",
+}
+_FIGURES: Final = ("simulated", "simulated_makespan", "closed", "message_s")
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """A gpt, and the samples of a micro-batch; a step has as many of them as it has micro-batches."""
+    """Shape of a gpt, and the samples of a micro-batch; a step has as many of them as it has micro-batches."""
 
     layers: int
     hidden: int
@@ -81,7 +96,7 @@ class PipelineRequest:
 
 def cases(wanted: PipelineRequest) -> tuple[list[PipelineCase], dict[str, str]]:
     """Return the cases by number of micro-batches, and why others are left out (local)."""
-    found, left_out = [], {}
+    possible, left_out = [], {}
     units = wanted.shape.layers + 2
     for microbatches in wanted.microbatches:
         for name in wanted.schedules:
@@ -97,8 +112,8 @@ def cases(wanted: PipelineRequest) -> tuple[list[PipelineCase], dict[str, str]]:
             except ConfigurationError as error:
                 left_out[f"{name}, {microbatches} micro-batches"] = str(error)
             else:
-                found.append(PipelineCase(name, microbatches, wanted.ranks, chunks, wanted.shape))
-    return found, left_out
+                possible.append(PipelineCase(name, microbatches, wanted.ranks, chunks, wanted.shape))
+    return possible, left_out
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
@@ -109,15 +124,9 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in CONTENDERS if not names or name in names)
 
 
-SCHEMA: Final = "hpcdist.pipeline"
-VERSION: Final = 1
-CASES: Final = "cases"
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
-
-
 @dataclass(frozen=True)
 class MeasuredCase:
-    """A case; arrays are (step, rank). ``spans_s``, by rank, are (step, operation, begin and end).
+    """Measurements of a case; arrays are (step, rank). ``spans_s``, by rank, are (step, operation, begin and end).
 
     ``ideal_s`` is a step of the same work on each rank alone. A span is from the first to the last pass of a rank; of
     it ``busy_s`` is computing and ``idle_s`` waiting in receives. ``unit_s`` are the seconds that the simulator was fed
@@ -143,64 +152,54 @@ class MeasuredCase:
     message_s: float
 
 
-_WIDE: Final = {
-    "step_s": "from a barrier to the end of the step",
-    "ideal_s": "the same for the whole model on this rank alone, while the others do the same",
-    "span_s": "from the first pass to the end of the last",
-    "busy_s": "forward and backward passes",
-    "idle_s": "receives within the span",
-}
-_FIGURES: Final = ("simulated", "simulated_makespan", "closed", "message_s")
-
-
-def append(path: Path, found: Sequence[MeasuredCase], provenance: Mapping[str, Any]) -> None:
-    """Put ``found`` into the file at ``path``, made with ``provenance`` when missing. Raises StorageError."""
+def append(path: Path, cases: Sequence[MeasuredCase], provenance: Mapping[str, Any]) -> None:
+    """Put ``cases`` into the file at ``path``, made with ``provenance`` when missing. Raises StorageError."""
     new = not path.exists()
     with files.edit(path, SCHEMA, VERSION) as file:
         if new:
             file.attrs.update({**provenance, "NX_class": "NXroot"})
             file.create_group(CASES).attrs["NX_class"] = "NXentry"
-        for one in found:
-            if one.case.id in file[CASES]:
-                del file[CASES][one.case.id]
-            _write(file[CASES].create_group(one.case.id), one)
+        for case in cases:
+            if case.case.id in file[CASES]:
+                del file[CASES][case.case.id]
+            _write(file[CASES].create_group(case.case.id), case)
 
 
-def _write(group: Any, one: MeasuredCase) -> None:
-    case = asdict(one.case)
+def _write(group: Any, measured: MeasuredCase) -> None:
+    case = asdict(measured.case)
     group.attrs.update({**{name: value for name, value in case.items() if name != "shape"}, **case["shape"]})
-    group.attrs.update({name: math.nan if (value := getattr(one, name)) is None else value for name in _FIGURES})
+    group.attrs.update({name: math.nan if (value := getattr(measured, name)) is None else value for name in _FIGURES})
     group.attrs.update({"NX_class": "NXdata", "signal": "step_s", "axes": ["step", "rank"]})
-    steps, ranks = one.step_s.shape
-    for name, count in (("step", steps), ("rank", ranks), ("unit", len(one.unit_s))):
+    steps, ranks = measured.step_s.shape
+    for name, count in (("step", steps), ("rank", ranks), ("unit", len(measured.unit_s))):
         group.create_dataset(name, data=np.arange(count)).make_scale(name)
     for name, meaning in _WIDE.items():
-        dataset = group.create_dataset(name, data=getattr(one, name))
+        dataset = group.create_dataset(name, data=getattr(measured, name))
         dataset.attrs.update({"units": "s", "long_name": meaning})
         for dim, scale in zip(dataset.dims, ("step", "rank"), strict=True):
             dim.attach_scale(group[scale])
-    replayed = group.create_dataset("replayed", data=one.replayed)
+    replayed = group.create_dataset("replayed", data=measured.replayed)
     replayed.attrs.update({"units": "1", "long_name": "bubble simulated with the times of each pass of this step"})
-    by_rank = group.create_dataset("simulated_by_rank", data=one.simulated_by_rank)
+    by_rank = group.create_dataset("simulated_by_rank", data=measured.simulated_by_rank)
     by_rank.attrs.update({"units": "1", "long_name": "simulated bubble of the span of each rank"})
     by_rank.dims[0].attach_scale(group["rank"])
-    group.create_dataset("unit_s", data=one.unit_s).attrs.update(
+    group.create_dataset("unit_s", data=measured.unit_s).attrs.update(
         {"units": "s", "long_name": "forward, backward, gradient of the input, gradients of the weights"}
     )
-    group.create_dataset("units_of_chunk", data=[len(chunk) for chunk in one.placement.chunks])
-    group.create_dataset("rank_of_chunk", data=one.placement.ranks)
-    for rank, steps_of_rank in enumerate(one.operations):
+    group.create_dataset("units_of_chunk", data=[len(chunk) for chunk in measured.placement.chunks])
+    group.create_dataset("rank_of_chunk", data=measured.placement.ranks)
+    for rank, steps_of_rank in enumerate(measured.operations):
         own = group.create_group(f"rank-{rank}")
         own.create_dataset("kind", data=[op.kind.value for op in steps_of_rank])
         for name in ("microbatch", "unit"):
             own.create_dataset(name, data=[getattr(op, name) for op in steps_of_rank])
-        spans = own.create_dataset("span_s", data=one.spans_s[rank], compression="gzip", shuffle=True)
+        spans = own.create_dataset("span_s", data=measured.spans_s[rank], compression="gzip", shuffle=True)
         spans.attrs.update({"units": "s", "long_name": "begin and end, from the first rank's barrier on"})
 
 
 @dataclass(frozen=True)
 class PipelineResults:
-    """A results file in memory; cases by number of micro-batches, then in the order in which they were measured."""
+    """Contents of a results file; cases by number of micro-batches, then in the order in which they were measured."""
 
     provenance: Mapping[str, Any]
     cases: tuple[MeasuredCase, ...]
@@ -211,10 +210,12 @@ def read(path: Path) -> PipelineResults:
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
             provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
-            found = [_read(group) for group in file[CASES].values()]
+            cases = [_read(group) for group in file[CASES].values()]
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-    return PipelineResults(provenance, tuple(sorted(found, key=lambda one: (one.case.microbatches, one.case.schedule))))
+    return PipelineResults(
+        provenance, tuple(sorted(cases, key=lambda measured: (measured.case.microbatches, measured.case.schedule)))
+    )
 
 
 def _read(group: Any) -> MeasuredCase:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -35,10 +35,10 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
-from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
@@ -46,23 +46,22 @@ from hpcdist.strategies.schedule.simulate import lists
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
 from hpcdist.strategies.schedule.simulate.program import LinkCost, Program, StepCosts
+from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 _TAG = 7002
 
 
-class TimedExecutor(Executor):
-    """An executor that keeps when each operation of the last step began and ended, by `time.perf_counter`."""
+class OperationTimer(StepObserver):
+    """Observer that keeps when each operation of the last step began and ended, by `time.perf_counter`."""
 
-    def __init__(self, *of_executor: Any, **settings: Any) -> None:
-        super().__init__(*of_executor, **settings)
+    def __init__(self, exchange: Exchange) -> None:
+        self._array = exchange.parameters.array
         self.timed: list[tuple[float, float]] = []
-        for kind, handler in list(self._handlers.items()):
-            self._handlers[kind] = self._timed(handler, on_device=kind in COMPUTE)
 
-    def _timed(self, handler: Callable[[Operation], None], *, on_device: bool) -> Callable[[Operation], None]:
+    def around(self, kind: Kind, handler: Handler) -> Handler:
         """Return ``handler`` with a look at the clock before and behind; what a GPU computes is waited for."""
-        clock, array = time.perf_counter, self.exchange.parameters.array
+        clock, array, on_device = time.perf_counter, self._array, kind in COMPUTE
 
         def timed(op: Operation) -> None:
             begin_s = clock()
@@ -85,14 +84,14 @@ class PipelineSample:
 
 
 class PipelineRun:
-    """A model in training. Building one is collective over ``comm``, its pipeline."""
+    """Model in training on the pipeline of ``comm``. Building one is collective."""
 
     def __init__(
         self, comm: Communicator, model: Model, schedule: str, microbatches: int, placement: StagePlacement
     ) -> None:
         self._microbatches, self._steps = microbatches, 0
         self.placement = placement
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=solo(),
             pipeline=comm,
@@ -101,13 +100,12 @@ class PipelineRun:
             total_steps=1000,
             placement=placement,
         )
-        exchange = AllreduceExchange(seat)
-        executor = build_executor(seat, exchange, TimedExecutor)
-        assert isinstance(executor, TimedExecutor)
-        self.executor = executor
+        exchange = AllreduceExchange(context)
+        self._timer = OperationTimer(exchange)
+        self.executor = executor = build_executor(context, exchange, observers=(self._timer,))
         chunks = len(placement.chunks) // comm.size if schedule == "interleaved" else 1
         parallel = ParallelConfig(pipeline=comm.size, schedule=schedule, microbatches=microbatches, chunks=chunks)
-        self.operations = operations(seat, exchange, executor.copies, parallel)
+        self.operations = operations(context, exchange, executor.copies, parallel)
         initial = FlatStore(model.layout, model.dtype)
         model.initialise(initial, seed=1)
         exchange.load_initial(initial)
@@ -120,12 +118,12 @@ class PipelineRun:
         """
         batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
         self._steps += 1
-        self.executor.timed.clear()
+        self._timer.timed.clear()
         together.barrier()
         begin_s = time.perf_counter()
         done = self.executor.run(self.operations, batches, tokens.shape[0] * tokens.shape[1], self._steps, np.zeros(1))
         end_s = time.perf_counter()
-        return PipelineSample(begin_s, end_s - begin_s, np.array(self.executor.timed), done.loss)
+        return PipelineSample(begin_s, end_s - begin_s, np.array(self._timer.timed), done.loss)
 
 
 def build_model(shape: PipelineShape) -> Model:
@@ -135,7 +133,7 @@ def build_model(shape: PipelineShape) -> Model:
 
 
 def unit_seconds(comm: Communicator, shape: PipelineShape) -> tuple[PassSeconds, ...]:
-    """Return what each unit takes for a micro-batch, measured on all ranks at once. Collective."""
+    """Return the seconds of each unit for a micro-batch, measured on all ranks at once. Collective."""
     model = build_model(shape)
     comm.barrier()
     return agree(comm, measure(model, shape.samples))
@@ -146,7 +144,7 @@ def place_units(case: PipelineCase, seconds: Sequence[PassSeconds]) -> StagePlac
     row = SCHEDULES[case.schedule]
     count = case.ranks * case.chunks
     empty = row.place([range(unit, unit + 1) for unit in range(count)], case.ranks)
-    whole = [one.forward + (one.input + one.weight if row.splits else one.backward) for one in seconds]
+    whole = [unit_s.forward + (unit_s.input + unit_s.weight if row.splits else unit_s.backward) for unit_s in seconds]
     cut = partition(whole, empty.ranks, StageDevices.alike(case.ranks), None)
     assert cut is not None, "there are no limits of memory"
     return row.place(cut.chunks, case.ranks)
@@ -169,8 +167,8 @@ def message_s(comm: Communicator, shape: PipelineShape, turns: int = 100) -> flo
             comm.recv(values, 0, _TAG)
             comm.send(values, 0, _TAG)
         taken.append((time.perf_counter() - begin_s) / 2)
-    found: float = comm.broadcast_object(float(np.percentile(taken, 10)))
-    return found
+    seconds: float = comm.broadcast_object(float(np.percentile(taken, 10)))
+    return seconds
 
 
 Say = Callable[[str], None]
@@ -191,9 +189,9 @@ def run(comm: Communicator, wanted: PipelineRequest, done: Sequence[str], keep: 
         if comm.rank == 0:
             say(f"{microbatches} micro-batches: {', '.join(case.schedule for case in together)}")
         with _collected():
-            found = _measure(comm, wanted, together, seconds, link_s)
+            measured = _measure(comm, wanted, together, seconds, link_s)
         if comm.rank == 0:
-            keep(found)
+            keep(measured)
 
 
 @contextmanager
@@ -234,7 +232,7 @@ def _measure(
     ]
     every = [alone, *crews]
     draw, order = np.random.default_rng([wanted.seed, 1]), np.random.default_rng([wanted.seed, 2])
-    kept: list[list[PipelineSample]] = [[] for _ in every]
+    recorded: list[list[PipelineSample]] = [[] for _ in every]
     shape = wanted.shape
     for number in range(wanted.warmup + wanted.steps):
         size = (microbatches, shape.samples, shape.context + 1)
@@ -243,15 +241,15 @@ def _measure(
         _check_losses([taken[turn].loss for turn in range(len(every))], ["one rank", *(c.schedule for c in together)])
         for turn, sample in taken.items():
             if number >= wanted.warmup:
-                kept[turn].append(sample)
+                recorded[turn].append(sample)
     one_clock = comm.nodes().count == 1
-    ideal_s = np.array(comm.allgather_object([sample.step_s for sample in kept[0]])).T  # (steps, ranks)
-    found = []
-    for case, at, crew, samples in zip(together, places, crews, kept[1:], strict=True):
+    ideal_s = np.array(comm.allgather_object([sample.step_s for sample in recorded[0]])).T  # (steps, ranks)
+    measured = []
+    for case, at, crew, samples in zip(together, places, crews, recorded[1:], strict=True):
         raw = _Raw(*map(list, zip(*comm.allgather_object((crew.operations, samples)), strict=True)))
         if comm.rank == 0:
-            found.append(_measured(case, at, raw, ideal_s, message_s, one_clock=one_clock))
-    return found
+            measured.append(_measured(case, at, raw, ideal_s, message_s, one_clock=one_clock))
+    return measured
 
 
 def _check_losses(losses: Sequence[float], names: Sequence[str]) -> None:
@@ -265,31 +263,31 @@ def _check_losses(losses: Sequence[float], names: Sequence[str]) -> None:
 def _measured(
     case: PipelineCase, placement: StagePlacement, raw: _Raw, ideal_s: np.ndarray, message_s: float, *, one_clock: bool
 ) -> MeasuredCase:
-    """Return all that is told of a case (local)."""
+    """Return the measurements of a case (local)."""
     costs = _costs(placement, raw, message_s)
     program = lists.program(raw.steps, placement, costs)
     timeline = simulate_timeline.StepTimeline(program, programs.run(program))
     count = len(raw.samples[0])
     shares = np.array(
         [
-            [_shares(steps, one[step]) for steps, one in zip(raw.steps, raw.samples, strict=True)]
+            [_shares(steps, of_rank[step]) for steps, of_rank in zip(raw.steps, raw.samples, strict=True)]
             for step in range(count)
         ]
     )
     span_s, busy_s, idle_s = (shares[:, :, part] for part in range(3))  # (steps, ranks)
-    begins_s = np.array([[one[step].begin_s for one in raw.samples] for step in range(count)])
+    begins_s = np.array([[of_rank[step].begin_s for of_rank in raw.samples] for step in range(count)])
     first_s = np.broadcast_to(begins_s.min(axis=1, keepdims=True) if one_clock else begins_s, begins_s.shape)
     return MeasuredCase(
         case=case,
         placement=placement,
         operations=raw.steps,
-        step_s=np.array([[one[step].step_s for one in raw.samples] for step in range(count)]),
+        step_s=np.array([[of_rank[step].step_s for of_rank in raw.samples] for step in range(count)]),
         ideal_s=ideal_s,
         span_s=span_s,
         busy_s=busy_s,
         idle_s=idle_s,
         spans_s=[
-            np.array([one.spans_s for one in samples]) - first_s[:, [rank], None]
+            np.array([sample.spans_s for sample in samples]) - first_s[:, [rank], None]
             for rank, samples in enumerate(raw.samples)
         ],
         replayed=np.array([_replayed(program, raw, step) for step in range(count)]),
@@ -314,14 +312,14 @@ def _shares(steps: Sequence[Operation], sample: PipelineSample) -> tuple[float, 
 
 def _costs(placement: StagePlacement, raw: _Raw, message_s: float) -> StepCosts:
     """Return the seconds of each unit: of a step the mean over its micro-batches, of these the median."""
-    found = np.zeros((len(_KINDS), placement.units.stop))
+    unit_s = np.zeros((len(_KINDS), placement.units.stop))
     for steps, samples in zip(raw.steps, raw.samples, strict=True):
-        took_s = np.array([one.spans_s[:, 1] - one.spans_s[:, 0] for one in samples])  # (steps, operations)
+        took_s = np.array([sample.spans_s[:, 1] - sample.spans_s[:, 0] for sample in samples])  # (steps, operations)
         for number, kind in enumerate(_KINDS):
             for unit in {op.unit for op in steps if op.kind is kind}:
                 at = [index for index, op in enumerate(steps) if (op.kind, op.unit) == (kind, unit)]
-                found[number, unit] = np.median(took_s[:, at].mean(axis=1))
-    forward_s, backward_s, input_s, weight_s = found.tolist()
+                unit_s[number, unit] = np.median(took_s[:, at].mean(axis=1))
+    forward_s, backward_s, input_s, weight_s = unit_s.tolist()
     return StepCosts(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -333,13 +331,13 @@ def _costs(placement: StagePlacement, raw: _Raw, message_s: float) -> StepCosts:
 
 def _replayed(program: Program, raw: _Raw, step: int) -> float:
     """Return the bubble that the simulator finds with the times of this step's own passes."""
-    took_s = np.concatenate([one[step].spans_s[:, 1] - one[step].spans_s[:, 0] for one in raw.samples])
+    took_s = np.concatenate([of_rank[step].spans_s[:, 1] - of_rank[step].spans_s[:, 0] for of_rank in raw.samples])
     again = replace(program, seconds=np.where(program.work >= 0, took_s, 0.0))
     return simulate_timeline.StepTimeline(again, programs.run(again)).bubble
 
 
 def _closed(case: PipelineCase, costs: StepCosts) -> float | None:
-    """Return the closed form for stages that are as the mean of these."""
+    """Return the bubble in closed form, for stages that are alike: with the mean of these costs."""
     forward_s, joint_s, input_s, weight_s = (
         sum(row) for row in (costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s)
     )

@@ -1,8 +1,12 @@
-"""Pareto front of time and energy: configurations with intervals, and the choice of an objective. Pure.
+"""Trials of a power sweep, and the Pareto front of their times and energies. Pure.
 
-A configuration was measured in some repeats; each repeat gives the seconds and the joules of a token. Its estimate is
-the geometric mean over its repeats. Two configurations are compared in the repeats that both have, so that what
-drifts from repeat to repeat affects both alike: the mean of the logarithms of their ratios, with Student's 95 %
+**Trials** (`expand`, `plan`) vary power limits, clocks and recipe keys: each is a recipe on a number of ranks and
+threads, under limits or with the devices as found. Its energy and time (`figures`) are those of the training alone,
+without checkpoints and validation, over the same window; the first step, which compiles and connects, is in both.
+
+**Front.** A configuration was measured in some repeats; each repeat gives the seconds and the joules of a token. Its
+estimate is the geometric mean over its repeats. Two configurations are compared in the repeats that both have, so that
+what drifts from repeat to repeat affects both alike: the mean of the logarithms of their ratios, with Student's 95 %
 interval (which takes them to be normal). One repeat has no interval, and then no difference is certain.
 
 A configuration is on the Pareto front when no other is as good in time and in energy, and better in one of the two.
@@ -64,22 +68,22 @@ def limits_of(trial: SweepTrial) -> tuple[float | None, float | None]:
 
 def expand(axes: PowerAxes, resolve: Resolve) -> list[SweepTrial]:
     """Return the trials. Raises ConfigurationError for one that cannot be trained, and for two that are the same."""
-    found: dict[str, SweepTrial] = {}
+    trials: dict[str, SweepTrial] = {}
     keys = [dict(zip(axes.keys, values, strict=True)) for values in itertools.product(*axes.keys.values())]
     for ranks, threads, settings in itertools.product(axes.ranks, axes.threads or (None,), keys):
         text = resolve(settings, ranks)
         for limit_w, clock_mhz in axes.caps:
-            said = {THREADS: threads, LIMIT: limit_w, CLOCK: clock_mhz}
-            known = {name: value for name, value in said.items() if value is not None}
+            limits = {THREADS: threads, LIMIT: limit_w, CLOCK: clock_mhz}
+            known = {name: value for name, value in limits.items() if value is not None}
             words = repr((ranks, sorted(known.items()), text))
             digest = hashlib.blake2b(words.encode(), digest_size=6).hexdigest()
             name = _name(axes, settings, threads, limit_w, clock_mhz)
-            if digest in found:
+            if digest in trials:
                 raise ConfigurationError(
-                    f"{found[digest].name!r} and {name!r} on {ranks} ranks are the same; leave one of the values out"
+                    f"{trials[digest].name!r} and {name!r} on {ranks} ranks are the same; leave one of the values out"
                 )
-            found[digest] = SweepTrial(digest, name, ranks, {**settings, **known}, text)
-    return list(found.values())
+            trials[digest] = SweepTrial(digest, name, ranks, {**settings, **known}, text)
+    return list(trials.values())
 
 
 def _name(
@@ -110,8 +114,8 @@ def plan(trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: b
         order = np.random.Generator(np.random.Philox(key=[seed, repeat // 2])).permutation(len(trials))
         for position in map(int, order if repeat % 2 == 0 else order[::-1]):
             status = known.get((trials[position].id, repeat), "")
-            kept = "" if status == FAILED and retry_failed else status
-            items.append(SeriesItem(trials[position], position, repeat, kept))
+            known_status = "" if status == FAILED and retry_failed else status
+            items.append(SeriesItem(trials[position], position, repeat, known_status))
     return items
 
 
@@ -126,8 +130,8 @@ def figures(outcome: TrialOutcome) -> dict[str, float | str | None]:
     tokens = float(np.sum(outcome.samples["tokens"].values)) if "tokens" in outcome.samples else 0.0
     reason = ""
     if joules is None:
-        said = summary.get("energy_reason_by_phase", {}).get(TRAINING) or summary.get("energy_reason")
-        reason = str(said or "the run did not measure it")
+        why = summary.get("energy_reason_by_phase", {}).get(TRAINING) or summary.get("energy_reason")
+        reason = str(why or "the run did not measure it")
     kinds = summary.get("energy_j_by_kind", {})
     per_token = tokens if tokens > 0 else None
     return {
@@ -177,7 +181,7 @@ _NORMAL: Final = 1.960
 
 @dataclass(frozen=True)
 class EstimateInterval:
-    """An estimate with its 95 % interval; ``low`` and ``high`` are NaN where one repeat says nothing of the next."""
+    """Estimate with its 95 % interval; ``low`` and ``high`` are NaN where one repeat says nothing of the next."""
 
     value: float
     low: float
@@ -185,7 +189,7 @@ class EstimateInterval:
 
     @property
     def is_sure(self) -> bool:
-        """Of a ratio: whether it is not 1 by noise."""
+        """Whether a ratio differs from 1 beyond the noise."""
         return self.high < 1.0 or self.low > 1.0
 
 
@@ -201,7 +205,7 @@ class ParetoCandidate:
     capped: bool = False
 
     def objective(self, name: str) -> dict[int, float]:
-        """Return the logarithm of what is to be small, by repeat."""
+        """Return the logarithm of an objective, by repeat."""
         return {repeat: _log(name, *both) for repeat, both in self.repeats.items()}
 
     def mean(self, name: str) -> float:
@@ -225,25 +229,25 @@ def estimate(logarithms: Sequence[float]) -> EstimateInterval:
     return EstimateInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def ratio(one: ParetoCandidate, other: ParetoCandidate, objective: str) -> EstimateInterval:
-    """Return an objective of ``one`` over that of ``other``: in the repeats that both have, else that of the means."""
-    first, second = one.objective(objective), other.objective(objective)
+def ratio(candidate: ParetoCandidate, other: ParetoCandidate, objective: str) -> EstimateInterval:
+    """Return an objective of ``candidate`` over that of ``other``: of the repeats that both have, else of the means."""
+    first, second = candidate.objective(objective), other.objective(objective)
     both = sorted(first.keys() & second.keys())
     if not both:
-        return EstimateInterval(math.exp(one.mean(objective) - other.mean(objective)), math.nan, math.nan)
+        return EstimateInterval(math.exp(candidate.mean(objective) - other.mean(objective)), math.nan, math.nan)
     return estimate([first[repeat] - second[repeat] for repeat in both])
 
 
-def dominates(one: ParetoCandidate, other: ParetoCandidate) -> bool:
-    """Whether ``one`` is, by the estimates, no worse than ``other`` in time and energy, and better in one of them."""
-    pairs = [(one.mean(name), other.mean(name)) for name in ("time", "energy")]
+def dominates(candidate: ParetoCandidate, other: ParetoCandidate) -> bool:
+    """Whether the estimates of ``candidate`` are no worse than those of ``other``, and better in time or energy."""
+    pairs = [(candidate.mean(name), other.mean(name)) for name in ("time", "energy")]
     return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
 
 
-def _surely(one: ParetoCandidate, other: ParetoCandidate) -> bool:
-    """Whether noise alone does not let ``other`` be faster, or thriftier, than ``one`` that dominates it."""
-    intervals = [ratio(one, other, name) for name in ("time", "energy")]
-    return all(found.high <= 1.0 for found in intervals)
+def _surely(candidate: ParetoCandidate, other: ParetoCandidate) -> bool:
+    """Whether ``candidate`` is better than ``other``, which it dominates, beyond the noise of both objectives."""
+    intervals = [ratio(candidate, other, name) for name in ("time", "energy")]
+    return all(interval.high <= 1.0 for interval in intervals)
 
 
 def verdicts(candidates: Sequence[ParetoCandidate]) -> list[str]:
@@ -251,17 +255,17 @@ def verdicts(candidates: Sequence[ParetoCandidate]) -> list[str]:
 
     Of candidates with one repeat nobody knows the noise: those that are beaten by the estimates are `BEHIND`.
     """
-    found = []
+    places = []
     for candidate in candidates:
         better = [other for other in candidates if dominates(other, candidate)]
-        told = [other for other in better if not math.isnan(ratio(other, candidate, "time").high)]
+        measured = [other for other in better if not math.isnan(ratio(other, candidate, "time").high)]
         if not better:
-            found.append(FRONT)
-        elif any(_surely(other, candidate) for other in told) or not told:
-            found.append(BEHIND)
+            places.append(FRONT)
+        elif any(_surely(other, candidate) for other in measured) or not measured:
+            places.append(BEHIND)
         else:
-            found.append(NEAR)
-    return found
+            places.append(NEAR)
+    return places
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ class PowerRecommendation:
 
 
 def reference(candidates: Sequence[ParetoCandidate]) -> ParetoCandidate:
-    """Return what others are compared with: the fastest of those whose limits were not changed, or of all."""
+    """Return the base of comparisons: the fastest of the candidates whose limits were not changed, or of all."""
     free = [candidate for candidate in candidates if not candidate.capped] or list(candidates)
     return min(free, key=lambda candidate: candidate.mean("time"))
 
@@ -302,13 +306,17 @@ def recommend(
     if len(candidates) == 1:
         return PowerRecommendation(None, f"no recommendation: {base.name} has nothing to be compared with", base.name)
     bound = math.inf if max_slowdown is None else math.log(max_slowdown)
-    allowed = [one for one in candidates if one is base or one.mean("time") - base.mean("time") <= bound]
-    best = min(allowed, key=lambda one: (one.mean(objective), one.mean("time")))
+    allowed = [
+        candidate
+        for candidate in candidates
+        if candidate is base or candidate.mean("time") - base.mean("time") <= bound
+    ]
+    best = min(allowed, key=lambda candidate: (candidate.mean(objective), candidate.mean("time")))
     within = "" if max_slowdown is None else f" within {max_slowdown:g} x its time"
     what = OBJECTIVE_NAMES[objective]
     if best is base:
-        told = f"{base.name}: none has less {what}{within}{_rivals(base, allowed, objective)}{_once(base)}"
-        return PowerRecommendation(base.name, told, base.name)
+        reason = f"{base.name}: none has less {what}{within}{_rivals(base, allowed, objective)}{_once(base)}"
+        return PowerRecommendation(base.name, reason, base.name)
     gain = ratio(best, base, objective)
     energy, time = ratio(best, base, "energy"), ratio(best, base, "time")
     less, longer = change_text(energy, "energy"), change_text(time, "time")
@@ -324,14 +332,14 @@ def recommend(
             base.name,
         )
     why = "" if objective == "energy" else f" ({change_text(gain, what)})"
-    told = f"{best.name}: {against}{why}{_rivals(best, allowed, objective)}{_once(best)}"
-    return PowerRecommendation(best.name, told, base.name, energy, time)
+    reason = f"{best.name}: {against}{why}{_rivals(best, allowed, objective)}{_once(best)}"
+    return PowerRecommendation(best.name, reason, base.name, energy, time)
 
 
 def _rivals(best: ParetoCandidate, allowed: Sequence[ParetoCandidate], objective: str) -> str:
-    """Return the others that may be as good, for all that the repeats tell."""
-    pairs = [(one.name, ratio(best, one, objective)) for one in allowed if one is not best]
-    names = [name for name, found in pairs if not (math.isnan(found.high) or found.is_sure)]
+    """Return the other candidates that the noise does not tell from ``best``."""
+    pairs = [(candidate.name, ratio(best, candidate, objective)) for candidate in allowed if candidate is not best]
+    names = [name for name, interval in pairs if not (math.isnan(interval.high) or interval.is_sure)]
     return f"; the noise does not tell it from {', '.join(names)}" if names else ""
 
 

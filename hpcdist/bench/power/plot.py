@@ -25,7 +25,7 @@ _BESIDE: Final = 8.0  # between a point and its name
 _PRODUCTS: Final = 4  # curves of equal energy-delay product
 
 
-def plot(found: PowerReport, file: Path) -> None:
+def plot(report: PowerReport, file: Path) -> None:
     """Draw seconds against joules of a million tokens.
 
     Bars are 95 % intervals; the line is the front, and what lies to the right of it and above is beaten by it. Grey
@@ -33,12 +33,12 @@ def plot(found: PowerReport, file: Path) -> None:
     where nothing has both time and energy, and StorageError when the file cannot be written.
     """
     figures = check_plot(file)
-    if not found.candidates:
+    if not report.candidates:
         raise UsageError("no configuration has both time and energy, so there is nothing to draw")
-    verdicts = pareto.verdicts(found.candidates)
-    joules = [_of(one, "energy") for one in found.candidates]
+    verdicts = pareto.verdicts(report.candidates)
+    joules = [_of(candidate, "energy") for candidate in report.candidates]
     scale, prefix = _prefix([value.value for value in joules])
-    seconds = [_of(one, "time") for one in found.candidates]
+    seconds = [_of(candidate, "time") for candidate in report.candidates]
     figure = figures.Figure(figsize=(8.5, 6.0), layout="constrained")
     axes = figure.subplots()
     _style(axes)
@@ -46,29 +46,29 @@ def plot(found: PowerReport, file: Path) -> None:
     _frame(axes, seconds, joules, scale)
     _curves(axes)
     _front(axes, [point for point, verdict in zip(points, verdicts, strict=True) if verdict == pareto.FRONT])
-    for n, one in enumerate(found.candidates):
-        colour = _CHOSEN if one.name == found.chosen.name else _BEHIND if verdicts[n] == BEHIND else _FRONT
+    for n, candidate in enumerate(report.candidates):
+        colour = _CHOSEN if candidate.name == report.chosen.name else _BEHIND if verdicts[n] == BEHIND else _FRONT
         _bars(axes, seconds[n], joules[n], scale, colour)
-        marker = "*" if one.name == found.chosen.name else "o"
+        marker = "*" if candidate.name == report.chosen.name else "o"
         size = 220 if marker == "*" else 55
         hollow = verdicts[n] == pareto.NEAR and marker == "o"
         axes.scatter(*points[n], s=size, marker=marker, zorder=4, linewidths=1.5, edgecolors=colour,
                      facecolors="white" if hollow else colour)  # fmt: skip
     axes.set_xlabel("time of a million tokens (s)")
     axes.set_ylabel(f"energy of a million tokens ({prefix}J)")
-    _legend(axes, found, verdicts)
-    _titles(axes, found)
+    _legend(axes, report, verdicts)
+    _titles(axes, report)
     figure.draw_without_rendering()  # which settles where the points are
-    _names(axes, points, [one.name for one in found.candidates])
+    _names(axes, points, [candidate.name for candidate in report.candidates])
     try:
         figure.savefig(file, dpi=150)
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _of(one: ParetoCandidate, what: str) -> EstimateInterval:
-    found = pareto.estimate(list(one.objective(what).values()))
-    return EstimateInterval(found.value * _TOKENS, found.low * _TOKENS, found.high * _TOKENS)
+def _of(candidate: ParetoCandidate, what: str) -> EstimateInterval:
+    interval = pareto.estimate(list(candidate.objective(what).values()))
+    return EstimateInterval(interval.value * _TOKENS, interval.low * _TOKENS, interval.high * _TOKENS)
 
 
 def _prefix(values: Sequence[float]) -> tuple[float, str]:
@@ -167,11 +167,11 @@ def _box(x: float, y: float, width: float, right: bool, above: bool) -> tuple[fl
     return left, bottom, left + width, bottom + _LINE
 
 
-def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _meet(box: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
-def _legend(axes: Any, found: PowerReport, verdicts: Sequence[str]) -> None:
+def _legend(axes: Any, report: PowerReport, verdicts: Sequence[str]) -> None:
     """Explain the marks that are there."""
     from matplotlib.lines import Line2D
 
@@ -184,20 +184,20 @@ def _legend(axes: Any, found: PowerReport, verdicts: Sequence[str]) -> None:
         kinds.append(mark("beaten, but within the noise", _FRONT, "o", "white"))
     if BEHIND in verdicts:
         kinds.append(mark("beaten in time and energy", _BEHIND, "o"))
-    if found.chosen.name:
+    if report.chosen.name:
         kinds.append(mark("recommended", _CHOSEN, "*", size=13))
     kinds.append(Line2D([], [], color="#c9cdd2", linestyle=(0, (4, 4)), label="equal energy-delay product"))
     axes.legend(handles=kinds, fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="#e6e8eb", loc="upper right")
 
 
-def _titles(axes: Any, found: PowerReport) -> None:
-    devices = found.provenance.get(DEVICES, "") or found.provenance.get("processor", "")
-    counts = {row.ok for row in found.rows if row.ok}
+def _titles(axes: Any, report: PowerReport) -> None:
+    devices = report.provenance.get(DEVICES, "") or report.provenance.get("processor", "")
+    counts = {row.ok for row in report.rows if row.ok}
     repeats = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     bars = "; bars are 95 % intervals" if max(counts) > 1 else ""
     axes.set_title("Time against energy", loc="left", fontsize=13, color=_INK, pad=24)
-    said = f"{_short(devices, 80)}; {repeats} repeat{'s' * (max(counts) > 1)}{bars}"
-    axes.text(0, 1.02, said, transform=axes.transAxes, fontsize=9, color="#5c636d")
+    subtitle = f"{_short(devices, 80)}; {repeats} repeat{'s' * (max(counts) > 1)}{bars}"
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=9, color="#5c636d")
 
 
 def _short(text: str, length: int) -> str:

@@ -71,35 +71,42 @@ class PowerReport:
         return next(row for row in self.rows if label(row, self.rows) == name)
 
 
-def is_power_sweep(found: SweepResults) -> bool:
+def is_power_sweep(results: SweepResults) -> bool:
     """Whether the results are those of a sweep over limits."""
-    return SEED in found.provenance
+    return SEED in results.provenance
 
 
-def report(found: SweepResults, objective: str, max_slowdown: float | None = None) -> PowerReport:
-    """Return what the results say. Raises UsageError for results of another kind of sweep, or a wrong objective."""
-    if not is_power_sweep(found):
+def report(results: SweepResults, objective: str, max_slowdown: float | None = None) -> PowerReport:
+    """Return the report of a power sweep. Raises UsageError for another kind of sweep, or a wrong objective."""
+    if not is_power_sweep(results):
         raise UsageError("these are results of another sweep; `hpcdist report` shows them")
-    names = {one.id: _label(one.name, one.ranks, found.configurations) for one in found.configurations}
-    known = {one.id: candidate for one in found.configurations if (candidate := _candidate(one, names[one.id]))}
+    names = {
+        configuration.id: _label(configuration.name, configuration.ranks, results.configurations)
+        for configuration in results.configurations
+    }
+    known = {
+        configuration.id: candidate
+        for configuration in results.configurations
+        if (candidate := _candidate(configuration, names[configuration.id]))
+    }
     verdicts = dict(zip(known, pareto.verdicts(list(known.values())), strict=True))
-    rows = tuple(_row(one, verdicts.get(one.id, "")) for one in found.configurations)
-    notes, trouble = _notes(found, rows)
+    rows = tuple(_row(configuration, verdicts.get(configuration.id, "")) for configuration in results.configurations)
+    notes, trouble = _notes(results, rows)
     if trouble:
         pareto.recommend([], objective, max_slowdown)  # refuses what cannot be meant
         chosen = PowerRecommendation(None, f"no recommendation: {trouble}")
     else:
         chosen = pareto.recommend(list(known.values()), objective, max_slowdown)
-    return PowerReport(rows, tuple(known.values()), chosen, tuple(notes), found.provenance)
+    return PowerReport(rows, tuple(known.values()), chosen, tuple(notes), results.provenance)
 
 
 def label(row: PowerRow, rows: Sequence[PowerRow]) -> str:
-    """Return what a row is called where numbers of ranks may differ."""
+    """Return the name of a row, with its ranks where their numbers differ."""
     return _label(row.name, row.ranks, rows)
 
 
 def _label(name: str, ranks: int, among: Sequence[PowerRow | SweepConfiguration]) -> str:
-    return f"{name} on {counted(ranks, 'rank')}" if len({one.ranks for one in among}) > 1 else name
+    return f"{name} on {counted(ranks, 'rank')}" if len({row.ranks for row in among}) > 1 else name
 
 
 def _good(configuration: SweepConfiguration) -> list[TrialRepeat]:
@@ -119,9 +126,9 @@ def _candidate(configuration: SweepConfiguration, name: str) -> ParetoCandidate 
     return ParetoCandidate(name, known, capped) if known else None
 
 
-def _row(one: SweepConfiguration, verdict: str) -> PowerRow:
-    good = _good(one)
-    bad = [repeat for repeat in one.repeats if repeat.status != OK]
+def _row(configuration: SweepConfiguration, verdict: str) -> PowerRow:
+    good = _good(configuration)
+    bad = [repeat for repeat in configuration.repeats if repeat.status != OK]
     joules = {
         name.removeprefix(f"{GROUP}.").removesuffix("_j"): _median(good, name.removeprefix(f"{GROUP}."))
         for name in sorted({name for repeat in good for name in repeat.summary})
@@ -134,8 +141,8 @@ def _row(one: SweepConfiguration, verdict: str) -> PowerRow:
     figures = {name: _median(good, name) for name in ("limit_w", "clock_mhz", "mean_w", "edp_js", "total_j")}
     threads = _median(good, "threads")
     return PowerRow(
-        name=one.name,
-        ranks=one.ranks,
+        name=configuration.name,
+        ranks=configuration.ranks,
         threads=None if threads is None else int(threads),
         in_force_w=min((value for repeat in good if (value := _of(repeat, "in_force_w")) is not None), default=None),
         ok=len(good),
@@ -173,8 +180,8 @@ def _middle(values: Sequence[float | None]) -> float | None:
     return float(statistics.median(known)) if known else None
 
 
-def _notes(found: SweepResults, rows: Sequence[PowerRow]) -> tuple[list[str], str]:
-    """Return what a reader has to know, and what stands against any recommendation ("" for nothing)."""
+def _notes(results: SweepResults, rows: Sequence[PowerRow]) -> tuple[list[str], str]:
+    """Return the notes for readers, and the objection to any recommendation ("" for none)."""
     lines, trouble = [], ""
     for name, what in (("failed", "failed"), ("energy", "no energy")):
         by_reason: dict[str, list[str]] = {}
@@ -183,9 +190,9 @@ def _notes(found: SweepResults, rows: Sequence[PowerRow]) -> tuple[list[str], st
                 by_reason.setdefault(row.reasons[name], []).append(label(row, rows))
         for reason, whose in by_reason.items():
             lines.append(f"{what}: {'all' if len(whose) == len(rows) > 1 else ', '.join(whose)}: {reason}")
-    good = [repeat for one in found.configurations for repeat in _good(one)]
+    good = [repeat for configuration in results.configurations for repeat in _good(configuration)]
     kinds = {str(_of(repeat, "kinds")) for repeat in good if _of(repeat, "j_per_token") is not None}
-    limited = found.provenance.get(LIMITED, "")
+    limited = results.provenance.get(LIMITED, "")
     if len(kinds) > 1:
         trouble = f"energy is that of different parts: {' or '.join(sorted(kinds))}"
     elif kinds:
@@ -196,11 +203,11 @@ def _notes(found: SweepResults, rows: Sequence[PowerRow]) -> tuple[list[str], st
         lines.append(f"energy is that of {kinds.pop()}" + (f"; not included: {'; '.join(missing)}" if missing else ""))
     elif good:
         trouble = "energy was not measured (see `hpcdist energy sources`)"
-    if found.provenance.get(DECLARED):
+    if results.provenance.get(DECLARED):
         lines.append("energy is that of a declared model, not measured")
         if limited:
             trouble = trouble or "the declared model of energy does not know of limits"
-    lines += _beyond(rows, limited, len(found.provenance.get(DEVICES, "").split(", ")))
+    lines += _beyond(rows, limited, len(results.provenance.get(DEVICES, "").split(", ")))
     if len({repeat.git_commit for repeat in good}) > 1:
         lines.append("measured at several commits, which may differ in speed")
     return lines, trouble
@@ -225,36 +232,36 @@ MISSING: Final = "-"
 _PREFIXES: Final = ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 
-def jsonable(found: PowerReport) -> dict[str, Any]:
+def jsonable(report: PowerReport) -> dict[str, Any]:
     """Return the report as JSON values; what was not measured is null."""
-    rows = [asdict(row) | {"joules": dict(row.joules), "reasons": dict(row.reasons)} for row in found.rows]
+    rows = [asdict(row) | {"joules": dict(row.joules), "reasons": dict(row.reasons)} for row in report.rows]
     values = {
-        "provenance": dict(found.provenance),
+        "provenance": dict(report.provenance),
         "configurations": rows,
-        "recommendation": asdict(found.chosen),
-        "notes": list(found.notes),
+        "recommendation": asdict(report.chosen),
+        "notes": list(report.notes),
     }
     found_json: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda name: None)  # NaN is not JSON
     return found_json
 
 
-def text(path: Path, found: PowerReport) -> str:
+def text(path: Path, report: PowerReport) -> str:
     """Return the table as lines for people, the recommendation, and what they have to know."""
-    if not found.rows:
+    if not report.rows:
         return f"{path}: no trial has ended yet"
-    head = [("results", str(path)), ("started", found.provenance.get("created_utc", ""))]
-    head += [("limits of", found.provenance.get(DEVICES, "")), ("processor", found.provenance.get("processor", ""))]
+    head = [("results", str(path)), ("started", report.provenance.get("created_utc", ""))]
+    head += [("limits of", report.provenance.get(DEVICES, "")), ("processor", report.provenance.get("processor", ""))]
     lines = [f"{name:10} {value}" for name, value in head if value]
-    choice = f"recommended: {found.chosen.reason}" if found.chosen.name else found.chosen.reason
-    return "\n".join([*lines, "", *table(found), "", choice, *found.notes])
+    choice = f"recommended: {report.chosen.reason}" if report.chosen.name else report.chosen.reason
+    return "\n".join([*lines, "", *table(report), "", choice, *report.notes])
 
 
-def table(found: PowerReport) -> list[str]:
+def table(report: PowerReport) -> list[str]:
     """Return head and rows as aligned lines; a column that no row fills is left out."""
-    columns = _columns(found)
+    columns = _columns(report)
     cells = [
         [name for name, _ in columns],
-        *([show for _, shown in columns for show in [shown[n]]] for n in range(len(found.rows))),
+        *([show for _, shown in columns for show in [shown[n]]] for n in range(len(report.rows))),
     ]
     filled = [n for n in range(len(columns)) if any(row[n] != MISSING for row in cells[1:])]
     cells = [[row[n] for n in filled] for row in cells]
@@ -266,9 +273,9 @@ def table(found: PowerReport) -> list[str]:
     ]
 
 
-def _columns(found: PowerReport) -> list[tuple[str, list[str]]]:
-    rows = found.rows
-    base = pareto.reference(found.candidates) if found.candidates else None
+def _columns(report: PowerReport) -> list[tuple[str, list[str]]]:
+    rows = report.rows
+    base = pareto.reference(report.candidates) if report.candidates else None
     joules, unit = _scaled([row.j_per_token for row in rows], "J")
     kinds = sorted({kind for row in rows for kind in row.joules})
     several = len({row.ranks for row in rows}) > 1
@@ -283,8 +290,8 @@ def _columns(found: PowerReport) -> list[tuple[str, list[str]]]:
         ("run J", [_shown(row.total_j, ",.1f") for row in rows]),
         *((f"{kind} J", [_shown(row.joules.get(kind), ",.1f") for row in rows]) for kind in kinds if len(kinds) > 1),
         ("EDP J s", [_shown(row.edp_js, ".4g") for row in rows]),
-        ("time", [_against(found, row, base, "time") for row in rows]),
-        ("energy", [_against(found, row, base, "energy") for row in rows]),
+        ("time", [_against(report, row, base, "time") for row in rows]),
+        ("energy", [_against(report, row, base, "energy") for row in rows]),
         ("train loss", [_shown(row.train_loss, ".4f") for row in rows]),
         ("front", [row.verdict or MISSING for row in rows]),
         (
@@ -314,9 +321,9 @@ def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
     return MISSING if value is None else format(value * scale, form)
 
 
-def _against(found: PowerReport, row: PowerRow, base: ParetoCandidate | None, what: str) -> str:
+def _against(report: PowerReport, row: PowerRow, base: ParetoCandidate | None, what: str) -> str:
     """Return how much more than the reference, in percent."""
-    own = next((one for one in found.candidates if one.name == label(row, found.rows)), None)
+    own = next((candidate for candidate in report.candidates if candidate.name == label(row, report.rows)), None)
     if base is None or own is None:
         return MISSING
     return "=" if own is base else f"{(pareto.ratio(own, base, what).value - 1) * 100:+.1f} %"

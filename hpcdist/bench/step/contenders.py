@@ -79,16 +79,16 @@ def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
     """Return the gpt as an ``nn.Sequential`` of its stages, with the parameters of ``store`` (local)."""
     library = load_torch()
     embed, block, head = _modules()
-    found = library.nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head(shape))
-    shapes = {key: value.shape for key, value in found.state_dict().items()}
+    twin = library.nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head(shape))
+    shapes = {key: value.shape for key, value in twin.state_dict().items()}
     state = {}
     for segment in model.layout.segments:
         stem, _, last = segment.key.rpartition(".")
         key = f"{stem}.{_NAMES.get(last, last)}"
         # Query, key and value are one matrix there.
         state[key] = library.tensor(np.array(store.view(segment.key))).reshape(shapes[key])
-    found.load_state_dict(state)
-    return found
+    twin.load_state_dict(state)
+    return twin
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
@@ -113,8 +113,8 @@ class TorchRun:
         self.name, self._config, self._total, self._number = name, optimizer, total_steps, 0
         module = torch_twin(shape, model, store)
         self._parameters = list(module.parameters())
-        adapted = [one for one in self._parameters if one.ndim > 1]
-        rest = [one for one in self._parameters if one.ndim <= 1]
+        adapted = [parameter for parameter in self._parameters if parameter.ndim > 1]
+        rest = [parameter for parameter in self._parameters if parameter.ndim <= 1]
         groups = [
             {"params": adapted, "weight_decay": optimizer.weight_decay},
             {"params": rest, "weight_decay": 0.0},
@@ -143,13 +143,13 @@ class TorchRun:
         library.nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
         times_s.append(time.perf_counter())
         self._optimizer.step()
-        found = float(loss.detach())
+        loss_value = float(loss.detach())
         times_s.append(time.perf_counter())
         cpu_s = time.process_time() - cpu_s
         forward, backward, clipping, update = np.diff(times_s).tolist()
         # What DDP communicates is in its backward.
         phases = {"forward": forward, "backward": backward, "clipping": clipping, "update": update}
-        return StepSample(loss=found, own_loss=True, step_s=times_s[-1] - times_s[0], cpu_s=cpu_s, phases=phases)
+        return StepSample(loss=loss_value, own_loss=True, step_s=times_s[-1] - times_s[0], cpu_s=cpu_s, phases=phases)
 
 
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
@@ -213,13 +213,13 @@ def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
 
 def _params(model: Model, store: FlatStore) -> list[dict[str, np.ndarray]]:
     """Return the tensors of each stage by name; matrices are (inputs, outputs), as is usual there."""
-    found: list[dict[str, np.ndarray]] = [{} for _ in model.stages]
+    tensors: list[dict[str, np.ndarray]] = [{} for _ in model.stages]
     for segment in model.layout.segments:
         values, name = np.array(store.view(segment.key)), segment.spec.name
         if name.endswith(".weight") and segment.spec.layer:
             values = np.ascontiguousarray(values.reshape(-1, values.shape[-1]).T)
-        found[segment.spec.layer][name] = values if segment.spec.adapted else values.reshape(-1)
-    return found
+        tensors[segment.spec.layer][name] = values if segment.spec.adapted else values.reshape(-1)
+    return tensors
 
 
 def _embed(params: Any, tokens: Any) -> Any:

@@ -44,43 +44,43 @@ class StepTableRow:
     activation_closed_bytes: float | None
 
 
-def peak_flops_per_s(found: StepResults) -> dict[str, float]:
+def peak_flops_per_s(results: StepResults) -> dict[str, float]:
     """Return the fastest product of each library, of all ranks together: a turn is as fast as its slowest rank."""
-    rates = found.matmul_flops_per_s
-    return {name: found.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
+    rates = results.matmul_flops_per_s
+    return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
-def rows(found: StepResults) -> list[StepTableRow]:
+def rows(results: StepResults) -> list[StepTableRow]:
     """Return a row for each contender, in the order of the file."""
-    eager = next((one for one in found.cases if one.name == EAGER), None)
-    return [_row(found, one, eager) for one in found.cases]
+    eager = next((case for case in results.cases if case.name == EAGER), None)
+    return [_row(results, case, eager) for case in results.cases]
 
 
-def _row(found: StepResults, one: StepCase, eager: StepCase | None) -> StepTableRow:
-    about, shape = found.provenance, found.shape
-    slowest_s = one.step_s.max(axis=1)
+def _row(results: StepResults, case: StepCase, eager: StepCase | None) -> StepTableRow:
+    about, shape = results.provenance, results.shape
+    slowest_s = case.step_s.max(axis=1)
     low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
     samples = about["ranks"] * shape.samples
     rate = samples * (about["forward_flops"] + about["backward_flops"]) / median
-    phases = np.median(one.phase_s.max(axis=1), axis=0)
-    first = found.cases[0].loss[:COMPARED]
-    losses = one.loss[:COMPARED]
+    phases = np.median(case.phase_s.max(axis=1), axis=0)
+    first = results.cases[0].loss[:COMPARED]
+    losses = case.loss[:COMPARED]
     return StepTableRow(
-        name=one.name,
+        name=case.name,
         step_s=median,
         quartiles_s=(low, high),
-        cpu_s=float(np.median(one.cpu_s.sum(axis=1))),
+        cpu_s=float(np.median(case.cpu_s.sum(axis=1))),
         tokens_per_s=samples * shape.context / median,
         x_eager=None if eager is None else float(np.median(eager.step_s.max(axis=1) / slowest_s)),
-        x_eager_cpu=None if eager is None else float(np.median(eager.cpu_s.sum(axis=1) / one.cpu_s.sum(axis=1))),
+        x_eager_cpu=None if eager is None else float(np.median(eager.cpu_s.sum(axis=1) / case.cpu_s.sum(axis=1))),
         flops_per_s=rate,
-        mfu=rate / max(peak_flops_per_s(found).values()),
+        mfu=rate / max(peak_flops_per_s(results).values()),
         phases_s={name: None if np.isnan(value) else float(value) for name, value in zip(PHASES, phases, strict=True)},
-        loss_first=float(one.loss[0]),
-        loss_last=float(one.loss[-1]),
+        loss_first=float(case.loss[0]),
+        loss_last=float(case.loss[-1]),
         loss_difference=float(np.max(np.abs(losses - first) / np.abs(first))),
-        activation_bytes=one.activation_bytes,
-        activation_closed_bytes=one.activation_closed_bytes,
+        activation_bytes=case.activation_bytes,
+        activation_closed_bytes=case.activation_closed_bytes,
     )
 
 
@@ -108,11 +108,11 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def text(found: StepResults) -> str:
+def text(results: StepResults) -> str:
     """Return the report as lines for people."""
-    table, shape, about = rows(found), found.shape, found.provenance
+    table, shape, about = rows(results), results.shape, results.provenance
     flops = about["forward_flops"] + about["backward_flops"]
-    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(found).items())
+    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(results).items())
     model = (
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, context {shape.context}, "
         f"vocabulary {shape.vocabulary}"
@@ -126,31 +126,31 @@ def text(found: StepResults) -> str:
         *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
         "x eager: the median, over turns next to each other, of PyTorch eager's time over that of the line",
         "",
-        *_operations(found),
-        *_losses(table, found),
+        *_operations(results),
+        *_losses(table, results),
         *_memory(table),
     ]
-    return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in found.left_out.items())])
+    return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in results.left_out.items())])
 
 
-def operations(one: StepCase) -> dict[tuple[str, str], float]:
+def operations(case: StepCase) -> dict[tuple[str, str], float]:
     """Return the median seconds of each kind of operation and way in a step, and what none of them explains."""
-    taken = dict(one.operation_s)
+    taken = dict(case.operation_s)
     whole = taken.pop(("all", "step"), None)
     if whole is not None:
         taken["other", "step"] = whole - sum(taken.values())
     return {key: float(np.median(seconds)) for key, seconds in taken.items()}
 
 
-def _operations(found: StepResults) -> list[str]:
-    known = [(one, operations(one)) for one in found.cases if one.operation_s]
+def _operations(results: StepResults) -> list[str]:
+    known = [(case, operations(case)) for case in results.cases if case.operation_s]
     if not known:
         return []
     kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
     ways = ("forward", "backward", "step")
     cells = [["ms of an operation, forward + backward", *kinds]]
-    for one, taken in known:
-        row = [one.name]
+    for case, taken in known:
+        row = [case.name]
         for kind in kinds:
             parts = [1e3 * taken[kind, way] for way in ways if (kind, way) in taken]
             row.append(" + ".join(f"{part:.1f}" for part in parts) if parts else MISSING)
@@ -158,8 +158,8 @@ def _operations(found: StepResults) -> list[str]:
     return [*_aligned(cells), ""]
 
 
-def _losses(table: Sequence[StepTableRow], found: StepResults) -> list[str]:
-    steps = min(COMPARED, len(found.cases[0].loss))
+def _losses(table: Sequence[StepTableRow], results: StepResults) -> list[str]:
+    steps = min(COMPARED, len(results.cases[0].loss))
     lines = [
         f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}, at most {row.loss_difference:.1e} of it from "
         f"{table[0].name} in {steps} steps" + ("" if row.loss_difference <= SAME else f": more than {SAME:g}")
@@ -185,40 +185,40 @@ def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
 
 
-def jsonable(found: StepResults) -> dict[str, Any]:
+def jsonable(results: StepResults) -> dict[str, Any]:
     """Return the report as JSON values; what there is not is null."""
-    taken = {one.name: {" ".join(key): value for key, value in operations(one).items()} for one in found.cases}
+    taken = {case.name: {" ".join(key): value for key, value in operations(case).items()} for case in results.cases}
     return {
-        "provenance": dict(found.provenance),
-        "shape": asdict(found.shape),
-        "peak_flops_per_s": peak_flops_per_s(found),
-        "rows": [_without_nan(asdict(row)) for row in rows(found)],
+        "provenance": dict(results.provenance),
+        "shape": asdict(results.shape),
+        "peak_flops_per_s": peak_flops_per_s(results),
+        "rows": [_without_nan(asdict(row)) for row in rows(results)],
         "operations_s": taken,
-        "left_out": dict(found.left_out),
+        "left_out": dict(results.left_out),
     }
 
 
-def plot(found: StepResults, file: Path) -> None:
+def plot(results: StepResults, file: Path) -> None:
     """Draw it. Raises MissingCapabilityError without matplotlib, UsageError, StorageError."""
     figures = check_plot(file)
-    profiled = any(one.operation_s for one in found.cases)
-    apart = len(found.cases) > 1
+    profiled = any(case.operation_s for case in results.cases)
+    apart = len(results.cases) > 1
     figure = figures.Figure(figsize=(5.5 * (1 + profiled + apart), 5.0), layout="constrained")
     axes = list(figure.subplots(1, 1 + profiled + apart, squeeze=False)[0])
-    _draw_phases(axes.pop(0), found)
+    _draw_phases(axes.pop(0), results)
     if profiled:
-        _draw_operations(axes.pop(0), found)
+        _draw_operations(axes.pop(0), results)
     if apart:
-        _draw_losses(axes.pop(0), found)
+        _draw_losses(axes.pop(0), results)
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 
 
-def _draw_phases(axis: Any, found: StepResults) -> None:
+def _draw_phases(axis: Any, results: StepResults) -> None:
     """Draw a bar for each contender, of its phases and what is left of the step."""
-    table = rows(found)
+    table = rows(results)
     names = [row.name for row in table]
     left = np.zeros(len(table))
     for name in PHASES:
@@ -234,14 +234,14 @@ def _draw_phases(axis: Any, found: StepResults) -> None:
     axis.set_xlim(right=1.45 * 1e3 * max(row.step_s for row in table))
     axis.invert_yaxis()
     axis.set_xlabel("ms a step (median of the slowest rank)")
-    peak = max(peak_flops_per_s(found).values()) / 1e9
-    axis.set_title(f"{counted(found.provenance['ranks'], 'rank')}, peak {peak:.0f} GFLOP/s", fontsize=10)
+    peak = max(peak_flops_per_s(results).values()) / 1e9
+    axis.set_title(f"{counted(results.provenance['ranks'], 'rank')}, peak {peak:.0f} GFLOP/s", fontsize=10)
     axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
-def _draw_operations(axis: Any, found: StepResults) -> None:
+def _draw_operations(axis: Any, results: StepResults) -> None:
     """Draw what each kind of operation takes, forward below backward, for every contender that was profiled."""
-    known = [(one.name, operations(one)) for one in found.cases if one.operation_s]
+    known = [(case.name, operations(case)) for case in results.cases if case.operation_s]
     kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
     places, height = np.arange(len(kinds)), 0.8 / len(known)
     for number, (name, taken) in enumerate(known):
@@ -258,15 +258,15 @@ def _draw_operations(axis: Any, found: StepResults) -> None:
     axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
-def _draw_losses(axis: Any, found: StepResults) -> None:
+def _draw_losses(axis: Any, results: StepResults) -> None:
     """Draw the relative difference of every loss to that of the first contender."""
-    first = found.cases[0].loss
-    for number, one in enumerate(found.cases[1:], 1):
-        apart = np.abs(one.loss - first) / np.abs(first)
-        axis.plot(np.arange(1, len(apart) + 1), np.maximum(apart, 1e-9), ".-", label=one.name, color=f"C{number}")
+    first = results.cases[0].loss
+    for number, case in enumerate(results.cases[1:], 1):
+        apart = np.abs(case.loss - first) / np.abs(first)
+        axis.plot(np.arange(1, len(apart) + 1), np.maximum(apart, 1e-9), ".-", label=case.name, color=f"C{number}")
     axis.axhline(SAME, color="black", linestyle="--", linewidth=1)
     axis.set_yscale("log")
     axis.set_xlabel("step")
-    axis.set_ylabel(f"loss, relative to {found.cases[0].name}")
+    axis.set_ylabel(f"loss, relative to {results.cases[0].name}")
     axis.grid(True, alpha=0.3)
     axis.legend(fontsize=8)

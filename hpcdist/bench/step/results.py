@@ -1,4 +1,6 @@
-"""Results file of a benchmark of training steps: HDF5, with every phase of every step.
+"""Request and results file of a benchmark of training steps: gpt, data, contenders; every phase of every step.
+
+The file is HDF5:
 
 /                            provenance, shape of the model, parameters and operations of a sample
 /phases                      names of the phases
@@ -25,7 +27,7 @@ from hpcdist.hdf5 import files
 
 @dataclass(frozen=True)
 class StepSample:
-    """A step on one rank, from a barrier to its end.
+    """Measurements of a step on one rank, from a barrier to its end.
 
     ``loss`` is the mean over the tokens of the whole batch, or of this rank's (``own_loss``). ``phases`` has seconds by
     the names of `hpcdist.bench.step.results.PHASES`; what is missing was not told apart.
@@ -61,7 +63,7 @@ CHOICES: Final = 4  # of successors of each token: a text that can be learnt
 
 @dataclass(frozen=True)
 class StepShape:
-    """A gpt, and the samples of each rank in a step."""
+    """Shape of a gpt, and the samples of each rank in a step."""
 
     layers: int = 4
     hidden: int = 256
@@ -147,7 +149,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class StepResults:
-    """A results file in memory."""
+    """Contents of a results file."""
 
     provenance: Mapping[str, Any]
     shape: StepShape
@@ -156,17 +158,17 @@ class StepResults:
     left_out: Mapping[str, str]
 
 
-def write(path: Path, found: StepResults) -> None:
+def write(path: Path, results: StepResults) -> None:
     """Write a new file, as a whole or not at all. Raises StorageError."""
     with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update({**found.provenance, **asdict(found.shape), "NX_class": "NXroot"})
+        file.attrs.update({**results.provenance, **asdict(results.shape), "NX_class": "NXroot"})
         file.create_dataset("phases", data=list(PHASES))
-        file.create_group("left_out").attrs.update(found.left_out)
-        for library, rate in found.matmul_flops_per_s.items():
+        file.create_group("left_out").attrs.update(results.left_out)
+        for library, rate in results.matmul_flops_per_s.items():
             file.create_dataset(f"matmul_flops_per_s/{library}", data=rate).attrs.update(
                 {"units": "1/s", "long_name": "fastest product of square float32 matrices, by turn and rank"}
             )
-        for number, case in enumerate(found.cases):
+        for number, case in enumerate(results.cases):
             _write(file.create_group(f"cases/{number}"), case)
 
 
@@ -194,7 +196,7 @@ def read(path: Path) -> StepResults:
             about = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
             shape = StepShape(**{field.name: about.pop(field.name) for field in fields(StepShape)})
             cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
-            rates = {name: one[...] for name, one in file["matmul_flops_per_s"].items()}
+            rates = {name: dataset[...] for name, dataset in file["matmul_flops_per_s"].items()}
             left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error

@@ -2,7 +2,8 @@
 
 All begin with the same parameters. In every turn each contender makes a step, in a new order, and then the array
 libraries multiply large matrices, all ranks at once: the fastest product is the peak for the utilisations. Afterwards
-the built-in models make steps whose operations are timed one by one.
+the built-in models make steps whose operations are timed one by one. `TimedRun` is the built-in gpt, or a wrapped one,
+in training, with its phases and kinds of operation timed.
 """
 
 import gc
@@ -21,7 +22,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.matmul_peak import MatrixProduct, blas
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.pipeline.run import TimedExecutor
+from hpcdist.bench.pipeline.run import OperationTimer
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun
 from hpcdist.bench.step.results import (
@@ -65,6 +66,14 @@ _WAYS: Final = {
     "backward_weight": "backward",
 }
 Seconds = dict[tuple[str, str], float]  # (kind of operation, "forward" or "backward") -> in one step
+Say = Callable[[str], None]
+Multiply = Callable[[], float]  # once; returns the seconds
+FLOAT32: Final[np.dtype[Any]] = np.dtype(np.float32)
+SIDES: Final = (512, 1024)  # of the matrices: the larger are quicker where nobody interrupts
+PRODUCT_REPEATS: Final = 3
+OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)  # AdamW, clipping at 1
+BUILT_IN: Final = (OURS, RECOMPUTING)
+_NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 class TimedRun:
@@ -86,7 +95,7 @@ class TimedRun:
         self.name, self.model, self.ledger, self._comm, self._number = name, model, Ledger(), comm, 0
         # Both are collective: whether ranks can share memory is asked of all.
         shares = comm.size > 1 and shared_memory.is_available(comm)
-        seat = RankContext(
+        context = RankContext(
             world=comm,
             data=comm,
             pipeline=solo(),
@@ -97,11 +106,10 @@ class TimedRun:
             on=on,
             ledger=self.ledger,
         )
-        exchange = AllreduceExchange(seat)
-        executor = build_executor(seat, exchange, TimedExecutor)
-        assert isinstance(executor, TimedExecutor)
-        self._executor = executor
-        self.operations = operations(seat, exchange, executor.copies, ParallelConfig())
+        exchange = AllreduceExchange(context)
+        self._timer = OperationTimer(exchange)
+        self._executor = executor = build_executor(context, exchange, observers=(self._timer,))
+        self.operations = operations(context, exchange, executor.copies, ParallelConfig())
         if initial is None:
             initial = FlatStore(model.layout, model.dtype)
             model.initialise(initial, seed=0)
@@ -111,14 +119,14 @@ class TimedRun:
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
         """Make a step on this rank's samples, from a barrier on. Collective over ``together``."""
         self._number += 1
-        self._executor.timed.clear()
+        self._timer.timed.clear()
         together.barrier()
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         samples = len(x) * self._comm.size
         done = self._executor.run(self.operations, [(x, targets)], samples, self._number, np.zeros(1))
         step_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
         phases: defaultdict[str, float] = defaultdict(float)
-        for operation, (first_s, last_s) in zip(self.operations, self._executor.timed, strict=True):
+        for operation, (first_s, last_s) in zip(self.operations, self._timer.timed, strict=True):
             phases[_phase(operation)] += last_s - first_s
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
@@ -127,18 +135,18 @@ class TimedRun:
 
         The update of the step is in there, too, and clipping with the norm that it needs; "all" is the step.
         """
-        found: Seconds = defaultdict(float)
+        seconds: Seconds = defaultdict(float)
         before = self.model.operations
-        self.model.operations = timed_operations(before, found)
+        self.model.operations = timed_operations(before, seconds)
         try:
             sample = self.step(x, targets, together)
         finally:
             self.model.operations = before
         for phase in ("clipping", "update", "communication"):
             if sample.phases.get(phase):
-                found[phase, "step"] = sample.phases[phase]
-        found["all", "step"] = sample.step_s
-        return dict(found)
+                seconds[phase, "step"] = sample.phases[phase]
+        seconds["all", "step"] = sample.step_s
+        return dict(seconds)
 
     def activation_bytes(self) -> int:
         """Return the most that activations have taken so far on this rank (local)."""
@@ -151,14 +159,16 @@ def _phase(operation: Operation) -> str:
         return "backward" if operation.recompute else "forward"
     if operation.kind is Kind.AGREE:
         return "clipping"
-    found = observers.PHASES.get(operation.kind, "communication")
-    return "backward" if found == "compute" else found
+    phase = observers.PHASES.get(operation.kind, "communication")
+    return "backward" if phase == "compute" else phase
 
 
 def timed_operations(table: Operations, into: Seconds) -> Operations:
     """Return ``table`` with operations that add the seconds of each of their calls to ``into``, by kind and way."""
     entries = {field.name: getattr(table, field.name) for field in fields(table)}
-    return replace(table, **{name: _Timed(one, KINDS.get(name, name), into) for name, one in entries.items()})
+    return replace(
+        table, **{name: _Timed(operation, KINDS.get(name, name), into) for name, operation in entries.items()}
+    )
 
 
 class _Timed:
@@ -168,8 +178,8 @@ class _Timed:
         self._inner, self._kind, self._into = inner, kind, into
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._measured(found, (self._kind, _WAYS[name])) if name in _WAYS else found
+        attribute = getattr(self._inner, name)
+        return self._measured(attribute, (self._kind, _WAYS[name])) if name in _WAYS else attribute
 
     def _measured(self, call: Callable[..., Any], key: tuple[str, str]) -> Callable[..., Any]:
         def measured(*given: Any, **named: Any) -> Any:
@@ -183,16 +193,6 @@ class _Timed:
             return result
 
         return measured
-
-
-Say = Callable[[str], None]
-Multiply = Callable[[], float]  # once; returns the seconds
-FLOAT32: Final[np.dtype[Any]] = np.dtype(np.float32)
-SIDES: Final = (512, 1024)  # of the matrices: the larger are quicker where nobody interrupts
-PRODUCT_REPEATS: Final = 3
-OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)  # AdamW, clipping at 1
-BUILT_IN: Final = (OURS, RECOMPUTING)
-_NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say: Say) -> StepResults | None:
@@ -212,7 +212,7 @@ def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say
         finally:
             if collecting:
                 gc.enable()
-    cases = [_case(comm, wanted, one, samples[name], profiles.get(name, [])) for name, one in runs.items()]
+    cases = [_case(comm, wanted, contender, samples[name], profiles.get(name, [])) for name, contender in runs.items()]
     products = {library: np.array(comm.allgather_object(own)).T for library, own in rates.items()}
     if comm.rank:
         return None
@@ -235,14 +235,14 @@ def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say
 
 
 def model_config(shape: StepShape) -> ModelConfig:
-    """Return what is trained."""
+    """Return the configuration of the gpt that is trained."""
     return ModelConfig(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, vocabulary=shape.vocabulary)
 
 
 def _contenders(
     comm: Communicator, wanted: StepRequest, config: ModelConfig, folder: Path, say: Say
 ) -> tuple[dict[str, TimedRun | TorchRun], dict[str, str]]:
-    """Return who takes part, and why others do not. Collective: what a rank cannot do, none does."""
+    """Return the contenders that take part, and why others do not. Collective: all ranks agree."""
     model = models.build(config, "float32", context=wanted.shape.context)
     initial = FlatStore(model.layout, model.dtype)
     model.initialise(initial, wanted.seed)
@@ -260,20 +260,20 @@ def _contenders(
             say("torch.compile is tried: that takes a while")
         why = _on_all(comm, contenders.try_compile)
         left_out |= {COMPILED: why} if why else {}
-    found: dict[str, TimedRun | TorchRun] = {}
+    runs: dict[str, TimedRun | TorchRun] = {}
     for name in wanted.names:
         if name in left_out:
             continue
         if name in (EAGER, COMPILED):
-            found[name] = TorchRun(comm, name, wanted.shape, model, initial, OPTIMIZER, wanted.every)
+            runs[name] = TorchRun(comm, name, wanted.shape, model, initial, OPTIMIZER, wanted.every)
             continue
         made, start = _model(name, model, initial, wanted.shape)
-        found[name] = TimedRun(comm, name, made, OPTIMIZER, wanted.every, start)
-    return found, left_out
+        runs[name] = TimedRun(comm, name, made, OPTIMIZER, wanted.every, start)
+    return runs, left_out
 
 
 def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> tuple[Model, FlatStore | None]:
-    """Return the model of a contender that we train, and its first parameters, where it has none itself."""
+    """Return the model of a contender trained by hpcdist, and its initial parameters where it brings none itself."""
     if name == WRAPPED_TORCH:
         from hpcdist.adapters.torch.model import wrap
 
@@ -293,7 +293,7 @@ def _on_all(comm: Communicator, attempt: Callable[[], object]) -> str:
         attempt()
     except (HpcdistError, RuntimeError, OSError) as error:
         why = " ".join(str(error).split())[:200]
-    return next((one for one in comm.allgather_object(why) if one), "")
+    return next((reason for reason in comm.allgather_object(why) if reason), "")
 
 
 def _turns(
@@ -303,7 +303,7 @@ def _turns(
     order = np.random.default_rng([wanted.seed, 2])
     names = list(runs)
     libraries: dict[str, list[Multiply]] = {"numpy": [MatrixProduct(FLOAT32, side=side).run for side in SIDES]}
-    if any(isinstance(one, TorchRun) for one in runs.values()):
+    if any(isinstance(contender, TorchRun) for contender in runs.values()):
         libraries["torch"] = [contenders.torch_product(side) for side in SIDES]
     samples: dict[str, list[StepSample]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in libraries}
@@ -333,35 +333,37 @@ def _profiles(
     comm: Communicator, wanted: StepRequest, runs: dict[str, TimedRun | TorchRun]
 ) -> dict[str, list[Seconds]]:
     """Return the seconds of each kind of operation, of so many more steps of the built-in models. Collective."""
-    built_in = {name: one for name, one in runs.items() if isinstance(one, TimedRun) and name in BUILT_IN}
-    found: dict[str, list[Seconds]] = {name: [] for name in built_in}
+    built_in = {
+        name: timed_run for name, timed_run in runs.items() if isinstance(timed_run, TimedRun) and name in BUILT_IN
+    }
+    profiles: dict[str, list[Seconds]] = {name: [] for name in built_in}
     for tokens in batches(wanted, wanted.profiled):
-        for name, one in built_in.items():
-            found[name].append(one.profile(*_own(comm, wanted, tokens), comm))
-    return found
+        for name, timed_run in built_in.items():
+            profiles[name].append(timed_run.profile(*_own(comm, wanted, tokens), comm))
+    return profiles
 
 
 def _case(
     comm: Communicator,
     wanted: StepRequest,
-    one: TimedRun | TorchRun,
+    contender: TimedRun | TorchRun,
     samples: Sequence[StepSample],
     profiles: Sequence[Seconds],
 ) -> StepCase:
-    """Return all that is told of a contender. Collective."""
+    """Return the figures of a contender. Collective."""
     timed = samples[wanted.warmup :]
     rows = [[each.step_s, each.cpu_s, *(each.phases.get(name, np.nan) for name in PHASES)] for each in timed]
     times = np.array(comm.allgather_object(rows)).transpose(1, 0, 2)  # (steps, ranks, times)
     losses = np.array(comm.allgather_object([each.loss for each in samples]))
     loss = losses.mean(axis=0) if samples[0].own_loss else losses[0]
     peak, closed = None, None
-    if isinstance(one, TimedRun) and one.name in BUILT_IN:  # what PyTorch takes, the ledger does not see
-        peak = max(comm.allgather_object(one.activation_bytes()))
+    if isinstance(contender, TimedRun) and contender.name in BUILT_IN:  # what PyTorch takes, the ledger does not see
+        peak = max(comm.allgather_object(contender.activation_bytes()))
         numbers = counts(model_config(wanted.shape), context=wanted.shape.context)
-        closed = numbers.activation_bytes(wanted.shape.samples, recompute=one.name == RECOMPUTING)
+        closed = numbers.activation_bytes(wanted.shape.samples, recompute=contender.name == RECOMPUTING)
     names = list(dict.fromkeys(key for row in profiles for key in row))
     return StepCase(
-        name=one.name,
+        name=contender.name,
         step_s=times[:, :, 0],
         cpu_s=times[:, :, 1],
         phase_s=times[:, :, 2:],
@@ -372,7 +374,7 @@ def _case(
     )
 
 
-def differences(found: StepResults, steps: int) -> dict[str, float]:
+def differences(results: StepResults, steps: int) -> dict[str, float]:
     """Return the largest relative difference of losses to those of the first contender, over so many steps (local)."""
-    first = found.cases[0].loss[:steps]
-    return {one.name: float(np.max(np.abs(one.loss[:steps] - first) / np.abs(first))) for one in found.cases}
+    first = results.cases[0].loss[:steps]
+    return {case.name: float(np.max(np.abs(case.loss[:steps] - first) / np.abs(first))) for case in results.cases}

@@ -214,7 +214,7 @@ def _dropped(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialCa
     except ConfigurationError as error:
         raise ConfigurationError(f"the base recipe of {sweep.path}, which its [[exclude]] compares: {error}") from error
     known = [{**base, **of.values, "ranks": of.ranks, "trial": of.variant} for of in candidates]
-    found: set[int] = set()
+    dropped: set[int] = set()
     for number, table in enumerate(sweep.excludes, 1):
         place = f"[[exclude]] {number} of {sweep.path}"
         conditions = {key: _condition(key, value, recipes, place) for key, value in table.items()}
@@ -226,8 +226,8 @@ def _dropped(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialCa
         met = {n for n, actual in enumerate(known) if all(actual[key] in conditions[key] for key in conditions)}
         if not met:
             raise ConfigurationError(f"{place} drops nothing: no trial meets all of its conditions, {dict(table)}")
-        found |= met
-    return found
+        dropped |= met
+    return dropped
 
 
 def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> list[Any]:
@@ -308,12 +308,12 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
     number = int(text) if _INTEGER.fullmatch(text) else None
     if number is not None and 0 <= number < len(trials):
         return number
-    found = [at for at, trial in enumerate(trials) if text in (trial.id, trial.name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        each = ", ".join(f"{at} ({counted(trials[at].ranks, 'rank')})" for at in found)
-        raise UsageError(f"--trial {text!r} of {place} is {len(found)} trials: {each}; give a number, or an id")
+    positions = [at for at, trial in enumerate(trials) if text in (trial.id, trial.name)]
+    if len(positions) == 1:
+        return positions[0]
+    if positions:
+        each = ", ".join(f"{at} ({counted(trials[at].ranks, 'rank')})" for at in positions)
+        raise UsageError(f"--trial {text!r} of {place} is {len(positions)} trials: {each}; give a number, or an id")
     last = len(trials) - 1
     if number is not None:
         raise UsageError(
@@ -366,15 +366,15 @@ def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
 
 def _keys(recipe: str) -> Mapping[str, str]:
     """Return the values of a resolved recipe by key, as TOML: it has one key on a line."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     section = ""
     for line in recipe.split("\n"):
         head = _SECTION.fullmatch(line)
         section = head[1] if head else section
         name, equals, value = line.partition(" = ")
         if equals and not head:
-            found[f"{section}.{name}"] = value
-    return found
+            values[f"{section}.{name}"] = value
+    return values
 
 
 def _quoted(name: str) -> str:

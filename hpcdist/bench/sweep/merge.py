@@ -41,7 +41,7 @@ class _Repeat:
 
 @dataclass(frozen=True)
 class _Part:
-    """A results file: what its root and its trials say of themselves, and its repeats."""
+    """Contents of a results file: attributes of its root and its trials, and its repeats."""
 
     path: Path
     provenance: Mapping[str, str]
@@ -75,7 +75,7 @@ def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeS
     parts = [_read(path) for path in (*([output] if output.exists() else []), *apart)]
     chosen = _chosen(parts)
     trials = _trials(parts)
-    commits = {found.git_commit for found in chosen.values()}
+    commits = {repeat.git_commit for repeat in chosen.values()}
     if len(commits) > 1 and not mixed:
         raise UsageError(
             f"the trials are of different commits of hpcdist, and cannot be compared: {_AND.join(sorted(commits))}; "
@@ -84,8 +84,13 @@ def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeS
     provenance = _provenance(parts)
     before = parts[0] if output.exists() else _Part(output, {}, {}, {})
     if (before.provenance, before.trials) != (provenance, trials) or _digests(before.repeats) != _digests(chosen):
-        _write(output, provenance, trials, {key: one for key, one in chosen.items() if one.path != output})
-    statuses = [found.status for found in chosen.values()]
+        _write(
+            output,
+            provenance,
+            trials,
+            {key: chosen_repeat for key, chosen_repeat in chosen.items() if chosen_repeat.path != output},
+        )
+    statuses = [repeat.status for repeat in chosen.values()]
     return MergeSummary(statuses.count(OK), statuses.count(FAILED), tuple(_differences(parts, chosen.values())))
 
 
@@ -97,67 +102,69 @@ def _read(path: Path) -> _Part:
         for trial, group in file[results.TRIALS].items():
             trials[trial] = {name: _plain(group.attrs[name]) for name in (*_OF_A_TRIAL, "position")}
             for name, member in group.items():
-                said = {key: str(member.attrs[key]) for key in _OF_A_REPEAT}
-                repeats[trial, name] = _Repeat(path=path, digest=_digest(member), **said)
+                attributes = {key: str(member.attrs[key]) for key in _OF_A_REPEAT}
+                repeats[trial, name] = _Repeat(path=path, digest=_digest(member), **attributes)
     return _Part(path, provenance, trials, repeats)
 
 
 def _chosen(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
     """Return the try of every repeat that counts. Raises UsageError."""
     chosen: dict[_Key, _Repeat] = {}
-    for key, found in itertools.chain.from_iterable(part.repeats.items() for part in parts):
-        other = chosen.setdefault(key, found)
-        if found.digest == other.digest:
+    for key, attempt in itertools.chain.from_iterable(part.repeats.items() for part in parts):
+        other = chosen.setdefault(key, attempt)
+        if attempt.digest == other.digest:
             continue
-        if found.status == other.status == OK:
+        if attempt.status == other.status == OK:
             trial, repeat = key
             raise UsageError(
-                f"{other.path} and {found.path} hold different results of {repeat} of trial {trial}; which one counts "
-                "cannot be told: leave one of the files out"
+                f"{other.path} and {attempt.path} hold different results of {repeat} of trial {trial}; "
+                "which one counts cannot be told: leave one of the files out"
             )
-        chosen[key] = max(other, found, key=lambda one: (one.status == OK, one.started_utc, one.digest))
+        chosen[key] = max(
+            other, attempt, key=lambda candidate: (candidate.status == OK, candidate.started_utc, candidate.digest)
+        )
     return chosen
 
 
 def _trials(parts: Sequence[_Part]) -> dict[str, Mapping[str, Any]]:
-    """Return what every trial says of itself, at the first of its positions in the sweep file. Raises UsageError."""
+    """Return the attributes of every trial, at the first of its positions in the sweep file. Raises UsageError."""
     trials: dict[str, Mapping[str, Any]] = {}
     of: dict[str, Path] = {}
     for part in parts:
-        for trial, said in part.trials.items():
-            other = trials.setdefault(trial, said)
+        for trial, attributes in part.trials.items():
+            other = trials.setdefault(trial, attributes)
             place = of.setdefault(trial, part.path)
             for name in _OF_A_TRIAL:
-                if other[name] != said[name]:
+                if other[name] != attributes[name]:
                     raise UsageError(
-                        f"trial {trial} has the {name} {other[name]!r} in {place} and {said[name]!r} in {part.path}; "
-                        "these are not parts of one sweep"
+                        f"trial {trial} has the {name} {other[name]!r} in {place} and {attributes[name]!r} in "
+                        f"{part.path}; these are not parts of one sweep"
                     )
-            trials[trial] = {**other, "position": min(other["position"], said["position"])}
+            trials[trial] = {**other, "position": min(other["position"], attributes["position"])}
     return trials
 
 
 def _provenance(parts: Sequence[_Part]) -> dict[str, str]:
     """Return where the parts come from: what they agree on, all hosts, and all values of what differs."""
-    found: dict[str, str] = {}
+    provenance: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part.provenance):
         separator = "," if name == "hosts" else _AND
         values = {value for part in parts for value in part.provenance.get(name, "").split(separator) if value}
-        found[name] = min(values) if name == "created_utc" else separator.join(sorted(values))
-    return found
+        provenance[name] = min(values) if name == "created_utc" else separator.join(sorted(values))
+    return provenance
 
 
 def _differences(parts: Sequence[_Part], chosen: Iterable[_Repeat]) -> Iterator[str]:
     for name, value in _provenance(parts).items():
         if _AND in value and name not in _OF_A_START and not name.startswith("slurm_"):
             yield f"{name}: {value}"
-    libraries = {found.mpi_library for found in chosen if found.mpi_library}
+    libraries = {repeat.mpi_library for repeat in chosen if repeat.mpi_library}
     if len(libraries) > 1:
         yield f"mpi_library: {_AND.join(sorted(libraries))}"
 
 
 def _digests(repeats: Mapping[_Key, _Repeat]) -> dict[_Key, str]:
-    return {key: found.digest for key, found in repeats.items()}
+    return {key: repeat.digest for key, repeat in repeats.items()}
 
 
 def _write(
@@ -169,12 +176,12 @@ def _write(
     results.prepare(output, provenance)
     with files.edit(output, results.SCHEMA, results.VERSION) as file:
         file.attrs.update(provenance)
-        for trial, said in trials.items():
-            file.require_group(f"{results.TRIALS}/{trial}").attrs.update(said)
-        for path in dict.fromkeys(found.path for found in repeats.values()):
+        for trial, attributes in trials.items():
+            file.require_group(f"{results.TRIALS}/{trial}").attrs.update(attributes)
+        for path in dict.fromkeys(repeat.path for repeat in repeats.values()):
             with files.open_read(path, results.SCHEMA, results.VERSION) as source:
-                for (trial, name), found in repeats.items():
-                    if found.path == path:
+                for (trial, name), repeat in repeats.items():
+                    if repeat.path == path:
                         group = file[results.TRIALS][trial]
                         if name in group:
                             del group[name]
@@ -195,10 +202,10 @@ def _copy(source: Any, target: Any) -> None:
 
 def _attributes(member: Any) -> dict[str, Any]:
     """Return the attributes that are no links, as h5py takes them again: it reads texts as objects."""
-    kept = {name: value for name, value in member.attrs.items() if name not in _LINKS}
+    own = {name: value for name, value in member.attrs.items() if name not in _LINKS}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
-        for name, value in kept.items()
+        for name, value in own.items()
     }
 
 
@@ -208,8 +215,8 @@ def _digest(repeat: Any) -> str:
     members = {"": repeat, **dict(repeat.items())}
     for name in sorted(members):
         member = members[name]
-        said = sorted((key, _plain(value)) for key, value in _attributes(member).items())
-        digest.update(repr((name, said)).encode())
+        attributes = sorted((key, _plain(value)) for key, value in _attributes(member).items())
+        digest.update(repr((name, attributes)).encode())
         if hasattr(member, "shape"):
             values = member[...]
             digest.update(repr((values.dtype.str, values.shape)).encode() + values.tobytes())

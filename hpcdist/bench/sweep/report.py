@@ -46,9 +46,9 @@ class SweepRow:
         return ", ".join([*counts, f"{self.failed} failed"] if self.failed else counts)
 
 
-def rows(found: SweepResults) -> list[SweepRow]:
+def rows(results: SweepResults) -> list[SweepRow]:
     """Return a row for each configuration, in the order of the results."""
-    return [_row(configuration) for configuration in found.configurations]
+    return [_row(configuration) for configuration in results.configurations]
 
 
 def _row(configuration: SweepConfiguration) -> SweepRow:
@@ -77,9 +77,9 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
 def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
     """Return why a figure is missing: in the words of the run, which has a key like bytes_sent_reason."""
     summary = good[-1].summary
-    told = [key for key in summary if key.endswith("_reason") and name.startswith(key.removesuffix("reason"))]
-    if told:
-        return str(summary[told[0]])
+    reasons = [key for key in summary if key.endswith("_reason") and name.startswith(key.removesuffix("reason"))]
+    if reasons:
+        return str(summary[reasons[0]])
     return "the run did not measure it" if name in summary else "the summary of the run has no such figure"
 
 
@@ -148,19 +148,19 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[SweepRow], str]], ...]] = (
 )
 
 
-def text(path: Path, found: SweepResults) -> str:
+def text(path: Path, results: SweepResults) -> str:
     """Return the table as lines for people, and below it why figures are missing and trials failed."""
-    table = rows(found)
+    table = rows(results)
     if not table:
         return f"{path}: no trial has ended yet"
     head = [
         f"results    {path}",
-        *(f"{name:10} {found.provenance[key]}" for name, key in _HEAD if key in found.provenance),
+        *(f"{name:10} {results.provenance[key]}" for name, key in _HEAD if key in results.provenance),
     ]
     cells = _cells(table)
     widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
-    return "\n".join([*head, "", *lines, "", *notes(found, table)]).rstrip()
+    return "\n".join([*head, "", *lines, "", *notes(results, table)]).rstrip()
 
 
 _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
@@ -175,17 +175,17 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [f"{cell:{'<' if n in (0, last) else '>'}{widths[n]}}" for n, cell in enumerate(row)]
 
 
-def markdown(found: SweepResults) -> str:
+def markdown(results: SweepResults) -> str:
     """Return the table as Markdown, with the notes below it."""
-    table = rows(found)
+    table = rows(results)
     head, *body = _cells(table)
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
     lines = ["| " + " | ".join(row) + " |" for row in (head, marks, *escaped)]
-    return "\n".join([*lines, *(f"\n{note}" for note in notes(found, table))])
+    return "\n".join([*lines, *(f"\n{note}" for note in notes(results, table))])
 
 
-def notes(found: SweepResults, table: Sequence[SweepRow]) -> list[str]:
+def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
     """Return a line for each reason that a figure is missing or a trial failed, and for what forbids comparing."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for row in table:
@@ -195,7 +195,7 @@ def notes(found: SweepResults, table: Sequence[SweepRow]) -> list[str]:
     for (name, reason), names in by_reason.items():
         whose = "all" if len(names) == measured > 1 else ", ".join(names)
         lines.append(f"{', '.join(names)}: {reason}" if name == "failed" else f"no {name} of {whose}: {reason}")
-    repeats = [repeat for configuration in found.configurations for repeat in configuration.repeats]
+    repeats = [repeat for configuration in results.configurations for repeat in configuration.repeats]
     commits, versions = ({getattr(repeat, name) for repeat in repeats} for name in ("git_commit", "hpcdist_version"))
     for made, what in ((commits, "at {} commits"), (versions - {""}, "with {} versions of hpcdist")):
         if len(made) > 1:
@@ -203,13 +203,13 @@ def notes(found: SweepResults, table: Sequence[SweepRow]) -> list[str]:
     return lines
 
 
-def jsonable(path: Path, found: SweepResults) -> dict[str, Any]:
+def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
     """Return the report as JSON values; what was not measured is null."""
-    configurations = [asdict(row) | {"status": row.status} for row in rows(found)]
-    return {"results": str(path), "provenance": dict(found.provenance), "configurations": configurations}
+    configurations = [asdict(row) | {"status": row.status} for row in rows(results)]
+    return {"results": str(path), "provenance": dict(results.provenance), "configurations": configurations}
 
 
-def plot(found: SweepResults, file: Path) -> None:
+def plot(results: SweepResults, file: Path) -> None:
     """Draw tokens/s of each configuration, a panel for each number of ranks, with the range of the repeats.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
@@ -218,7 +218,7 @@ def plot(found: SweepResults, file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
-    known = [row for row in rows(found) if row.tokens_per_s is not None]
+    known = [row for row in rows(results) if row.tokens_per_s is not None]
     if not known:
         raise UsageError("no trial has ended well, so there is nothing to plot")
     panels = {ranks: [row for row in known if row.ranks == ranks] for ranks in sorted({row.ranks for row in known})}

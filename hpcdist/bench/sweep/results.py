@@ -140,8 +140,12 @@ def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: T
 
 
 def _write(group: Any, ranks: int, outcome: TrialOutcome, git_commit: str) -> None:
-    said = {name: getattr(outcome, name) for name in ("status", "started_utc", "exit_code", "reason", "stderr_tail")}
-    group.attrs.update({**said, "wall_s": outcome.wall_s, "git_commit": git_commit, "mpi_library": outcome.mpi_library})
+    attributes = {
+        name: getattr(outcome, name) for name in ("status", "started_utc", "exit_code", "reason", "stderr_tail")
+    }
+    group.attrs.update(
+        {**attributes, "wall_s": outcome.wall_s, "git_commit": git_commit, "mpi_library": outcome.mpi_library}
+    )
     group.attrs["hpcdist_version"] = __version__
     if not outcome.samples:
         return

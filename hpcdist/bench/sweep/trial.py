@@ -108,8 +108,8 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
     else:
         return _successful(folder, TrialOutcome(OK, started_utc, wall_s, DONE))
     tail = _tail(stderr)
-    said = _SAID.findall(tail)
-    reason += f": {said[-1].removeprefix('Error: ')}" if said else ""
+    errors = _SAID.findall(tail)
+    reason += f": {errors[-1].removeprefix('Error: ')}" if errors else ""
     return TrialOutcome(FAILED, started_utc, wall_s, process.returncode, reason, tail)
 
 
@@ -169,9 +169,9 @@ def _measured(path: Path) -> tuple[dict[str, TrialSample], str]:
     """Return the raw samples of a metrics file, and the MPI library that made them."""
     with files.open_read(path, METRICS) as file:
         rows = datasets.read(file, "steps")
-        told = {name: file["steps"][name].attrs for name in rows}
+        attributes = {name: file["steps"][name].attrs for name in rows}
         samples = {
-            copied: TrialSample(rows[name], str(told[name]["units"]), str(told[name]["long_name"]))
+            copied: TrialSample(rows[name], str(attributes[name]["units"]), str(attributes[name]["long_name"]))
             for name, copied in {"step": ITERATION, **{name: name for name in (*PER_RANK, *COMMON)}}.items()
         }
         library = str(file.attrs.get("mpi_library", ""))

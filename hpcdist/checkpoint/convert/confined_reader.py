@@ -1,4 +1,4 @@
-"""Confined process that opens a foreign file and serves its tensors through a pipe.
+"""Confined process (seccomp, rlimits) that opens a foreign file and serves its tensors through a pipe.
 
 Started as `python -m hpcdist.checkpoint.convert.confined_reader FORMAT PATH`. It confines itself, opens the file, and
 writes to stdout what is in it; then it answers requests on stdin, a line of JSON ``[index, start, stop]`` in elements
@@ -65,10 +65,9 @@ class _Program(ctypes.Structure):
 
 
 def confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confine this process; it may take ``memory_bytes`` of address space beyond what it has.
+    """Confine this process, with ``memory_bytes`` of address space beyond what it has and ``cpu_s`` more seconds.
 
-    Returns why the network and other files are not closed to it, "" where they are. Raises OSError when a limit cannot
-    be set.
+    Returns the reason where no seccomp filter could be set, else "". Raises OSError when a limit cannot be set.
     """
     with open("/proc/self/statm", encoding="ascii") as file:
         held = int(file.read().split()[0]) * _PAGE
@@ -86,11 +85,14 @@ def confine(memory_bytes: int, cpu_s: int) -> str:
 
 
 def _refuse_calls() -> str:
-    """Set the filter on all threads; return why there is none."""
+    """Set the seccomp filter on all threads; return the reason where that is not possible, else ""."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _REFUSED:
         return f"the system calls of {sys.platform} on {machine} are not known here"
     audit, seccomp, refused = _REFUSED[machine]
+    # A BPF program over struct seccomp_data: kill calls of another architecture (word at byte 4), refuse those of the
+    # x32 interface, then compare the number (word at byte 0) with each refused one; a match falls into its RETURN,
+    # anything else skips it.
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _REFUSE)]
     for number in refused:
@@ -101,8 +103,10 @@ def _refuse_calls() -> str:
     zero = ctypes.c_ulong(0)
     if libc.prctl(_NO_NEW_PRIVILEGES, ctypes.c_ulong(1), zero, zero, zero):
         return f"prctl: {os.strerror(ctypes.get_errno())}"
-    given = ctypes.byref(_Program(len(lines), program))
-    if libc.syscall(ctypes.c_long(seccomp), ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_ALL_THREADS), given):
+    filter_program = ctypes.byref(_Program(len(lines), program))
+    if libc.syscall(
+        ctypes.c_long(seccomp), ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_ALL_THREADS), filter_program
+    ):
         return f"seccomp: {os.strerror(ctypes.get_errno())}"
     return ""
 
@@ -116,7 +120,7 @@ MAX_INDEX_BYTES: Final = 100_000_000
 
 
 class TensorReader(Protocol):
-    """An open file."""
+    """Protocol of an open foreign file."""
 
     tensors: list[dict[str, Any]]  # kind, name, dtype, shape
     metadata: str
@@ -128,7 +132,7 @@ class TensorReader(Protocol):
 
 
 class SafetensorsReader:
-    """One file, or those that an index names."""
+    """Reader of one safetensors file, or of those that an index names."""
 
     def __init__(self, path: Path) -> None:
         self.tensors: list[dict[str, Any]] = []
@@ -137,9 +141,9 @@ class SafetensorsReader:
         self._places: list[tuple[int, safetensors.TensorLocation]] = []
         for file in _files(path):
             fd = regular.open_regular(file)
-            found, metadata = safetensors.read_header(fd)
+            locations, metadata = safetensors.read_header(fd)
             self.metadata = self.metadata or metadata.get(safetensors.METADATA_KEY, "")
-            for name, place in found.items():
+            for name, place in locations.items():
                 kind, tensor = (PARAMETERS, name) if not metadata.get(safetensors.METADATA_KEY) else _kind_of(name)
                 self.tensors.append({"kind": kind, "name": tensor, "dtype": place.dtype, "shape": place.shape})
                 self._places.append((fd, place))
@@ -159,8 +163,8 @@ def _kind_of(name: str) -> tuple[str, str]:
 def _files(path: Path) -> list[Path]:
     if not path.name.endswith(safetensors.INDEX_SUFFIX):
         return [path]
-    told = regular.json_value(path, MAX_INDEX_BYTES)
-    names = set(told["weight_map"].values()) if isinstance(told, dict) else set()
+    index = regular.json_value(path, MAX_INDEX_BYTES)
+    names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
     if strange or not names:
         raise ValueError(f"the index names {str(strange[:1])[:80]}, expected files beside it")
@@ -168,11 +172,11 @@ def _files(path: Path) -> list[Path]:
 
 
 class TorchReader:
-    """A file of ``torch.save``."""
+    """Reader of a file of ``torch.save``."""
 
     def __init__(self, path: Path) -> None:
-        found, self.metadata, self.left_out = torch_state.read(path)
-        self._values = list(found.values())
+        values_by_name, self.metadata, self.left_out = torch_state.read(path)
+        self._values = list(values_by_name.values())
         self.tensors = [
             {
                 "kind": kind,
@@ -180,7 +184,7 @@ class TorchReader:
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "shape": tuple(value.shape),
             }
-            for (kind, name), value in found.items()
+            for (kind, name), value in values_by_name.items()
         ]
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
@@ -213,13 +217,13 @@ def main(arguments: Sequence[str]) -> None:
         nbytes = file_bytes(path)
         open_to = confine(2 * nbytes + SLACK_BYTES, MIN_CPU_S + nbytes // BYTES_PER_CPU_S)
         source = READERS[kind](path)
-        told = {
+        contents = {
             "tensors": source.tensors,
             "metadata": source.metadata,
             "left_out": source.left_out,
             "not_confined": open_to,
         }
-        _send_frame(out, json.dumps(told).encode())
+        _send_frame(out, json.dumps(contents).encode())
         for line in sys.stdin.buffer:
             _send_frame(out, source.read(*json.loads(line)))
     except BrokenPipeError:

@@ -28,7 +28,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """The place of a tensor in a file that is written: what a `Stretch` has as its store."""
+    """Region of a tensor in a file that is written, as the store of a `FileSlice`."""
 
     fd: int
     offset: int
@@ -45,17 +45,17 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return what an export says of the checkpoint that it was made of, so that it can become one again."""
+    """Return step, scalars and kinds of the checkpoint as JSON, so that an export can be imported as one again."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return what is exported: the parameters, with ``optimizer`` all else too. Raises UsageError for no parameters."""
-    found = stored_tensors(loaded, None if optimizer else {PARAMETERS})
-    if not found:
+    """Return the tensors to export: parameters, with ``optimizer`` all else too. Raises UsageError where none are."""
+    tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
+    if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export what it has")
-    return found
+    return tensors
 
 
 def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor, int]]) -> None:
@@ -72,9 +72,9 @@ def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Yield where to write each of ``paths``, none of which may exist; they get their names, in order, at the end.
+    """Yield a temporary path for each of ``paths``, none of which may exist; all are renamed, in order, at the end.
 
-    Raises StorageError; then none of them is there.
+    Raises StorageError; then none of ``paths`` exists.
     """
     for path in paths:
         if path.exists():

@@ -1,8 +1,9 @@
-"""Import a file of another format as a checkpoint; it is opened in a confined process and not trusted (local).
+"""Import a file of another format as a checkpoint, read by a confined child process that is not trusted (local).
 
 A library that reads a hostile file may crash, loop, or run foreign code. So this process never opens such a file: a
 child does (`hpcdist.checkpoint.convert.confined_reader`), without the caller's environment, and hands over names,
-shapes and bytes through a pipe. What it says is checked here against the size of the file; its death is an error.
+shapes and bytes through a pipe. What the child sends is checked here against the size of the file; its death is an
+error.
 `import_checkpoint` passes the bytes through in blocks and saves them as the only checkpoint of a run.
 """
 
@@ -71,11 +72,11 @@ def format_of(path: Path) -> tuple[str, Path]:
     Raises StorageError where there is none, UsageError for a format that is not known.
     """
     if path.is_dir():
-        found = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
-        if len(found) != 1:
-            held = f"{len(found)} of them" if found else "none"
+        matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
+        if len(matches) != 1:
+            held = f"{len(matches)} of them" if matches else "none"
             raise StorageError(f"{path}: expected one {SUFFIX} file, or an index of several, found {held}")
-        path = found[0]
+        path = matches[0]
     if not path.is_file():
         raise StorageError(f"{path}: there is no such file")
     if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
@@ -87,7 +88,7 @@ def format_of(path: Path) -> tuple[str, Path]:
 
 
 class ForeignFile:
-    """The file at ``path``, open in a child; a context manager.
+    """Foreign file at ``path``, open in a confined child process; a context manager.
 
     Raises MissingCapabilityError without the library that reads it, StorageError for whatever else goes wrong there.
     """
@@ -95,7 +96,7 @@ class ForeignFile:
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
         self._nbytes = file_bytes(self.path)
-        self._lock = threading.Lock()  # one request after the other, whoever asks
+        self._lock = threading.Lock()  # one request at a time, from whatever thread
 
     def __enter__(self) -> Self:
         package = str(Path(hpcdist.__file__).resolve().parents[1])
@@ -107,14 +108,14 @@ class ForeignFile:
             self.format,
             str(self.path.resolve()),
         ]
-        kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
+        environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._child = subprocess.Popen(
             line,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**kept, **threads, "PYTHONPATH": package},
+            env={**environment, **threads, "PYTHONPATH": package},
             cwd="/",
             start_new_session=True,
         )
@@ -132,12 +133,12 @@ class ForeignFile:
 
     def pieces(self) -> list[Piece]:
         """Return every tensor as a piece whose bytes are asked for when they are read."""
-        found = []
-        for index, one in enumerate(self.tensors):
-            whole = Range(0, one.size)
-            lies = FileSlice(_RemoteTensor(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
-            found.append(Piece(one.kind, one.name, one.shape, whole_box(one.shape), whole, lies))  # type: ignore[arg-type]
-        return found
+        pieces = []
+        for index, tensor in enumerate(self.tensors):
+            whole = Range(0, tensor.size)
+            lies = FileSlice(_RemoteTensor(self, index, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
+            pieces.append(Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, lies))  # type: ignore[arg-type]
+        return pieces
 
     def fetch(self, index: int, part: Range, out: np.ndarray) -> None:
         """Fill ``out`` with elements ``part`` of the tensor of that number."""
@@ -154,18 +155,20 @@ class ForeignFile:
             raise StorageError(f"{self.path}: {len(data)} of {len(view)} bytes of {self.tensors[index].name} are there")
         view[:] = data
 
-    def _take(self, told: bytes) -> None:
-        """Check what the child says of the file, and keep it."""
+    def _take(self, data: bytes) -> None:
+        """Check what the child says of the contents of the file, and keep it. Raises StorageError."""
         try:
-            found = msgspec.json.decode(told, type=_DeclaredContents)
+            contents = msgspec.json.decode(data, type=_DeclaredContents)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StorageError(f"{self.path}: what was read of it makes no sense: {error}") from error
-        reason = _contents_problem(found.tensors, self._nbytes)
+        reason = _contents_problem(contents.tensors, self._nbytes)
         if reason:
             raise StorageError(f"{self.path}: {reason}")
-        self.tensors = [StoredTensor(one.kind, one.name, one.dtype, one.shape) for one in found.tensors]
-        self.left_out, self.not_confined = found.left_out, found.not_confined
-        self.metadata = _metadata(found.metadata)
+        self.tensors = [
+            StoredTensor(tensor.kind, tensor.name, tensor.dtype, tensor.shape) for tensor in contents.tensors
+        ]
+        self.left_out, self.not_confined = contents.left_out, contents.not_confined
+        self.metadata = _metadata(contents.metadata)
 
     def _answer(self, most: int) -> bytes:
         """Return the next frame. Raises StorageError when there is none, or one of more than ``most`` bytes."""
@@ -207,13 +210,13 @@ class ForeignFile:
             try:
                 if pipe is not None:
                     pipe.close()
-            except BrokenPipeError:  # a request that nobody read
+            except BrokenPipeError:  # a request that the child has not read
                 pass
 
 
 @dataclass(frozen=True)
 class _RemoteTensor:
-    """A tensor of a foreign file: what a `Stretch` has as its store."""
+    """Tensor of a foreign file, as the store of a `FileSlice`."""
 
     source: ForeignFile
     index: int
@@ -224,32 +227,34 @@ class _RemoteTensor:
         self.source.fetch(self.index, wanted, out)
 
 
-def _contents_problem(told: list[_DeclaredTensor], file_bytes: int) -> str:
-    """Return what of it cannot be, or cannot be kept, as the rest of a sentence; "" when all can."""
-    names_bytes = sum(len(one.name) for one in told)
-    if len(told) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
+def _contents_problem(tensors: list[_DeclaredTensor], file_bytes: int) -> str:
+    """Return which of ``tensors`` is impossible or cannot be stored, as the rest of a sentence, else ""."""
+    names_bytes = sum(len(tensor.name) for tensor in tensors)
+    if len(tensors) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
         return (
-            f"it has {len(told)} tensors, whose names have {names_bytes} letters; at most {MAX_TENSORS} and "
+            f"it has {len(tensors)} tensors, whose names have {names_bytes} letters; at most {MAX_TENSORS} and "
             f"{MAX_NAMES_BYTES} are read: is it a model?"
         )
     total, seen = 0, set()
-    for one in told:
-        parts = one.name.split("/")
-        plain = one.name.isprintable() and len(one.name) <= 512 and not {"", ".", ".."} & set(parts)
+    for tensor in tensors:
+        parts = tensor.name.split("/")
+        plain = tensor.name.isprintable() and len(tensor.name) <= 512 and not {"", ".", ".."} & set(parts)
         plain = plain and len(parts) <= MAX_NESTING
-        if not plain or len(one.kind) > 64 or not _KIND.fullmatch(one.kind):
-            return f"a tensor is called {one.name[:80]!r} of {one.kind[:80]!r}, which cannot be a name of a dataset"
-        if one.dtype not in FLOATS | INTEGERS:
-            return f"{one.name} has dtype {one.dtype[:20]!r}, known are {', '.join(FLOATS | INTEGERS)}"
-        if len(one.shape) > 32 or not all(0 <= size < 1 << 48 for size in one.shape):
-            return f"{one.name} has the shape {str(one.shape)[:80]}"
-        nbytes = math.prod(one.shape) * dtype_of(one.dtype).itemsize
+        if not plain or len(tensor.kind) > 64 or not _KIND.fullmatch(tensor.kind):
+            return (
+                f"a tensor is called {tensor.name[:80]!r} of {tensor.kind[:80]!r}, which cannot be a name of a dataset"
+            )
+        if tensor.dtype not in FLOATS | INTEGERS:
+            return f"{tensor.name} has dtype {tensor.dtype[:20]!r}, known are {', '.join(FLOATS | INTEGERS)}"
+        if len(tensor.shape) > 32 or not all(0 <= size < 1 << 48 for size in tensor.shape):
+            return f"{tensor.name} has the shape {str(tensor.shape)[:80]}"
+        nbytes = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
         total += nbytes
         if nbytes > file_bytes or total > MAX_ALIASING * file_bytes:
-            return f"{one.name} of shape {list(one.shape)} is more than a file of {file_bytes} bytes can hold"
-        if (one.kind, one.name) in seen:
-            return f"{one.name} comes twice"
-        seen.add((one.kind, one.name))
+            return f"{tensor.name} of shape {list(tensor.shape)} is more than a file of {file_bytes} bytes can hold"
+        if (tensor.kind, tensor.name) in seen:
+            return f"{tensor.name} comes twice"
+        seen.add((tensor.kind, tensor.name))
     for kind, name in seen:
         above = name.split("/")[:-1]
         if any((kind, "/".join(above[: k + 1])) in seen for k in range(len(above))):
@@ -258,20 +263,20 @@ def _contents_problem(told: list[_DeclaredTensor], file_bytes: int) -> str:
 
 
 def _metadata(text: str) -> Mapping[str, Any]:
-    """Return what one of our exports says of itself (`exporting.told`); {} for files of others."""
+    """Return the metadata of an export of hpcdist (`exporting.export_metadata`); {} for files of others."""
     try:
-        found = json.loads(text) if text else {}
+        metadata = json.loads(text) if text else {}
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict) or not isinstance(found.get("scalars"), dict):
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("scalars"), dict):
         return {}
-    step, kinds = found.get("step"), found.get("kinds")
-    return found if type(step) is int and 0 <= step < 1 << 60 and isinstance(kinds, list) else {}
+    step, kinds = metadata.get("step"), metadata.get("kinds")
+    return metadata if type(step) is int and 0 <= step < 1 << 60 and isinstance(kinds, list) else {}
 
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """Tensors that were read from a file."""
+    """Result of an import: the checkpoint at ``path``, and what was read and left out of the file."""
 
     path: Path
     format: str
@@ -291,10 +296,10 @@ def import_checkpoint(
 ) -> ImportedCheckpoint:
     """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
 
-    ``step`` is that which an export of ours knows, else 0. With a recipe, ``inputs`` are what the data decides
-    of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left out. Raises
-    StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are checkpoints
-    already.
+    Without ``step``, an export of hpcdist has its own, and other files get 0. With a recipe, ``inputs`` are what the
+    data decides of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left
+    out. Raises StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are
+    checkpoints already.
     """
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
@@ -317,11 +322,11 @@ def import_checkpoint(
             tuple(file.tensors),
             tuple(file.left_out),
             file.not_confined,
-            ours and {one.kind for one in file.tensors} == set(file.metadata["kinds"]),
+            ours and {tensor.kind for tensor in file.tensors} == set(file.metadata["kinds"]),
         )
 
 
 def _initial_scalars(step: int, inputs: Mapping[str, int]) -> dict[str, Any]:
-    """Return the scalars of a state of which only the tensors are known: no data is the one that it was made with."""
+    """Return the scalars of a state of which only the tensors are known; it names no data, seed or optimizer."""
     known = {"model_inputs": dict(inputs)} if inputs else {}
     return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}, **known}

@@ -21,7 +21,7 @@ from hpcdist.hdf5.overlay import pread_all, pwrite_all
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-METADATA_KEY: Final = "hpcdist"  # the key of our metadata: see `exporting.told`
+METADATA_KEY: Final = "hpcdist"  # the key of our metadata: see `exporting.export_metadata`
 MAX_HEADER_BYTES: Final = 100_000_000  # as the library has it
 MAX_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30
@@ -37,7 +37,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor in a file; ``start`` counts bytes of the file."""
+    """Location of a tensor in a file; ``start`` counts bytes from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,8 +70,10 @@ def write(
 
             write_file(written[path], body)
         for path in index:
-            weight_map = {key_of(one): file.name for file, group in zip(paths, groups, strict=True) for one in group}
-            total = sum(one.nbytes for one in tensors)
+            weight_map = {
+                key_of(tensor): file.name for file, group in zip(paths, groups, strict=True) for tensor in group
+            }
+            total = sum(tensor.nbytes for tensor in tensors)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
             write_file(written[path], lambda fd, text=text: pwrite_all(fd, text.encode(), 0))  # type: ignore[misc]
     return [*paths, *index]
@@ -93,28 +95,28 @@ def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[l
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return what comes before the bytes, and where each tensor begins in the file."""
+    """Return the bytes in front of the tensors (length and JSON), and the offset in the file of each tensor."""
     # The widest elements first: then every tensor begins at a multiple of its elements, without holes.
-    ordered = sorted(tensors, key=lambda one: -dtype_of(one.dtype).itemsize)
-    found: dict[str, Any] = {"__metadata__": dict(metadata)}
+    ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts, position = [], 0
     for tensor in ordered:
         starts.append(position)
         end = position + tensor.nbytes
-        found[key_of(tensor)] = {
+        entries[key_of(tensor)] = {
             "dtype": _CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(found, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, [(tensor, len(head) + start) for tensor, start in zip(ordered, starts, strict=True)]
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return tensors by name, and the metadata, of the open file. Raises ValueError for anything that is not right.
+    """Return the location of each tensor, and the metadata, of an open file. Raises ValueError for invalid headers.
 
     To be called where the file may be hostile: see `hpcdist.checkpoint.convert.importing`.
     """
@@ -122,31 +124,31 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    told = json.loads(pread_all(fd, length, 8), object_pairs_hook=_unique_keys)
-    if not isinstance(told, dict):
+    entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=_unique_keys)
+    if not isinstance(entries, dict):
         raise ValueError("the header is no JSON object")
-    if len(told) > MAX_TENSORS:
-        raise ValueError(f"the header names {len(told)} tensors, at most {MAX_TENSORS} are read")
-    metadata = told.pop("__metadata__", {})
+    if len(entries) > MAX_TENSORS:
+        raise ValueError(f"the header names {len(entries)} tensors, at most {MAX_TENSORS} are read")
+    metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("__metadata__ is not text by name")
-    found = {name: _location(name, one, 8 + length) for name, one in told.items()}
+    locations = {name: _location(name, entry, 8 + length) for name, entry in entries.items()}
     position = 8 + length
-    for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+    for name, place in sorted(locations.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != position:
             raise ValueError(f"{name} begins at byte {place.start}, expected {position}: a hole or an overlap")
         position += place.nbytes
     if position != size:
         raise ValueError(f"tensors end at byte {position} of {size}")
-    return found, metadata
+    return locations, metadata
 
 
-def _location(name: str, told: Any, begin: int) -> TensorLocation:
+def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     try:
-        code, shape, (start, stop) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{name}: expected dtype, shape and data_offsets, got {str(told)[:80]}") from None
+        raise ValueError(f"{name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
     if not whole or code not in DTYPES:
         raise ValueError(f"{name}: dtype {str(code)[:20]}, shape {str(shape)[:80]} cannot be read here")
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
@@ -156,7 +158,7 @@ def _location(name: str, told: Any, begin: int) -> TensorLocation:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("a name comes twice")
-    return found
+    return entries

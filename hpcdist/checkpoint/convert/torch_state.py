@@ -1,4 +1,4 @@
-"""PyTorch state dicts (``torch.save``): written from a checkpoint; read with ``weights_only``: runs no code.
+"""PyTorch state dicts (``torch.save``): write them from a checkpoint, read them with ``weights_only``.
 
 A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``: those of a user's own modules
 have the names of the modules, without the layer in front. With the optimizer's state it is a dict of such dicts by
@@ -30,7 +30,7 @@ _ALIGNED: Final = 64
 
 
 def import_torch() -> ModuleType:
-    """Return the module. Raises MissingCapabilityError where it is not installed."""
+    """Return the module torch. Raises MissingCapabilityError where it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -41,10 +41,10 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out``; ``nested`` by kind.
+    """Write ``tensors`` of ``checkpoint`` to the file ``out``, with ``nested`` as a dict of dicts by kind.
 
-    Their bytes pass through a file beside, which is mapped: what is in memory can be dropped by the kernel. Raises
-    StorageError; nothing is left then.
+    Their bytes pass through a mapped temporary file beside it, whose pages the kernel can drop: the tensors need not
+    fit into memory. Raises StorageError; no file is left then.
     """
     module = import_torch()
     places, position = [], 0
@@ -99,8 +99,8 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
     if not tensor.size:
         return module.empty(tensor.shape, dtype=getattr(module, tensor.dtype))
     view = np.memmap(raw, stored, "r+", start, tensor.shape or (1,)).reshape(tensor.shape)
-    found = module.from_numpy(view)
-    return found.view(module.bfloat16) if dtype == BFLOAT16 else found
+    tensor_view = module.from_numpy(view)
+    return tensor_view.view(module.bfloat16) if dtype == BFLOAT16 else tensor_view
 
 
 def read(path: Path) -> tuple[dict[tuple[str, str], Any], str, list[str]]:
@@ -126,17 +126,17 @@ def read(path: Path) -> tuple[dict[tuple[str, str], Any], str, list[str]]:
             raise ValueError(f"no tensors, and none of {', '.join(WRAPPERS)}; it holds {held or 'nothing'}")
         metadata, groups = "", {PARAMETERS: state[within[0]]}
         others = [str(name) for name in state if name != within[0]]
-    found = {}
+    tensors = {}
     for kind, group in groups.items():
         for name, value in group.items():
             if isinstance(value, module.Tensor) and _dtype(value) and value.layout == module.strided:
-                found[str(kind), str(name)] = value.detach()
+                tensors[str(kind), str(name)] = value.detach()
             else:
                 others.append(f"{kind}/{name}")
-    return found, metadata, others
+    return tensors, metadata, others
 
 
 def _dtype(value: Any) -> str:
-    """Return our name of its dtype, "" for one that is not known here."""
+    """Return the name of the dtype in hpcdist, "" for one that is not supported."""
     name = str(value.dtype).removeprefix("torch.")
     return name if name in FLOATS | INTEGERS else ""

@@ -3,7 +3,7 @@
 It is all that a restore needs. Shards are ordinary HDF5 files for people and tools, but a restore reads verified byte
 ranges of them and never opens them through libhdf5, which can crash on damaged files.
 
-`inconsistency` holds before anything that a manifest says is used, since its author may be hostile. The types are
+`load` calls `inconsistency` before anything in a manifest is used, since its author may be hostile. The types are
 right already; every number is bounded by the others: a box lies inside its tensor, a stretch inside its box, its
 bytes inside a shard, no two of them overlap, and a shard lies inside the directory. Sizes that are multiplied stay
 below 2^60, so that nothing overflows; the memory of a restore follows from what is wanted, never from what a manifest
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import xxhash
@@ -30,9 +30,6 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pread_all
 from hpcdist.reporting.regular import open_regular
 
-if TYPE_CHECKING:
-    pass
-
 MAX_SIZE: Final = 1 << 60  # elements of a tensor, and bytes of a file
 MAX_DIMS: Final = 32  # of HDF5
 MAX_NAME_LENGTH: Final = 1024
@@ -40,110 +37,30 @@ INDEX_FILE: Final = "index.h5"
 _SHARD: Final = re.compile(r"([0-9a-f]{2,8}/)?shard-[0-9]{5,9}(-of-[0-9]{1,18})?\.h5")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
-
-def inconsistency(manifest: "Manifest") -> str:
-    """Return why ``manifest`` cannot be used, as the rest of a sentence about its file; "" when it can."""
-    if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
-        return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
-    for name, size in manifest.files.items():
-        if not _SHARD.fullmatch(name):
-            return f"names {_short(name)!r}, which is no shard of a checkpoint"
-        if not 0 <= size < MAX_SIZE:
-            return f"is not valid: {name} with {_short(size)} bytes"
-    index = manifest.index
-    if index is not None and not (
-        index.file == INDEX_FILE and 0 <= index.nbytes < MAX_SIZE and _DIGEST.fullmatch(index.digest)
-    ):
-        return f"is not valid: the index {_short(index.file)!r}"
-    for name, digest in manifest.outside.items():
-        if name not in manifest.files or not _DIGEST.fullmatch(digest):
-            return f"is not valid: {_short(name)!r} has the digest {_short(digest)!r}"
-    for entry in (*manifest.pieces, *manifest.unused):
-        reason = _entry_problem(entry, manifest.files, manifest.block_bytes)
-        if reason:
-            return f"is not valid: {_short(entry.name)}: {reason}"
-    return _overlap(manifest)
-
-
-def _entry_problem(entry: "StoredPiece", files: dict[str, int], block_bytes: int) -> str:
-    """Return what is wrong with one piece."""
-    if not 0 < len(entry.kind) + len(entry.tensor) + len(entry.dataset) <= 3 * MAX_NAME_LENGTH:
-        return f"names of more than {MAX_NAME_LENGTH} letters"
-    if not (entry.kind + entry.tensor + entry.dataset).isprintable():
-        return "names that are no text"
-    if entry.dtype not in FLOATS | INTEGERS:
-        return f"no dtype is called {_short(entry.dtype)!r}"
-    if (
-        len(entry.shape) > MAX_DIMS
-        or min(entry.shape, default=0) < 0
-        or math.prod(map(_at_least_one, entry.shape)) > MAX_SIZE
-    ):
-        return f"the shape {_short(entry.shape)}"
-    if len(entry.box) != len(entry.shape) or not all(
-        0 <= start <= stop <= size for (start, stop), size in zip(entry.box, entry.shape, strict=True)
-    ):
-        return f"the box {_short(entry.box)} is not inside {_short(entry.shape)}"
-    if not 0 <= entry.flat[0] <= entry.flat[1] <= math.prod(stop - start for start, stop in entry.box):
-        return f"elements {_short(entry.flat)} are not inside the box {_short(entry.box)}"
-    if entry.file not in files:
-        return f"it lies in {_short(entry.file)!r}, which is no shard of this checkpoint"
-    nbytes = (entry.flat[1] - entry.flat[0]) * dtype_of(entry.dtype).itemsize
-    if not 0 <= entry.offset <= files[entry.file] - nbytes:
-        return f"{nbytes} bytes at {_short(entry.offset)} are not inside {entry.file} of {files[entry.file]} bytes"
-    if len(entry.digests) != -(-nbytes // block_bytes) or not all(map(_DIGEST.fullmatch, entry.digests)):
-        return f"{len(entry.digests)} digests of {nbytes} bytes"
-    return ""
-
-
-def _overlap(manifest: "Manifest") -> str:
-    """Return which pieces share bytes of a file; "" where none do."""
-    placed = sorted((e.file, e.offset, e.nbytes, e.name) for e in (*manifest.pieces, *manifest.unused) if e.nbytes)
-    for (file, start, size, name), (other_file, other, _, other_name) in zip(placed, placed[1:], strict=False):
-        if file == other_file and start + size > other:
-            return f"is not valid: {_short(name)} and {_short(other_name)} overlap in {file}"
-    return ""
-
-
-def _at_least_one(size: int) -> int:
-    """An empty dim must not hide how long the others are."""
-    return max(1, size)
-
-
-def _short(value: object) -> str:
-    """Return ``value`` for a message, however long it was forged."""
-    if isinstance(value, int) and abs(value) > 1 << 70:
-        return "a number of more than 70 bits"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_short(item) for item in value[:4]) + (", ...]" if len(value) > 4 else "]")
-    text = str(value).encode("ascii", "backslashreplace").decode()  # a terminal must not obey it
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
 SCHEMA: Final = "hpcdist.checkpoint"
 VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one directory
 FILE_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
 MAX_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
 MIN_LIMIT_BYTES: Final = 16 << 20  # of a manifest that is read in any case
-MAX_FREE_FORM_BYTES: Final = 4 << 20  # of the scalars, and of what is told about a checkpoint
+MAX_FREE_FORM_BYTES: Final = 4 << 20  # of ``scalars``, and of ``about``
 
-# The text of `sealed` has its keys in order, the first one and those around the pieces being these.
+# The text of `seal` has its keys sorted: "about" is the first, "scalars" the one behind "pieces", "digest" the last.
 _ABOUT: Final = b'{"about":'
 _SCALARS: Final = b'],"scalars":'
 _SEAL: Final = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
 _SEAL_BYTES: Final = 46
 
-
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: _unique_keys(pairs))
 
 
 class NewerVersionError(StorageError):
-    """A later version of hpcdist wrote it: nothing is damaged, and nobody here may take its place."""
+    """Manifest of a later version of hpcdist: nothing is damaged, and this version must not replace it."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """One stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` xxh3-128 of each block."""
+    """Stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` are xxh3-128 of each block."""
 
     kind: str
     tensor: str
@@ -173,7 +90,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class IndexFile:
-    """The file of virtual datasets that shows whole tensors: for people and tools, a restore does not look at it."""
+    """File of virtual datasets that shows whole tensors, for people and tools; a restore does not look at it."""
 
     file: str
     nbytes: int
@@ -182,7 +99,7 @@ class IndexFile:
 
 @dataclass(frozen=True)
 class _Header:
-    """Head of a manifest: it tells whether the rest can be read."""
+    """Head of a manifest: schema and version, which decide whether the rest can be read."""
 
     schema: str
     version: int
@@ -190,7 +107,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Entries of a manifest about the shards: nothing in it is free in form."""
+    """Fields of a manifest about the shards, all of fixed types (`Manifest` adds the two of free form)."""
 
     step: int
     world: int
@@ -216,6 +133,86 @@ class Manifest(_Shards):
     about: dict[str, Any] = field(default_factory=dict)
 
 
+def inconsistency(manifest: Manifest) -> str:
+    """Return why ``manifest`` cannot be used, as the rest of a sentence about its file; "" when it can."""
+    if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
+        return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
+    for name, size in manifest.files.items():
+        if not _SHARD.fullmatch(name):
+            return f"names {_short(name)!r}, which is no shard of a checkpoint"
+        if not 0 <= size < MAX_SIZE:
+            return f"is not valid: {name} with {_short(size)} bytes"
+    index = manifest.index
+    if index is not None and not (
+        index.file == INDEX_FILE and 0 <= index.nbytes < MAX_SIZE and _DIGEST.fullmatch(index.digest)
+    ):
+        return f"is not valid: the index {_short(index.file)!r}"
+    for name, digest in manifest.outside.items():
+        if name not in manifest.files or not _DIGEST.fullmatch(digest):
+            return f"is not valid: {_short(name)!r} has the digest {_short(digest)!r}"
+    for entry in (*manifest.pieces, *manifest.unused):
+        reason = _entry_problem(entry, manifest.files, manifest.block_bytes)
+        if reason:
+            return f"is not valid: {_short(entry.name)}: {reason}"
+    return _overlap(manifest)
+
+
+def _entry_problem(entry: StoredPiece, files: dict[str, int], block_bytes: int) -> str:
+    """Return what is wrong with one piece."""
+    if not 0 < len(entry.kind) + len(entry.tensor) + len(entry.dataset) <= 3 * MAX_NAME_LENGTH:
+        return f"names of more than {MAX_NAME_LENGTH} letters"
+    if not (entry.kind + entry.tensor + entry.dataset).isprintable():
+        return "names that are no text"
+    if entry.dtype not in FLOATS | INTEGERS:
+        return f"no dtype is called {_short(entry.dtype)!r}"
+    if (
+        len(entry.shape) > MAX_DIMS
+        or min(entry.shape, default=0) < 0
+        or math.prod(map(_at_least_one, entry.shape)) > MAX_SIZE
+    ):
+        return f"the shape {_short(entry.shape)}"
+    if len(entry.box) != len(entry.shape) or not all(
+        0 <= start <= stop <= size for (start, stop), size in zip(entry.box, entry.shape, strict=True)
+    ):
+        return f"the box {_short(entry.box)} is not inside {_short(entry.shape)}"
+    if not 0 <= entry.flat[0] <= entry.flat[1] <= math.prod(stop - start for start, stop in entry.box):
+        return f"elements {_short(entry.flat)} are not inside the box {_short(entry.box)}"
+    if entry.file not in files:
+        return f"it lies in {_short(entry.file)!r}, which is no shard of this checkpoint"
+    # Each bound is checked before a number is used: the box is inside the shape by now, and ``flat`` inside the box.
+    nbytes = (entry.flat[1] - entry.flat[0]) * dtype_of(entry.dtype).itemsize
+    if not 0 <= entry.offset <= files[entry.file] - nbytes:
+        return f"{nbytes} bytes at {_short(entry.offset)} are not inside {entry.file} of {files[entry.file]} bytes"
+    if len(entry.digests) != -(-nbytes // block_bytes) or not all(map(_DIGEST.fullmatch, entry.digests)):
+        return f"{len(entry.digests)} digests of {nbytes} bytes"
+    return ""
+
+
+def _overlap(manifest: Manifest) -> str:
+    """Return which pieces share bytes of a file; "" where none do."""
+    # In the order of their offsets, some two neighbours overlap where any two do.
+    placed = sorted((e.file, e.offset, e.nbytes, e.name) for e in (*manifest.pieces, *manifest.unused) if e.nbytes)
+    for (file, start, size, name), (other_file, other, _, other_name) in zip(placed, placed[1:], strict=False):
+        if file == other_file and start + size > other:
+            return f"is not valid: {_short(name)} and {_short(other_name)} overlap in {file}"
+    return ""
+
+
+def _at_least_one(size: int) -> int:
+    """Return at least 1: a dim without elements must not hide the size of the others from a product."""
+    return max(1, size)
+
+
+def _short(value: object) -> str:
+    """Return ``value`` as text for a message, of bounded length and in ASCII, whatever was forged."""
+    if isinstance(value, int) and abs(value) > 1 << 70:
+        return "a number of more than 70 bits"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_short(item) for item in value[:4]) + (", ...]" if len(value) > 4 else "]")
+    text = str(value).encode("ascii", "backslashreplace").decode()  # a terminal must not obey it
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def build(
     step: int,
     world: int,
@@ -231,8 +228,8 @@ def build(
         by_tensor.setdefault((entry.kind, entry.tensor, entry.shape, entry.dtype), []).append(entry)
     for (kind, tensor, shape, _), parts in by_tensor.items():
         if any(part.flat == (0, math.prod(shape)) for part in parts):
-            continue  # in one piece
-        stretches = ((found.start, found.size) for found in (part.runs() for part in parts))
+            continue  # one piece has all of it
+        stretches = ((piece_runs.start, piece_runs.size) for piece_runs in (part.runs() for part in parts))
         gap = first_gap(stretches, math.prod(shape))
         if gap is not None:
             raise StorageError(
@@ -287,7 +284,7 @@ def _canonical(body: dict[str, Any]) -> str:
 def load(directory: Path) -> Manifest:
     """Read and check the manifest in ``directory``; no shard is looked at. Raises StorageError.
 
-    Nothing in it is believed: whoever wrote it, what is returned names bytes inside the shards of this directory, and
+    The manifest is not trusted: whoever wrote it, the result names bytes inside the shards of this directory, and
     pieces that fit their tensors.
     """
     path = directory / FILE_NAME
@@ -335,30 +332,33 @@ def _shard_bytes(directory: Path) -> int:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of ``pairs``; of a key that comes twice nobody knows which value counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return the object of ``pairs``. Raises ValueError for a key that comes twice: readers differ on its value."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("a key comes twice in one object")
-    return found
+    return entries
 
 
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
-    """Return what ``data`` says, a text of `sealed`; its digest stands behind ``end``.
+    """Return the manifest in ``data``, a text of `seal` whose digest begins at the byte ``end``.
 
     Values that are free in form take far more memory than text, so that there are two places for them only, each of a
     bounded size. All else is read into the types that it must have; what has no place there is passed over.
     """
-    found = xxhash.xxh3_128(memoryview(data)[:end])
-    found.update(b"}")
-    if found.hexdigest() != digest:
+    # `seal` took the digest of a text that ended with "}", and put the digest in the place of that.
+    computed = xxhash.xxh3_128(memoryview(data)[:end])
+    computed.update(b"}")
+    if computed.hexdigest() != digest:
         raise StorageError(f"{path} is damaged: its digest does not match")
     if not data.startswith(_ABOUT):
         return _parse_free_form(path, data)
     about, start = _value(data, len(_ABOUT))
+    # Nothing between the two is of free form. Quotes within a string are escaped, so the first match is the key.
     stop = data.find(_SCALARS, start)
     if stop < 0:
         raise ValueError("it has no scalars")
     scalars, end = _value(data, stop + len(_SCALARS))
+    # The text without its free-form values; the unnamed key takes the comma that follows "about".
     typed = b"".join((b'{"": 0', memoryview(data)[start : stop + 1], memoryview(data)[end:]))
     try:
         header = msgspec.json.decode(typed, type=_Header)
@@ -382,7 +382,7 @@ def _value(data: bytes, start: int) -> tuple[Any, int]:
 
 
 def _parse_free_form(path: Path, data: bytes) -> Manifest:
-    """Return what ``data`` says, the JSON text of an early or a later version, or of a person."""
+    """Return the manifest in ``data``, JSON that another version of hpcdist or a person wrote; of bounded size."""
     if len(data) > MIN_LIMIT_BYTES:
         raise ValueError(f"it has {len(data)} bytes and is not as this version writes it")
     body = json.loads(data, object_pairs_hook=_unique_keys)
@@ -399,7 +399,7 @@ def _parse_free_form(path: Path, data: bytes) -> Manifest:
 
 
 def _check_version(path: Path, schema: object, version: object) -> None:
-    """Raise StorageError for what is no manifest, `NewerError` for one of a later version."""
+    """Raise StorageError for what is no manifest, `NewerVersionError` for one of a later version."""
     if schema != SCHEMA:
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
     if type(version) is not int or not 1 <= version <= VERSION:

@@ -1,7 +1,12 @@
-"""Write a shard, an HDF5 file of the pieces of one or several ranks, and the index of all shards (local).
+"""Shards of a checkpoint, HDF5 files of the pieces of some ranks: write, index, and read verified (local).
 
-Digests are taken of small parts just before they are written, while they are in the cache and the disk is at work on
-the parts before.
+`write` takes digests of small parts just before they are written, while they are in the cache and the disk is at work
+on the parts before.
+
+`BlockReader` reads blocks without libhdf5. A block passes through a small buffer that stays in the cache of a core:
+pread into it, digest, copy to its place. Each byte crosses the memory bus twice, as in a plain pread, and the digest
+costs no crossing of its own. Reading straight into the place is slower: the kernel then writes to memory that is in no
+cache, and the digest brings it back.
 
 The index, ``index.h5``, shows every tensor whole, whatever shards it lies in, by virtual datasets. It is for people
 and tools: a restore does not look at it, and a checkpoint whose index could not be written is complete.
@@ -31,8 +36,40 @@ from hpcdist.hdf5.overlay import Overlay
 from hpcdist.hdf5.virtual import VirtualDataset, VirtualSource
 from hpcdist.reporting.regular import open_regular
 
+SCHEMA: Final = "hpcdist.shard"
+INDEX_SCHEMA: Final = "hpcdist.index"
+PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
 READ_BYTES: Final = 1 << 19  # read, digested and copied at a time: it stays in the cache of a core (empirical)
-MAX_OPEN_FILES: Final = 64  # files; a rank that restores from thousands of shards must not run out of descriptors
+PER_DIRECTORY: Final = 1000  # shards; above that, they are spread over directories
+MAX_INDEX_PIECES: Final = 50_000  # HDF5 takes long for more, and so do its readers
+MAX_OPEN_FILES: Final = 64  # a rank that restores from thousands of shards must not run out of descriptors
+
+
+def file_name(writer: int, writers: int) -> str:
+    """Return the name of ``writer``'s shard. Neighbours create theirs at once, and lie in different directories."""
+    name = f"shard-{writer:05d}.h5"
+    spread = directories(writers)
+    return f"{spread[writer % len(spread)]}/{name}" if spread else name
+
+
+def linked_name(name: str, step: str) -> str:
+    """Return the name in later checkpoints of the shard ``name`` of the checkpoint of ``step``."""
+    return name.removesuffix(".h5") + f"-of-{step}.h5"
+
+
+def is_linked(name: str) -> bool:
+    """Whether ``name`` is that of a shard of an earlier checkpoint."""
+    return "-of-" in name
+
+
+def directories(writers: int) -> list[str]:
+    """Return the directories over which so many shards are spread; none where one is enough."""
+    if writers <= PER_DIRECTORY:
+        return []
+    # The smallest power of two of directories that hold at most PER_DIRECTORY shards each.
+    count = 1 << (-(-writers // PER_DIRECTORY) - 1).bit_length()
+    return [f"{number:02x}" for number in range(count)]
+
 
 BlockConsumer = Callable[[int, np.ndarray], None]  # gets the number of the first element in the entry, and elements
 
@@ -42,11 +79,11 @@ class DamagedError(StorageError):
 
 
 class BlockReader:
-    """Reads blocks of the shards in ``directory``, each verified against its digest. A context manager."""
+    """Reader of blocks of the shards in ``directory``, each verified against its digest. A context manager."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: OrderedDict[str, int] = OrderedDict()  # the one used last at the end
+        self._open: OrderedDict[str, int] = OrderedDict()  # descriptors, the least recently used first
         self._memory = np.empty(READ_BYTES, np.uint8)
 
     def __enter__(self) -> "BlockReader":
@@ -69,10 +106,10 @@ class BlockReader:
         count = min(BLOCK_BYTES, entry.nbytes - offset)
         where = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
         try:
-            found, digest = self._pass(entry, offset, count, take)
+            read_bytes, digest = self._pass(entry, offset, count, take)
         except OSError as error:
             raise DamagedError(f"{where} cannot be read: {error.strerror}") from error
-        if found != count:
+        if read_bytes != count:
             raise DamagedError(f"{where} are beyond the end of the file")
         if block >= len(entry.digests) or digest != entry.digests[block]:
             raise DamagedError(f"{where} are damaged: the digest does not match")
@@ -91,15 +128,17 @@ class BlockReader:
     def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
         """Let ``count`` bytes of ``entry`` pass through the memory; return how many there were, and their digest."""
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
-        elements = self._memory.view(dtype_of(entry.dtype))
+        elements = self._memory.view(dtype_of(entry.dtype))  # the same buffer as ``view``, as elements
         itemsize, view = elements.itemsize, self._memory.data
         begin, done = entry.offset + offset, 0
-        size = (READ_BYTES - begin % READ_BYTES) // itemsize * itemsize or READ_BYTES  # then from page to page
+        # The first part ends at a multiple of READ_BYTES in the file (of whole elements), so that all later preads
+        # begin at a page; where less than an element is left up to there, it is a whole part.
+        size = (READ_BYTES - begin % READ_BYTES) // itemsize * itemsize or READ_BYTES
         while done < count:
             size = min(size, count - done)
             part = view[:size]
             read = os.preadv(fd, [part], begin + done)
-            if read < size:
+            if read < size:  # a signal may cut a read short; 0 bytes more means the end of the file
                 read += _read_fully(fd, part[read:], begin + done + read)
             if read < size:
                 return done + read, ""
@@ -130,11 +169,11 @@ def size_mismatch(directory: Path, manifest: Manifest) -> str:
     """Return which shard is missing or has another size than when it was written, or "" when all are right."""
     for name, size in manifest.files.items():
         try:
-            found = (directory / name).stat().st_size
+            actual = (directory / name).stat().st_size
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if found != size:
-            return f"{name} has {found} bytes, the manifest says {size}"
+        if actual != size:
+            return f"{name} has {actual} bytes, the manifest says {size}"
     return ""
 
 
@@ -155,36 +194,6 @@ def first_damage(directory: Path, manifest: Manifest, share: int = 0, of: int = 
     return ""
 
 
-SCHEMA: Final = "hpcdist.shard"
-PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
-PER_DIRECTORY: Final = 1000  # shards; above that, they are spread over directories
-
-
-def file_name(writer: int, writers: int) -> str:
-    """Return the shard of ``writer``: neighbours, who create theirs at the same time, lie in different directories."""
-    name = f"shard-{writer:05d}.h5"
-    spread = directories(writers)
-    return f"{spread[writer % len(spread)]}/{name}" if spread else name
-
-
-def linked_name(name: str, step: str) -> str:
-    """Return the name in later checkpoints of the shard ``name`` of the checkpoint of ``step``."""
-    return name.removesuffix(".h5") + f"-of-{step}.h5"
-
-
-def is_linked(name: str) -> bool:
-    """Whether ``name`` is that of a shard of an earlier checkpoint."""
-    return "-of-" in name
-
-
-def directories(writers: int) -> list[str]:
-    """Return the directories over which so many shards are spread; none where one is enough."""
-    if writers <= PER_DIRECTORY:
-        return []
-    count = 1 << (-(-writers // PER_DIRECTORY) - 1).bit_length()
-    return [f"{number:02x}" for number in range(count)]
-
-
 def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
     """Return the digests of ``blocks``."""
     return tuple(xxhash.xxh3_128_hexdigest(block.data) for block in blocks)
@@ -192,7 +201,7 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shards that a checkpoint has of one writer.
+    """Shards of one writer in a checkpoint.
 
     ``files`` has their sizes, ``outside`` the digests of their bytes that lie in no piece, ``unused`` the pieces in
     them that only earlier checkpoints need.
@@ -206,7 +215,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """A piece as `hpcdist.hdf5.files.Blocks`, whose digests are there when it has been written."""
+    """Adapter of a piece to `hpcdist.hdf5.files.Blocks`; ``digests`` are complete when it has been written."""
 
     slot: Slot
     source: BlockSource
@@ -228,6 +237,7 @@ class _StoredPieceBlocks:
             digest = xxhash.xxh3_128()
             start = 0
             while start < block.size:
+                # Up to the next multiple of PART_BYTES in the file, wherever the dataset begins.
                 part = block[start : start + PART_BYTES - offset % PART_BYTES]
                 digest.update(part.data)
                 yield part
@@ -282,10 +292,6 @@ def write(
     return WrittenShards({name: path.stat().st_size}, entries, {name: outside.hexdigest()})
 
 
-INDEX_SCHEMA: Final = "hpcdist.index"
-MAX_INDEX_PIECES: Final = 50_000  # HDF5 takes long for more, and so do its readers
-
-
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
     """Write the index of ``entries`` into ``directory``; None, and a word on stderr, where that was not possible."""
     pieces = [entry for entry in entries if entry.nbytes]
@@ -304,9 +310,9 @@ def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> I
 
 
 def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, VirtualDataset]:
-    found: dict[tuple[str, str], list[StoredPiece]] = {}
+    by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
     for entry in entries:
-        found.setdefault((entry.kind, entry.tensor), []).append(entry)
+        by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
     return {
         f"{kind}/{tensor}": VirtualDataset(
             parts[0].shape,
@@ -314,7 +320,7 @@ def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, VirtualDataset]:
             [_virtual_source(part) for part in parts],
             {"dtype": parts[0].dtype},
         )
-        for (kind, tensor), parts in found.items()
+        for (kind, tensor), parts in by_tensor.items()
     }
 
 

@@ -25,7 +25,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of the elements of one piece. Small, and travels to the rank that writes them."""
+    """Description of a piece: of a tensor of ``shape`` the ``box``, of that the elements ``flat`` (row-major)."""
 
     kind: str
     tensor: str
@@ -51,6 +51,7 @@ class Slot:
 
     def stored_shape(self) -> tuple[int, ...]:
         """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
+        # ``flat`` counts within the box: only where it is all of it do the elements have the shape of the box.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
             return (self.flat[1] - self.flat[0],)
@@ -58,29 +59,29 @@ class Slot:
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the dataset of each slot of one shard: the tensor's name, and for what has it too, where it begins."""
-    found: dict[str, None] = {}
+    """Return the dataset name of each slot of a shard: the tensor's, and for further pieces of it where they begin."""
+    datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
-        if name in found:
+        if name in datasets:
             corner = ",".join(str(start) for start, _ in slot.box)
             name = f"{name}@{corner}+{slot.flat[0]}"
-        if name in found:
+        if name in datasets:
             name = f"{name}-{slot.flat[1]}"
-        assert name not in found, f"{name} is saved twice in one shard"
-        found[name] = None
-    return list(found)
+        assert name not in datasets, f"{name} is saved twice in one shard"
+        datasets[name] = None
+    return list(datasets)
 
 
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return, for the slots of each rank, whether it is the first that has the piece: only that one is written."""
+    """Return for the slots of each rank whether it is the first rank with that piece: only this one is written."""
     seen: set[Slot] = set()
-    wanted = []
+    flags = []
     for slots in groups:
-        wanted.append([slot not in seen for slot in slots])
+        flags.append([slot not in seen for slot in slots])
         assert len(set(slots)) == len(slots), "a rank saves a piece twice"
         seen.update(slots)
-    return wanted
+    return flags
 
 
 BlockSource = Callable[[], Iterator[np.ndarray]]  # yields blocks of bytes, each to be used before the next is asked for
@@ -88,7 +89,7 @@ TAG = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of what this rank holds: an array, which is not copied on the host, or a `Stretch` (local)."""
+    """Yield the bytes of what this rank holds: an array, which is not copied on the host, or a `FileSlice` (local)."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -111,7 +112,8 @@ def _of_file(source: FileSlice) -> Iterator[np.ndarray]:
 
 
 def _of_device(array: Any) -> Iterator[np.ndarray]:
-    """While a block is used, the next one is on the bus."""
+    """Yield blocks copied from the GPU: while one is used, the next is on the bus."""
+    # The copies run on another stream: they wait for the kernels that produced the array.
     produced = device.record()
     arriving: deque[tuple[np.ndarray, Any]] = deque()
     for part in _cuts(array.size, array.dtype):
@@ -130,7 +132,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Blocks of ``sizes`` bytes that ``peer`` sends, in two buffers: one arrives while the other is used."""
+    """Stream of blocks of ``sizes`` bytes from ``peer``, in two buffers: one arrives while the other is used."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -140,31 +142,33 @@ class IncomingBlocks:
         self._used: np.ndarray | None = None
 
     def blocks(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next ``count`` blocks, the next one's buffer being that of the one before the last."""
+        """Yield the next ``count`` blocks. A block is valid until the next one is asked for."""
         for _ in range(count):
             yield self._next()
 
     def drain(self) -> None:
-        """Take what is still to come, so that the peer is not held up."""
+        """Receive what is still to come and drop it, so that the peer does not stay in its sends."""
         while self._posted or self._sizes:
             self._next()
 
     def _next(self) -> np.ndarray:
-        if self._used is not None:
+        if self._used is not None:  # the caller is done with the last block: its buffer may be posted again
             self._free.append(self._used)
         while self._free and self._sizes:
             memory, size = self._free.popleft(), self._sizes.popleft()
             self._posted.append((self._comm.irecv(memory[:size], self._peer, TAG), memory[:size]))
         request, block = self._posted.popleft()
         request.wait()
+        # The whole buffer, of which the block is a view: a later block may be longer.
         self._used = block if block.base is None else block.base
         return block
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send the blocks of ``arrays``, of ``sizes`` bytes, to ``peer``; return why not, where a file cannot be read.
+    """Send the blocks of ``arrays``, of ``sizes`` bytes, to ``peer``; return the error where a file cannot be read.
 
-    All blocks are sent in any case.
+    All blocks are sent in any case, zeros in the place of those that cannot be read: the peer has posted receives for
+    them, and drops the shard when it learns of the error.
     """
     sent, error = 0, ""
     try:

@@ -7,7 +7,7 @@
     names     JSON: the `Slot` of each piece
     pieces    one behind the other, each at a multiple of 64 bytes
 
-So a rank that can read the memory of one that has died, or is sent it, needs nothing else. There is no pickle in it.
+A rank that can read the memory of one that has died, or is sent it, needs nothing else. There is no pickle in it.
 """
 
 import json
@@ -38,12 +38,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return what tells whether the pieces are named and cut as before; quickly, as it is asked every step (local)."""
+    """Return a value that is equal where pieces are named and cut alike; cheap, as each step compares it (local)."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of a copy of ``pieces``, worked out once: the place of each, and the text that says so."""
+    """Layout of a copy of ``pieces``, computed once: the place of each, and their slots as JSON."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -69,7 +69,7 @@ def encode_scalars(scalars: Mapping[str, Any]) -> bytes:
 
 
 class MemoryCopy:
-    """A copy in ``memory``, bytes that whoever keeps it has: one's own, or that of another rank. All of it is local."""
+    """Copy of a rank's state in ``memory``, bytes of this rank or of memory that ranks share. All of it is local."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
@@ -79,19 +79,19 @@ class MemoryCopy:
 
     @property
     def step(self) -> int:
-        """The step after which the state was this; `NONE` while it is not complete."""
+        """The step after which the state was this; `INCOMPLETE` while it is not complete."""
         return int(self._head[_STEP]) - 1  # fresh memory is zero, and no copy of step 0
 
     def drop(self) -> None:
-        """Take note that what is here will be overwritten by more of the same."""
-        self.lay_out(*self._laid_out)  # anew: memory may have been damaged
+        """Mark the copy as incomplete: it will be overwritten by a newer one of the same layout."""
+        self.lay_out(*self._laid_out)  # the sizes too, since the head may have been damaged in memory
 
     def finish(self, step: int) -> None:
-        """Take note that all of the state after ``step`` is here."""
+        """Mark the copy as complete: it is all of the state after ``step``."""
         self._head[_STEP] = step + 1
 
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
-        """Take note of the `Names.sizes` of what will be here."""
+        """Write the `CopyLayout.sizes` of what will be here into the head, and mark it as incomplete."""
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
@@ -102,7 +102,7 @@ class MemoryCopy:
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return what is in front of the pieces, with the names or without."""
+        """Return the bytes in front of the pieces, with the names or without."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -130,7 +130,7 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Put names and scalars beside the pieces, and digest all that is in front of these (`finish` tells the step).
+        """Write names and scalars in front of the pieces, and the digest of all that (`finish` sets the step).
 
         All of it is written anew, so that nothing that was damaged since the last time gets a digest that fits.
         """
@@ -141,7 +141,7 @@ class MemoryCopy:
         self.memory[_HEAD - _DIGEST : _HEAD] = np.frombuffer(self._front_digest(step), np.uint8)
 
     def damage(self) -> str:
-        """Return what of a complete copy is not as it was put there, or ""."""
+        """Return what of a complete copy does not match its digest, or ""."""
         if not self._is_sound() or self.memory[_HEAD - _DIGEST : _HEAD].tobytes() != self._front_digest(self.step):
             return "its names or scalars do not match their digest"
         data = self.data
@@ -153,8 +153,8 @@ class MemoryCopy:
     def scalars(self) -> dict[str, Any]:
         """Return the scalars."""
         start = _texts(int(self._head[_NBYTES]))
-        found: dict[str, Any] = json.loads(self.memory[start : start + int(self._head[_SCALARS])].tobytes())
-        return found
+        scalars: dict[str, Any] = json.loads(self.memory[start : start + int(self._head[_SCALARS])].tobytes())
+        return scalars
 
     def pieces(self) -> list[Piece]:
         """Return views of the pieces."""
@@ -172,13 +172,13 @@ class MemoryCopy:
     def _within(self, block: Range) -> str:
         """Return which pieces have bytes in ``block``, for people."""
         slots = self._slots()
-        found = [
+        overlapping = [
             f"{s.kind}/{s.tensor}" for s, where in zip(slots, _places(slots)[0], strict=True) if where.intersect(block)
         ]
-        return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        return ", ".join(overlapping[:3]) + (", ..." if len(overlapping) > 3 else "")
 
     def _digests(self) -> np.ndarray:
-        """Those of the blocks, (blocks, 16)."""
+        """Return a view of the digests of the blocks, (blocks, 16) uint8."""
         count = _blocks(int(self._head[_NBYTES]))
         return self.memory[_HEAD : _HEAD + count * _DIGEST].reshape(count, _DIGEST)
 
@@ -212,7 +212,7 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the bytes of a copy with these `Names.sizes` (local)."""
+    """Return the bytes of a copy with these `CopyLayout.sizes` (local)."""
     return _front(nbytes, room, names) + nbytes
 
 
@@ -230,18 +230,18 @@ def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iter
     """Yield for each block what is copied into it: which piece, which of its elements, and where to."""
     number = 0  # of the first piece that is not behind the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):
-        found: list[_Move] = []
+        moves: list[_Move] = []
         while number < len(pieces) and names.places[number].start < block.stop:
             where, dtype = names.places[number], pieces[number].array.dtype
             inside = where.intersect(block)
             part = inside.shift(-where.start)  # of whole elements: places and blocks begin at multiples of 64 bytes
             if part:
                 elements = slice(part.start // dtype.itemsize, part.stop // dtype.itemsize)
-                found.append((number, elements, data[inside.slice].view(dtype)))
+                moves.append((number, elements, data[inside.slice].view(dtype)))
             if where.stop > block.stop:
                 break
             number += 1
-        yield found
+        yield moves
 
 
 def _copy_part(array: Any, part: slice, place: np.ndarray) -> None:

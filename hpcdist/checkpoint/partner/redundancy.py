@@ -40,51 +40,54 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the blocks that are digested
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each rank the one that keeps its copy, where ``members`` are the ranks of each node (local).
+    """Return the partner of each rank, which keeps its copy; ``members`` are the ranks of each node (local).
 
-    One of another node where there is one. Each keeps for one other, unless a node has more than half of all ranks.
+    The partner is on another node where there is one. Each rank keeps for one other, unless a node has more than half
+    of all ranks.
     """
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
-    found, largest, others = [0] * len(order), len(nodes[0]), order[len(nodes[0]) :]
+    partners, largest, others = [0] * len(order), len(nodes[0]), order[len(nodes[0]) :]
+    # In the order of nodes none spans more than ``largest`` places, so the rank that far ahead is on another node, also
+    # around the end, where no node has more than half of all. Else step 1: on one node the partner is the next rank.
     step = largest if 2 * largest <= len(order) else 1
     for place, rank in enumerate(order):
-        found[rank] = order[(place + step) % len(order)]
+        partners[rank] = order[(place + step) % len(order)]
     if others and 2 * largest > len(order):  # the largest node deals its ranks out to all others, and keeps for them
         for place, rank in enumerate(nodes[0]):
-            found[rank] = others[place % len(others)]
+            partners[rank] = others[place % len(others)]
         for place, rank in enumerate(others):
-            found[rank] = nodes[0][place]
-    return found
+            partners[rank] = nodes[0][place]
+    return partners
 
 
 @dataclass
 class CopyGeneration:
-    """The copies of one step. ``of`` has those that this rank can read, by owner; ``shared``: of all ranks."""
+    """Copies of one step. ``of`` has those that this rank can read, by owner; ``shared``: those of all ranks."""
 
     names: CopyLayout | None = None  # of the own pieces
     of: dict[int, MemoryCopy] = field(default_factory=dict)
     shared: bool = False
 
     def step(self, owner: int) -> int:
-        """Return the step of which the copy of ``owner`` is; `NONE` where it is not complete."""
+        """Return the step of which the copy of ``owner`` is; `INCOMPLETE` where it is not whole."""
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Whether a copy of these fits as they are into what was laid out."""
+        """Whether these pieces and scalars fit into the memory as it was laid out."""
         names = self.names
         return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
 
 
 class HeldCopies:
-    """Data that rank ``rank`` of ``size`` holds, readable when their communicator is gone. All of it is local."""
+    """Copies that rank ``rank`` of ``size`` holds, readable when their communicator is gone. All of it is local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return (step, owner, whether it is memory of all) of each complete copy that this rank can read."""
+        """Return (step, owner, whether its memory is shared) of each complete copy that this rank can read."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -94,8 +97,8 @@ class HeldCopies:
 
     def find(self, step: int, owner: int) -> MemoryCopy:
         """Return the complete copy of ``owner``'s state after ``step``."""
-        found = (generation.of.get(owner) for generation in self.generations)
-        return next(copy for copy in found if copy is not None and copy.step == step)
+        copies = (generation.of.get(owner) for generation in self.generations)
+        return next(copy for copy in copies if copy is not None and copy.step == step)
 
     def kept(self) -> list[tuple[int, MemoryCopy]]:
         """Return the complete copies that lie in this rank's own memory, with their owners."""
@@ -108,7 +111,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Keeps the state of the ranks of ``comm``. Memory is taken at the first two calls of `keep`, and used again."""
+    """Store of the state of the ranks of ``comm``. Memory is taken at the first two calls of `keep`, and used again."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -120,30 +123,32 @@ class PartnerStore:
 
         Collective. The pieces may change when this returns. Whatever it raises, the copies before are whole.
         """
-        told = encode_scalars(scalars)
+        encoded = encode_scalars(scalars)
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
-        changed = np.array([0.0 if target.takes(pieces, told) else 1.0])
-        self._comm.allreduce(changed, "max")  # who comes here has completed the generation before: this one may go
+        changed = np.array([0.0 if target.takes(pieces, encoded) else 1.0])
+        # Also the barrier of the protocol: a rank that comes here has completed the newer generation. When the sum has
+        # ended all have, and the older one may be overwritten; a death from now on leaves the newer one whole.
+        self._comm.allreduce(changed, "max")
         if changed[0]:
-            self._prepare(target, pieces, CopyLayout(pieces, told))
+            self._prepare(target, pieces, CopyLayout(pieces, encoded))
         names = target.names
         assert names is not None
         if target.shared:
             own = target.of[self._comm.rank]
             own.drop()
             deque(own.fill(pieces), maxlen=0)
-            own.tell(names, told, step)
+            own.tell(names, encoded, step)
             own.finish(step)
         else:
-            self._send(target, step, pieces, told, anew=bool(changed[0]))
+            self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Return what is damaged in the memory of the copies that this rank keeps, or "" (local).
+        """Return the damage in the memory of the copies that this rank keeps, or "" (local).
 
         It reads all of them; to be called between two calls of `keep`, which makes them anew.
         """
-        found = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
-        return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in found if damage)
+        damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
+        return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
         """Take memory for a generation, and lay out the own copy in it. Collective."""
@@ -166,25 +171,28 @@ class PartnerStore:
             if self._ledger is not None and (rank == comm.rank or not target.shared):
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
-    def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], told: bytes, *, anew: bool) -> None:
+    def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
         """Fill the own copy and send it to its keeper, block by block, while those of others arrive. Collective.
 
-        A copy is complete where it lies when all of it is there: what is sent says that it is not.
+        The head is sent while it says "incomplete": each side marks its copy as complete when all of it is there.
         """
         comm, own, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
         requests = []
         for owner, copy in target.of.items():
             copy.drop()
+            # All receives are posted before the first send, in the order of the sends: the tag is the same, and MPI
+            # keeps the order of messages between two ranks.
             if owner != comm.rank:
                 parts = [copy.data[part.slice] for part in cut(Range(0, copy.data.size), MESSAGE_BYTES)]
                 requests += [comm.irecv(part, owner, TAG) for part in (*parts, copy.front(anew))]
         keeper, sent = self._keepers[comm.rank], 0
         for done in own.fill(pieces):
+            # ``done`` grows by blocks that divide a message, so it meets each end of a message.
             if keeper != comm.rank and (done - sent == MESSAGE_BYTES or done == own.data.size):
                 requests.append(comm.isend(own.data[sent:done], keeper, TAG))
                 sent = done
-        own.tell(names, told, step)
+        own.tell(names, encoded, step)
         if keeper != comm.rank:
             requests.append(comm.isend(own.front(anew), keeper, TAG))
         for request in requests:
@@ -195,7 +203,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """The state after ``step`` steps. ``held`` are the pieces that this rank brings: over all ranks, each once."""
+    """State after ``step`` steps. ``held`` are the pieces that this rank brings: over all ranks, each once."""
 
     step: int
     scalars: dict[str, Any]
@@ -205,19 +213,19 @@ class RecoveredState:
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
     """Return the newest state of which the ranks of ``comm`` hold sound copies of every rank's part; None for none.
 
-    ``copies`` are those of one life before, in which this rank was ``old_rank``; None and None for one that comes new.
-    Digests are verified by those who hold the copies, and a copy that does not match is told on stderr and not used:
-    where there is no other, the older generation is. The pieces stay readable as long as somebody refers to them.
-    Collective; the same step and scalars on all ranks, those of the old rank 0.
+    ``copies`` are those of the communicator before the death, in which this rank was ``old_rank``; both are None for a
+    process that has just joined. The holders verify the digests. A copy that does not match is reported on stderr and
+    not used: where there is no other, the older generation is. The pieces stay readable as long as they are referred
+    to. Collective; the same step and scalars on all ranks, those of the old rank 0.
     """
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"
     )
-    told: list[tuple[int, int, list[tuple[int, int, bool]]] | None] = comm.allgather_object(
+    reports: list[tuple[int, int, list[tuple[int, int, bool]]] | None] = comm.allgather_object(
         None if copies is None else (copies.rank, copies.size, copies.held())
     )
-    size = max((report[1] for report in told if report is not None), default=0)
-    holders = _holders(told)
+    size = max((report[1] for report in reports if report is not None), default=0)
+    holders = _holders(reports)
     for step in sorted({step for step, _ in holders}, reverse=True):
         chosen = _sound_holders(comm, copies, step, [list(holders.get((step, owner), ())) for owner in range(size)])
         if chosen:
@@ -229,23 +237,31 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 
 
 def _holders(
-    told: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
+    gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return which ranks hold the copy of each (step, owner): the owner first, then those behind it (local)."""
-    reports = {report[0]: (rank, report) for rank, report in enumerate(told) if report is not None}
-    found: dict[tuple[int, int], list[int]] = {}
+    """Return which ranks hold the copy of each (step, owner): the owner first, then the others (local).
+
+    ``gathered`` has for each rank now (its old rank, the old size, `HeldCopies.held`), None for a new process.
+    """
+    reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
+    holders: dict[tuple[int, int], list[int]] = {}
     for old_rank, (rank, (_, size, held)) in reports.items():
         for step, owner, shared in held:
+            # Of shared memory, one rank is named: the owner, or the next old rank that is left.
             behind = [(owner + distance) % size for distance in range(size)]
             first = next(other for other in behind if other in reports)
-            if not shared or old_rank == first:  # memory that all can read is verified and brought by one
-                ranks = found.setdefault((step, owner), [])
+            if not shared or old_rank == first:
+                ranks = holders.setdefault((step, owner), [])
                 ranks.insert(0 if old_rank == owner else len(ranks), rank)
-    return found
+    return holders
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return for each owner a rank whose copy of it is sound; [] where one has none. Collective."""
+    """Return for each owner a rank whose copy of it is sound; [] where an owner has none. Collective.
+
+    In each round the first holder of every copy verifies it, and drops out where that is damaged. All ranks learn the
+    same damage, and so take the same decision.
+    """
     verified: set[int] = set()
     while all(holders):
         bad = []

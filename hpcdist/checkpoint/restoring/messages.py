@@ -2,7 +2,7 @@
 
 What one rank sends another is a stream of messages: long runs by themselves, sent and received where they lie, and
 short ones packed. Several messages of a stream are under way at a time. Arrays may be of the host, of a GPU, or the
-`Stretch` of a file: short runs of these are packed by reading, and unpacked by reading and writing, blocks that
+`FileSlice` of a file: short runs of these are packed by reading, and unpacked by reading and writing, blocks that
 enclose them.
 """
 
@@ -29,16 +29,15 @@ LONG_BYTES: Final = 64 << 10  # stretches that are as long on average are not pa
 SHORT: Final = 64  # elements: stretches that are shorter on average are gathered by an index (empirical)
 
 
-_PendingMessage = tuple[
-    Request, int, Callable[[], None]
-]  # a message, its bytes, and what is to be done when it is complete
+# A message, its bytes, and what is to be done when it is complete.
+_PendingMessage = tuple[Request, int, Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Stretches of ``array`` at ``start`` (ascending) of ``size`` elements each."""
+    """Runs of ``array`` from ``start`` (ascending) of ``size`` elements each: together a line of elements."""
 
-    array: Any  # of the host or a GPU, 1-D; or a `Stretch`
+    array: Any  # of the host or a GPU, 1-D; or a `FileSlice`
     start: np.ndarray
     size: np.ndarray
 
@@ -53,11 +52,12 @@ class ElementRuns:
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the elements ``where`` of the line, which are some."""
+        """Return the elements ``where`` of the line, at least one."""
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
         last = int(np.searchsorted(ends, where.stop, "left")) + 1
         start, size = self.start[first:last].copy(), self.size[first:last].copy()
+        # The first run loses what lies before ``where``, the last one what lies behind; they may be the same.
         behind = int(ends[last - 1]) - where.stop
         before = where.start - int(ends[first] - self.size[first])
         start[0] += before
@@ -130,7 +130,8 @@ def _scatter(array: np.ndarray, start: np.ndarray, size: np.ndarray, values: np.
 
 
 def _index(start: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the index of every element of the stretches."""
+    """Return the index of every element of the runs."""
+    # Element number k of the line, minus the number of its run's first element, plus where that run begins.
     return np.arange(size.sum()) + np.repeat(start - (np.cumsum(size) - size), size)
 
 
@@ -221,30 +222,32 @@ class _Stream:
             self.under_way.append(begun)
 
     def go_on(self) -> None:
-        """Take note that the first message under way is complete, and begin others."""
+        """Finish the first message under way, which is complete, and begin others."""
         _, nbytes, finish = self.under_way.popleft()
         finish()
         self._nbytes -= nbytes
         self._fill()
 
 
-def exchange(comm: Communicator, given: Sequence[Sequence[ElementRuns]], taken: Sequence[Sequence[ElementRuns]]) -> int:
-    """Send each rank what is ``given`` to it, and receive what is ``taken`` of it; return the bytes received.
+def exchange(
+    comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
+) -> int:
+    """Send each rank its ``outgoing`` runs, and receive the ``incoming`` ones from it; return the bytes received.
 
-    Every stream that one rank gives another takes, of the same elements in the same order. Each rank has messages of
-    all its streams under way and waits for whichever is next, so that nobody waits for one that waits for him.
-    Collective.
+    What one rank sends another receives, the same elements in the same order. Each rank has messages of all its streams
+    under way and waits for whichever is complete next, so no ranks wait for each other in a circle. Collective.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
-    streams = [_Stream(_receiving(comm, peer, lines, longest), window) for peer, lines in enumerate(taken)]
-    # Should any of this raise (a rank has died), messages may still arrive: their memory stays with the communicator.
+    streams = [_Stream(_receiving(comm, peer, lines, longest), window) for peer, lines in enumerate(incoming)]
+    # Should any of this raise (a rank has died), MPI may still write into the buffers of receives: they are kept alive
+    # by the communicator.
     comm.settled["redistribute.streams"] = streams
-    streams += [_Stream(_sending(comm, peer, lines, longest), window) for peer, lines in enumerate(given)]
+    streams += [_Stream(_sending(comm, peer, lines, longest), window) for peer, lines in enumerate(outgoing)]
     while active := [stream for stream in streams if stream.under_way]:
         active[comm.wait_any([stream.under_way[0][0] for stream in active])].go_on()
     del comm.settled["redistribute.streams"]
-    return sum(line.count * line.array.dtype.itemsize for lines in taken for line in lines)
+    return sum(line.count * line.array.dtype.itemsize for lines in incoming for line in lines)
 
 
 def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndarray) -> None:
@@ -255,8 +258,8 @@ def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndar
     count = int(size.sum())
     memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)
     if memory and backend.is_device(source) == backend.is_device(target) and count >= SHORT * size.size:
-        for one, other, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
-            target[other : other + elements] = source[one : one + elements]
+        for begin, place, elements in zip(at.tolist(), to.tolist(), size.tolist(), strict=True):
+            target[place : place + elements] = source[begin : begin + elements]
         return
     before, after = ElementRuns(source, at, size), ElementRuns(target, to, size)
     for where in cut(Range(0, count), WINDOW_BYTES // target.dtype.itemsize):

@@ -47,29 +47,32 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Elements from ``at`` on of a held array for those from ``to`` on of a wanted one: int64 arrays, ascending."""
+    """Runs to copy: ``size`` elements from ``at`` of a held array to ``to`` of a wanted one (int64, ascending)."""
 
     to: np.ndarray
     at: np.ndarray
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return whether each interval of the wanted array that begins at ``start``, and crosses no end, is inside."""
+        """Return which intervals of the wanted array lie in a run: they begin at ``start`` and cross no end of one."""
         if not self.to.size:
             return np.zeros(start.size, bool)
-        inside = np.searchsorted(self.to, start, "right") - 1
+        inside = (
+            np.searchsorted(self.to, start, "right") - 1
+        )  # the last run that begins at ``start`` or before; -1: none
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return those intervals of the wanted array, each of which is inside, joined where neighbours meet."""
+        """Return the runs of these intervals of the wanted array, each inside a run, joined where they are adjacent."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
+        # A new run begins where the interval before ends elsewhere, in the wanted array or in the held one.
         begins = np.concatenate([[True], (start[1:] != (start + size)[:-1]) | (at[1:] != (at + size)[:-1])])
         return CopyRuns(start[begins], at[begins], np.add.reduceat(size, np.flatnonzero(begins)))
 
 
 class GapError(Exception):
-    """Nobody offers ``element``, counted in the tensor."""
+    """Gap in what all ranks hold: none has ``element``, counted in the tensor."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -77,33 +80,37 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return stretches of ``offers`` that are all of ``piece``, each element once. Raises `GapError`.
+    """Return runs of ``offers`` that cover ``piece``, each element once (local). Raises `GapError`.
 
     What ``rank`` offers itself is preferred. What several others offer is taken from them in shares of equal bytes, or
-    where it is little from the one with the least of ``loads``, the bytes that are taken of each rank so far.
+    where it is little from the one with the least of ``loads``, the bytes that are taken of each rank so far (updated).
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
-    shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # as many whole ones are enough
+    shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # offers of the whole piece beyond these are not needed
+    # Own offers first, then the least loaded ranks; among equals the next in the ring, so that not all ask rank 0.
     offers = sorted(offers, key=lambda offer: (offer.rank != rank, loads[offer.rank], (offer.rank - rank) % len(loads)))
     own = sum(offer.rank == rank for offer in offers)
-    found: list[CopyRuns] = []
+    overlaps: list[CopyRuns] = []
     for offer in offers:
-        found.append(CopyRuns(*intersect_runs(mine, offer.runs())))
-        if found[-1].size.sum() == piece.flat.size:
-            if len(found) <= own:
-                return [(offer, found[-1])]  # as nearly always where the cut is that of before
+        overlaps.append(CopyRuns(*intersect_runs(mine, offer.runs())))
+        if overlaps[-1].size.sum() == piece.flat.size:
+            if len(overlaps) <= own:
+                return [(offer, overlaps[-1])]  # as nearly always where the cut is that of before
             shares -= 1
             if not shares:
                 break
-    ends = [stretches.to + stretches.size for stretches in found]
-    cuts = np.unique(np.concatenate([[0, piece.flat.size], *(stretches.to for stretches in found), *ends]))
+    # The ends of all runs cut the piece into intervals, each of which an offer has entirely or not at all.
+    ends = [stretches.to + stretches.size for stretches in overlaps]
+    cuts = np.unique(np.concatenate([[0, piece.flat.size], *(stretches.to for stretches in overlaps), *ends]))
     start, size = cuts[:-1], np.diff(cuts)
-    covers = np.array([stretches.covers(start) for stretches in found], bool).reshape(len(found), start.size)
+    # (offers, intervals); in the order of ``offers``, so that argmax is the preferred one that has the interval.
+    covers = np.array([stretches.covers(start) for stretches in overlaps], bool).reshape(len(overlaps), start.size)
     held = covers.any(axis=0)
     if not held.all():
         raise GapError(_element(mine, int(start[~held][0])))
     who = covers.argmax(axis=0)
+    # What is not this rank's own, and more than one other has, is divided among those.
     several = (who >= own) & (covers.sum(axis=0) > 1)
     if several.any():
         divided = _divided(covers[:, several], [offer.rank for offer in offers], size[several], itemsize, loads)
@@ -115,7 +122,7 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
         )
         order = np.argsort(start)
         who, start, size = who[order], start[order], size[order]
-    taken = [(offers[k], found[k].only(start[who == k], size[who == k])) for k in np.unique(who).tolist()]
+    taken = [(offers[k], overlaps[k].only(start[who == k], size[who == k])) for k in np.unique(who).tolist()]
     for offer, stretches in taken:
         loads[offer.rank] += int(stretches.size.sum()) * itemsize
     return taken
@@ -124,14 +131,16 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide intervals of ``size`` elements among those that cover them, (offers, intervals).
+    """Divide intervals of ``size`` elements among the offers that have them; ``covers`` is (offers, intervals).
 
-    Returns of each part which offer, which interval, where in it, and how many elements.
+    Returns for each part the offer, the interval, the first element in that, and the number of elements.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
     for pattern in range(patterns.shape[1]):
         who = sorted(np.flatnonzero(patterns[:, pattern]).tolist(), key=lambda k: loads[ranks[k]])
+        # All intervals that the same offers have are laid end to end, and that line is cut into equal shares. A part
+        # ends where an interval does or a share does.
         intervals = np.flatnonzero(belongs.reshape(-1) == pattern)
         ends = np.cumsum(size[intervals])
         shares = max(1, min(len(who), int(ends[-1]) * itemsize // SHARE_BYTES))
@@ -139,14 +148,14 @@ def _divided(
         bounds = np.unique(np.concatenate([[0], ends, limits]))
         inside = np.searchsorted(ends, bounds[:-1], "right")
         share = np.searchsorted(limits, bounds[:-1], "right")
-        begin = bounds[:-1] - (ends - size[intervals])[inside]
+        begin = bounds[:-1] - (ends - size[intervals])[inside]  # place on the line minus that of its interval
         parts.append((np.array(who)[share], intervals[inside], begin, np.diff(bounds)))
     who_, interval, begin, length = (np.concatenate(column) for column in zip(*parts, strict=True))
     return who_, interval, begin, length
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Return which element of the tensor is element ``local`` of a piece with the runs ``mine``."""
+    """Return the number in the tensor of element ``local`` of a piece with the runs ``mine``."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -166,34 +175,34 @@ class _Transfer:
 def reshard(comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], optional: Collection[str] = ()) -> int:
     """Fill the arrays of ``wanted`` with what any rank holds of them; return the bytes received from others.
 
-    Collective. Pieces of a kind in ``optional`` stay as they are where nobody holds anything of that kind. Arrays of
+    Collective. Pieces of a kind in ``optional`` stay as they are where no rank holds any of that kind. Arrays of
     ``held`` and ``wanted`` may be the same memory where they are the same elements. Raises StorageError on all ranks,
-    naming a tensor and an element, when something is held by nobody, or in another shape or dtype: no array has been
+    naming a tensor and an element, when something is held by no rank, or in another shape or dtype: no array has been
     touched then.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), wanted, optional)
     requests = [_encode_request(parts) for parts in chosen]
     counts = _agree_on_counts(comm, problem, [request.size for request in requests])
-    asked = _exchange_requests(comm, requests, counts)
-    for part in chosen[comm.rank]:
+    received_requests = _exchange_requests(comm, requests, counts)
+    for part in chosen[comm.rank]:  # what this rank holds itself needs no message
         to, at, size = part.stretches.to, part.stretches.at, part.stretches.size
         moves.copy(held[part.number].array, wanted[part.wanted].array, at, to, size)
-    given = [
+    outgoing = [
         [ElementRuns(held[number].array, at, size) for number, at, size in _decode_request(numbers)]
-        for numbers in asked
+        for numbers in received_requests
     ]
-    taken = [
+    incoming = [
         [ElementRuns(wanted[part.wanted].array, part.stretches.to, part.stretches.size) for part in parts]
         for parts in chosen
     ]
-    given[comm.rank], taken[comm.rank] = [], []
-    return moves.exchange(comm, given, taken)
+    outgoing[comm.rank], incoming[comm.rank] = [], []
+    return moves.exchange(comm, outgoing, incoming)
 
 
 def why_unavailable(
     comm: Communicator, held: Sequence[Piece], wanted: Sequence[Piece], optional: Collection[str] = ()
 ) -> str:
-    """Return why `redistribute` would raise, the same on all ranks; "" when it would not. Collective."""
+    """Return the error that `reshard` would raise, the same on all ranks; "" where it would not. Collective."""
     _, problem = _choose_offers(comm, _gather_offers(comm, held), wanted, optional)
     return _first(comm.allgather_object(problem))
 
@@ -203,16 +212,22 @@ def _first(problems: Sequence[str]) -> str:
 
 
 def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> list[list[int]]:
-    """Return how many numbers each rank asks each with. Raises StorageError on all ranks where one has a problem."""
-    told = comm.allgather_object((problem, counts))
-    problem = _first([text for text, _ in told])
+    """Return the length of the request of each rank to each. Raises StorageError on all ranks where one has a problem.
+
+    Collective.
+    """
+    rows = comm.allgather_object((problem, counts))
+    problem = _first([text for text, _ in rows])
     if problem:
         raise StorageError(problem)
-    return [row for _, row in told]
+    return [row for _, row in rows]
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Return names once, and for each piece which it has, its box and its range, one behind the other."""
+    """Return (names, numbers): each kind, tensor, dtype and shape once, and all pieces in one array.
+
+    A piece is the index of its name, start and stop of its box in each dim, and start and stop of its range in that.
+    """
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
     for piece in held:
@@ -225,18 +240,18 @@ def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndar
 
 
 def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
-    """Return what all ranks hold. Collective."""
+    """Return all pieces that any rank holds. Collective."""
     offers: Offers = {}
     for rank, (heads, table) in enumerate(comm.allgather_object(_announcement(held))):
         numbers, place, number = table.tolist(), 0, 0
         while place < len(numbers):
             kind, tensor, dtype, shape = heads[numbers[place]]
-            flat = place + 1 + 2 * len(shape)
+            flat = place + 1 + 2 * len(shape)  # where the range is, behind the box of 2 numbers a dim
             box = tuple(zip(numbers[place + 1 : flat : 2], numbers[place + 2 : flat : 2], strict=True))
             place = flat + 2
-            found = PieceOffer(rank, number, dtype, shape, box, Range(numbers[flat], numbers[flat + 1]))
-            if found.flat:
-                offers.setdefault((kind, tensor), []).append(found)
+            offer = PieceOffer(rank, number, dtype, shape, box, Range(numbers[flat], numbers[flat + 1]))
+            if offer.flat:
+                offers.setdefault((kind, tensor), []).append(offer)
             number += 1
     return offers
 
@@ -244,19 +259,19 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, wanted: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return what this rank takes of each rank, and why it cannot have all that it wants, or "" (local)."""
+    """Return what this rank takes from each rank, and the reason where something is lacking, else "" (local)."""
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]
     loads = [0] * comm.size
     for index, piece in enumerate(wanted):
         if not piece.flat or piece.kind in absent:
-            continue  # nobody holds what has no elements
-        found = offers.get((piece.kind, piece.tensor), [])
-        problem = _mismatch(piece, found)
+            continue  # pieces without elements are not announced
+        candidates = offers.get((piece.kind, piece.tensor), [])
+        problem = _mismatch(piece, candidates)
         if problem:
             return parts, problem
         try:
-            for offer, stretches in cover(piece, found, comm.rank, loads):
+            for offer, stretches in cover(piece, candidates, comm.rank, loads):
                 parts[offer.rank].append(_Transfer(offer.number, index, stretches))
         except GapError as gap:
             return parts, f"element {gap.element} of {piece.name} is held by none of the {comm.size} ranks"
@@ -264,7 +279,7 @@ def _choose_offers(
 
 
 def _mismatch(piece: Piece, offers: Sequence[PieceOffer]) -> str:
-    """Return what differs between ``piece`` and what is held under its name, or ""."""
+    """Return how what is held under the name of ``piece`` differs in dtype or shape, else ""."""
     shape, dtype = tuple(piece.global_shape), name_of(piece.array.dtype)
     for offer in offers:
         if offer.dtype != dtype or not grouped_alike(offer.shape, shape):
@@ -276,7 +291,7 @@ def _mismatch(piece: Piece, offers: Sequence[PieceOffer]) -> str:
 
 
 def _encode_request(parts: Sequence[_Transfer]) -> np.ndarray:
-    """Return what is asked of a rank, as numbers: its piece, how many stretches, where they begin, and their sizes."""
+    """Return the request to one rank as numbers, for each piece: its number, the count of runs, their begins, sizes."""
     numbers = [np.zeros(0, np.int64)]
     for part in parts:
         at, size = part.stretches.at, part.stretches.size
@@ -285,7 +300,7 @@ def _encode_request(parts: Sequence[_Transfer]) -> np.ndarray:
 
 
 def _decode_request(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield what `_request` has put into numbers."""
+    """Yield (piece, begins, sizes) from what `_encode_request` has made."""
     place = 0
     while place < numbers.size:
         count = int(numbers[place + 1])
@@ -297,7 +312,7 @@ def _decode_request(numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.n
 def _exchange_requests(
     comm: Communicator, requests: Sequence[np.ndarray], counts: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """Return what each rank asks of this one. Collective."""
+    """Return the request of each rank to this one. Collective."""
     ends = list(accumulate((request.size for request in requests), initial=0))
     sent = [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
     ends = list(accumulate((row[comm.rank] for row in counts), initial=0))

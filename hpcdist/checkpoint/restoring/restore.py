@@ -43,7 +43,7 @@ def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader
 
 
 def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) -> None:
-    """Raise StorageError when what is stored is not what is wanted."""
+    """Raise StorageError where nothing is stored, or with another dtype or shape than is wanted."""
     if not entries:
         raise StorageError(
             f"{directory} has no {piece.name}; was it saved by another model or optimizer? With --init-from a new run "
@@ -61,7 +61,7 @@ def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) ->
 def _fill_in_blocks(
     directory: Path, piece: Piece, target: FileSlice, entries: list[StoredPiece], reader: BlockReader
 ) -> None:
-    """Fill what is not in memory. A stored block is read once where it was saved in these cuts, else twice at most."""
+    """Fill a file, block by block. A stored block is read once where it was saved in these cuts, else at most twice."""
     longest = BLOCK_BYTES // target.dtype.itemsize
     memory = np.empty(min(longest, piece.flat.size), target.dtype)
     for part in cut(Range(0, piece.flat.size), longest):
@@ -76,7 +76,7 @@ def _fill_in_memory(directory: Path, piece: Piece, entries: list[StoredPiece], r
     flat = piece.flat.start, piece.flat.stop
     same = (e for e in entries if (e.shape, e.box, e.flat) == (piece.global_shape, piece.box, flat))
     entry = next(same, None)
-    if entry is not None:  # saved in these cuts
+    if entry is not None:  # saved in these cuts, so one run of elements is all of it
         take = _run(out, 0, 0, out.size)
         for number in range(-(-entry.nbytes // BLOCK_BYTES)):
             reader.read(entry, number, take)
@@ -91,6 +91,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
     mine = runs(piece.global_shape, piece.box, piece.flat)
     filled = []
     for entry in entries:
+        # ``size`` elements from ``at`` of the entry belong at ``to`` of ``out``: arrays, ascending in both.
         to, at, size = intersect_runs(mine, entry.runs())
         _copy(reader, entry, out, (to, at, size))
         filled.append((to, size))
@@ -105,6 +106,7 @@ def _copy(
     """Copy ``size`` elements from ``at`` in the entry to ``to`` in ``out``, reading each block that holds some once."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
+    # First and last block of each stretch; a set, since short stretches share blocks.
     spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
     needed = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
     take = _run(out, int(to[0]), int(at[0]), int(size[0])) if to.size == 1 else _runs(out, to, at, size)
@@ -113,7 +115,10 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return what puts ``size`` elements from ``at`` in an entry to ``to`` in ``out``."""
+    """Return the consumer of blocks that puts ``size`` elements from ``at`` of an entry to ``to`` of ``out``.
+
+    It gets parts of an entry, elements ``first`` and so on, and copies what of them lies in the stretch.
+    """
     shift, low, high = to - at, at, at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -128,11 +133,12 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return what does as `_run` for many runs, ordered by ``at``."""
+    """Return the consumer of blocks that does as `_run` for many stretches, ordered by ``at`` and disjoint."""
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:
         last = first + elements.size
+        # From the first stretch that ends behind ``first`` up to the first one that begins at ``last`` or later.
         held = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(at, last, "left")))
         starts, stops = np.maximum(at[held], first), np.minimum(ends[held], last)
         places = to[held] + starts - at[held]
@@ -150,9 +156,9 @@ Result = TypeVar("Result")
 def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None:
     """Return the newest valid checkpoint under ``run_dir/checkpoints``; None when there is none.
 
-    Every block of it has been verified; where it is going to be restored, `from_newest` reads it once, not twice. What
-    was skipped is told on stderr with the reason. Collective over ``comm``, whose ranks divide the reading; without
-    one, this process reads all of it.
+    Every block of it has been verified. To restore it, `newest_complete` and `from_newest_intact` read it once, not
+    twice. Those that were skipped are reported on stderr with the reason. Collective over ``comm``, whose ranks divide
+    the reading; without one, this process reads all of it.
     """
     return _newest(run_dir, comm or solo(), verified=True)
 
@@ -160,8 +166,8 @@ def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
     """Return the newest checkpoint whose manifest is valid and whose files have their sizes, apart from ``but``.
 
-    No shard is read. Told and collective as `newest`. Raises StorageError where a later version of hpcdist wrote one:
-    whoever went on from an earlier one would replace it.
+    No shard is read. Collective, and reports on stderr, as `newest`. Raises StorageError where a later version of
+    hpcdist wrote one: a run that went on from an earlier one would replace it.
     """
     return _newest(run_dir, comm or solo(), verified=False, but=but)
 
@@ -169,7 +175,7 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: 
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Return ``take(first)``, or of the checkpoint before where the bytes of that are damaged, and so on. Collective.
+    """Return ``take(first)``; where its bytes are damaged, ``take`` of the checkpoint before, and so on. Collective.
 
     ``take`` raises `DamagedError` on all ranks or on none, as `restore_together` does; what it has begun to fill is
     then worth nothing. It gets None when no checkpoint is left.
@@ -188,8 +194,8 @@ def from_newest_intact(
 
 
 def _newest(run_dir: str | Path, comm: Communicator, verified: bool, but: Collection[Path] = ()) -> Path | None:
-    found = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
-    for _, path in found:
+    candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
+    for _, path in candidates:
         if path in but:
             continue
         reason = _unusable_reason(path, comm, verified)
@@ -206,14 +212,15 @@ def _report_unusable(path: Path, reason: str, comm: Communicator) -> None:
 
 def _unusable_reason(path: Path, comm: Communicator, verified: bool) -> str:
     """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
-    found = listing.inspect(path) if comm.rank == 0 else None
-    state, reason = comm.broadcast_object(None if found is None else (found.state, found.reason))
+    listed = listing.inspect(path) if comm.rank == 0 else None
+    state, reason = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
     if state == listing.NEWER:
         raise manifest.NewerVersionError(reason)
     if reason or not verified:
         return reason
+    # Rank 0 alone has read the manifest; each rank verifies every size-th block, beginning with its own number.
     reasons: list[str] = comm.allgather_object(
-        shard.first_damage(path, comm.broadcast_object(found and found.manifest), comm.rank, comm.size)
+        shard.first_damage(path, comm.broadcast_object(listed and listed.manifest), comm.rank, comm.size)
     )
     return next((reason for reason in reasons if reason), "")
 
@@ -232,10 +239,11 @@ def restore_together(
         _restore(directory, stored, wanted, optional)
     except StorageError as error:
         failed = DamagedError if isinstance(error, DamagedError) else StorageError, str(error)
-    found = comm.allgather_object(failed)
-    reasons = [one for one in found if one is not None]
-    if reasons:  # that the recipe is another one than the saved says more than damage
-        kind, reason = next((one for one in reasons if one[0] is StorageError), reasons[0])
+    # A rank that failed comes here too: one that raised at once would leave the others in this collective.
+    failures = comm.allgather_object(failed)
+    reasons = [failure for failure in failures if failure is not None]
+    if reasons:  # a recipe that does not fit the checkpoint explains more than damage does
+        kind, reason = next((failure for failure in reasons if failure[0] is StorageError), reasons[0])
         raise kind(reason)
     return stored.scalars
 
@@ -269,7 +277,7 @@ def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """Part of a manifest that a restore needs. A rank unpacks the entries of the tensors that it wants alone."""
+    """Part of a manifest that a restore needs, packed by tensor: a rank decodes only the tensors that it wants."""
 
     scalars: dict[str, Any]
     kinds: frozenset[str]
@@ -277,7 +285,7 @@ class _PackedEntries:
 
     @classmethod
     def of(cls, stored: Manifest) -> "_PackedEntries":
-        """Return what of ``stored`` is needed."""
+        """Return the packed entries of the manifest ``stored``."""
         by_tensor: dict[tuple[str, str], list[StoredPiece]] = {}
         for entry in stored.pieces:
             by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
@@ -295,5 +303,5 @@ def _restore(directory: Path, stored: _PackedEntries, wanted: Iterable[Piece], o
     with BlockReader(directory) as reader:
         for piece in wanted:
             if not piece.flat or piece.kind in absent:
-                continue  # nobody saved what has no elements
+                continue  # pieces without elements need nothing
             fill_piece(directory, piece, stored.entries(piece), reader)

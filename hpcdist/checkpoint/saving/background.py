@@ -43,7 +43,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """As many bytes as the state that this rank writes; pinned where that comes from a GPU."""
+    """Snapshot in memory of the state that this rank writes; pinned where that comes from a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -51,13 +51,13 @@ class SnapshotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of the memory that is taken."""
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy all that ``delivery`` brings, and return where it lies: the state may change from then on.
 
-        On the writer of a group; the others `Delivery.bring` meanwhile.
+        On the writer of a group; the others `GroupGather.bring` meanwhile.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -109,7 +109,7 @@ def _copy_blocks(blocks: Iterator[np.ndarray], place: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """As many bytes in ``directory`` as the state that this rank writes. In the place of `spare.Spare`."""
+    """Snapshot in an unnamed file in ``directory`` of the state that this rank writes, instead of `SnapshotMemory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -118,14 +118,14 @@ class SnapshotFile:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Write all that ``delivery`` brings, and return where it lies: the state may change from then on.
 
-        On the writer of a group; the others `Delivery.bring` meanwhile. Raises StorageError.
+        On the writer of a group; the others `GroupGather.bring` meanwhile. Raises StorageError.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
-            found: list[BlockSource] = []
+            sources: list[BlockSource] = []
             start = 0
             for slot, source in zip(delivery.slots, delivery.sources(), strict=True):
-                found.append(partial(self._blocks, start, slot.nbytes))
+                sources.append(partial(self._blocks, start, slot.nbytes))
                 for block in source():
                     pwrite_all(self._fd, block.data, start)
                     begin_write_back(self._fd, start, block.nbytes)
@@ -137,7 +137,7 @@ class SnapshotFile:
                 f"checkpoint.local_directory = {str(self._directory)!r}: {error.strerror}; give a directory on a disk "
                 "of each node that has room for what its ranks write"
             ) from error
-        return found
+        return sources
 
     def _reserve(self, nbytes: int) -> None:
         if self._fd < 0:
@@ -164,7 +164,7 @@ Result = TypeVar("Result")
 
 
 class SavePhase(Enum):
-    """Checkpoint that is under way; the same on all ranks."""
+    """Phase of the checkpoint that is under way; the same on all ranks."""
 
     IDLE = 0
     WRITING = 1
@@ -172,7 +172,7 @@ class SavePhase(Enum):
 
 
 class WriterThread(threading.Thread):
-    """``work`` in a thread of its own, which returns what became of it and never raises."""
+    """Thread that runs ``work`` and keeps its outcome; it never raises."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -189,7 +189,7 @@ class WriterThread(threading.Thread):
 
 
 class BackgroundCheckpoints:
-    """The checkpoints of ``comm`` that are written beside the steps. Every method is collective, unless it says not."""
+    """Writer of checkpoints of ``comm`` beside the steps. Every method is collective, unless it says not."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ class BackgroundCheckpoints:
         ledger: Ledger | None = None,
         *,
         local_directory: Path | None = None,
-        kept: IncrementalWriter | None = None,
+        incremental: IncrementalWriter | None = None,
     ) -> None:
-        self._comm, self._kept = comm, kept
+        self._comm, self._incremental = comm, incremental
         self._spare = SnapshotMemory(ledger) if local_directory is None else SnapshotFile(local_directory)
         self._phase = SavePhase.IDLE
         self._task: WriterThread | None = None
@@ -212,7 +212,7 @@ class BackgroundCheckpoints:
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return what `settle` wants the sums of: is this rank still at work, and has it failed (local)."""
+        """Return what `settle` needs the sums of: 1 if this rank is still writing, and 1 if it has failed (local)."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         own = self._own if self._task is None else self._task.outcome
@@ -237,10 +237,10 @@ class BackgroundCheckpoints:
             self._own = ShardOutcome(f"no snapshot: {error or type(error).__name__}")
             delivery.end()
             return
-        self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._kept))
+        self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Whether nobody is at work any more, or somebody has failed, by the sums of `numbers` (local)."""
+        """Whether no rank is writing any more, or some rank has failed, by the sums of `numbers` (local)."""
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
@@ -273,8 +273,8 @@ class BackgroundCheckpoints:
         self._phase = SavePhase.IDLE  # should anything be raised
         if phase is SavePhase.COMMIT:
             agree(self._comm, own.error if self._comm.rank == 0 else "")
-            if self._kept is not None:
-                self._kept.settle()
+            if self._incremental is not None:
+                self._incremental.settle()
             return plan.final
         outcomes = two_phase.gather(self._comm, own)
         if any(outcome.error for outcome in outcomes):

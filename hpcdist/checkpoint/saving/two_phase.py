@@ -5,7 +5,18 @@ itself, no message. "node": one shard a node, so that a file system sees fewer f
 of neighbouring ranks, as equal as can be. A rank sends each of its bytes once, (g-1)/g of a group of g ranks in
 blocks of 16 MiB; its writer holds two of them. What several ranks of a group have is sent by the first.
 
+    phase 1   every writer writes its shard into ``step-N.tmp`` and syncs it
+    vote      rank 0 gathers what each writer wrote, or why it failed
+    phase 2   rank 0 writes the manifest and renames ``step-N.tmp`` to ``step-N``, or removes it
+
 An error on any rank is raised on all, and the previous checkpoint stays as it was.
+
+`IncrementalWriter` saves only the pieces that have changed since the last checkpoint, which is when one of their
+digests has. The older shard gets a second name in the new checkpoint (a hard link), so a checkpoint needs nothing
+outside its directory and may be removed in any order; the space of a shard is free when the last checkpoint that uses
+a part of it is gone. This pays for frozen layers, and for embeddings of which few pieces are touched. It pays nothing
+for a model all of which is trained: a dense Adam changes every parameter and moment in every step, and all of them are
+read once more to find that out. The first checkpoint of a start is always whole.
 """
 
 import os
@@ -38,14 +49,13 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
 
-MAX_UNUSED_RATIO: Final = (
-    8  # a shard of which less than one in so many bytes is in use is not kept for those (empirical)
-)
+# A shard of which less than one byte in so many is in use is not linked; those bytes are written again (empirical).
+MAX_UNUSED_RATIO: Final = 8
 
 
 @dataclass
 class IncrementalWriter:
-    """Part of one writer in the checkpoint before: ``entries`` in ``directory``, None where there is none."""
+    """Incremental shards of one writer: ``entries`` lie in ``directory``, the checkpoint before (None: none)."""
 
     directory: Path | None = None
     entries: dict[Slot, StoredPiece] = field(default_factory=dict)
@@ -61,63 +71,70 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write the shard ``name`` of what has changed, and link the rest.
+        """Write the shard ``name`` of what has changed, and link the rest (local). Raises StorageError.
 
         ``directories`` are where the checkpoint is made, and where it will lie. The sources are asked for their blocks
-        twice. Raises StorageError.
+        twice: for the digests, and to write those that differ.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
         new_shard = WrittenShards()
-        if new or not linked:
+        if new or not linked:  # a writer without pieces still writes a shard, an empty one
             changed = [slot for slot, _ in new], [source for _, source in new]
             new_shard = shard.write(temporary, name, *changed, about, opens)
-        found = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
+        entries = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
         shards = WrittenShards(
             shards.files | new_shard.files,
-            [found[slot] for slot in slots],
+            [entries[slot] for slot in slots],
             shards.outside | new_shard.outside,
             shards.unused,
         )
-        self._written = final, found, shards
+        self._written = final, entries, shards
         return shards
 
     def _unchanged(self, slots: Sequence[Slot], sources: Sequence[BlockSource]) -> dict[Slot, StoredPiece]:
         same = {}
         for slot, source in zip(slots, sources, strict=True):
             entry = self.entries.get(slot)
+            # Pieces without bytes have no digest that could differ, and cost nothing to write.
             if entry is not None and slot.nbytes and shard.block_digests(source()) == entry.digests:
                 same[slot] = entry
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Give the shards of ``same`` names in ``temporary``; those that cannot be linked are written again."""
+        """Hard-link the shards that hold ``same`` into ``temporary``; return them, and the entries they now have there.
+
+        Pieces of a shard that cannot be linked, or is hardly used any more, are missing from the entries: they are
+        written again.
+        """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
         linked: dict[Slot, StoredPiece] = {}
         for name in sorted({entry.file for entry in same.values()}):
             assert self.directory is not None
+            # A link keeps the name of the checkpoint that wrote it, however often it is linked on.
             step = self.directory.name.removeprefix("step-")
-            again = name if shard.is_linked(name) else shard.linked_name(name, step)
+            link_name = name if shard.is_linked(name) else shard.linked_name(name, step)
             used = sum(entry.nbytes for entry in same.values() if entry.file == name)
             try:
                 size = (self.directory / name).stat().st_size
                 if used * MAX_UNUSED_RATIO < size:
                     continue
-                os.link(self.directory / name, temporary / again)
+                os.link(self.directory / name, temporary / link_name)
             except OSError as error:
                 print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
                 continue
-            files[again], outside[again] = size, self.shards.outside[name]
-            linked |= {slot: replace(entry, file=again) for slot, entry in same.items() if entry.file == name}
+            files[link_name], outside[link_name] = size, self.shards.outside[name]
+            linked |= {slot: replace(entry, file=link_name) for slot, entry in same.items() if entry.file == name}
+            # What else lies in the shard goes into the manifest too, so that all of its bytes can be verified.
             before = [entry for slot, entry in self.entries.items() if slot not in same] + list(self.shards.unused)
-            unused += [replace(entry, file=again) for entry in before if entry.file == name and entry.nbytes]
+            unused += [replace(entry, file=link_name) for entry in before if entry.file == name and entry.nbytes]
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Take note that what was written last is part of a complete checkpoint."""
+        """Take the shard that was written last as the one before, as its checkpoint has become complete (local)."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -125,7 +142,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group ``index`` of ``count``; the first rank of ``comm`` writes. None: each rank by itself."""
+    """Group ``index`` of ``count``; the first rank of ``comm`` writes for it. None: each rank writes for itself."""
 
     comm: Communicator | None
     index: int
@@ -146,34 +163,34 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
         return WriterGroup(None, comm.rank, comm.size)
     key = "checkpoint.writers", writers
     if key not in comm.settled:
-        index = comm.rank * count // comm.size
+        index = comm.rank * count // comm.size  # contiguous ranks; the sizes of groups differ by one at most
         if writers == "node":
             nodes = comm.nodes()
             index, count = nodes.index, nodes.count
-        made = comm.split(index, comm.rank, "checkpoint")
-        comm.settled[key] = WriterGroup(made, index, count)
-    found: WriterGroup = comm.settled[key]
-    return found
+        members = comm.split(index, comm.rank, "checkpoint")
+        comm.settled[key] = WriterGroup(members, index, count)
+    group: WriterGroup = comm.settled[key]
+    return group
 
 
 class GroupGather:
-    """The pieces of a group on their way to its writer. Construction is collective over the group.
+    """Gather of a group's pieces at its writer. Construction is collective over the group.
 
-    On the writer, ``slots`` and ``sources`` are what a shard gets: the sources must be used in their order, each once;
-    then, or when writing has failed, it calls `end`. The first ones are of ``arrays``, its own. The others `bring`
-    theirs.
+    On the writer, `slots` and `sources` are what a shard gets: the sources must be used in their order, each once;
+    then, or when writing has failed, the writer calls `end`. The first ones are of ``arrays``, its own. The other
+    ranks call `bring`.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
         self._group, own = group, [Slot.of(piece) for piece in pieces]
         comm = group.comm
-        found: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
-        wanted = [[True] * len(own)] if comm is None else first_holders(found)
-        mine = wanted[0 if comm is None else comm.rank]
-        self.arrays = [piece.array for piece, kept in zip(pieces, mine, strict=True) if kept]
+        slots_by_rank: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
+        chosen_by_rank = [[True] * len(own)] if comm is None else first_holders(slots_by_rank)
+        mine = chosen_by_rank[0 if comm is None else comm.rank]
+        self.arrays = [piece.array for piece, chosen in zip(pieces, mine, strict=True) if chosen]
         self._slots = [
-            [slot for slot, kept in zip(slots, kept_ones, strict=True) if kept]
-            for slots, kept_ones in zip(found, wanted, strict=True)
+            [slot for slot, chosen in zip(slots, flags, strict=True) if chosen]
+            for slots, flags in zip(slots_by_rank, chosen_by_rank, strict=True)
         ]
         self._incoming: IncomingBlocks | None = None
         self._from = 0
@@ -184,7 +201,7 @@ class GroupGather:
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return where the bytes of each slot come from."""
+        """Return a source for the bytes of each slot: the writer's own first, then those of the ranks in order."""
         own: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return own + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -193,7 +210,11 @@ class GroupGather:
         return self._arriving(rank).blocks(count)
 
     def _arriving(self, rank: int) -> IncomingBlocks:
-        """Return what comes from ``rank``; what the ranks before it sent is complete then."""
+        """Return the stream of blocks from ``rank``; those of the ranks before it have been received in full.
+
+        One stream is open at a time: the sends of later ranks wait in MPI until their receives are posted, so the
+        writer holds two blocks, however many ranks its group has.
+        """
         while self._incoming is None or self._from < rank:
             if self._incoming is not None:
                 self._incoming.drain()
@@ -204,14 +225,14 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's pieces to the writer; return why not, where that was not possible."""
+        """Send this rank's pieces to the writer; return the reason where that was not possible, else ""."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """Take what was not asked for, so that nobody waits: on the writer."""
+        """Receive what was not asked for, so that no rank of the group stays in its sends; called on the writer."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
@@ -226,7 +247,7 @@ class ShardOutcome:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A checkpoint that is being made: what rank 0 commits."""
+    """Plan of one checkpoint: where it goes, and what rank 0 commits beside the shards."""
 
     directory: Path
     step: int
@@ -270,24 +291,29 @@ def save(
 
 
 def save_planned(
-    plan: SavePlan, pieces: Sequence[Piece], comm: Communicator, writers: str, kept: IncrementalWriter | None = None
+    plan: SavePlan,
+    pieces: Sequence[Piece],
+    comm: Communicator,
+    writers: str,
+    incremental: IncrementalWriter | None = None,
 ) -> Path:
     """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``.
 
-    With ``kept``, where every rank writes, only what has changed since the one before is written.
+    With ``incremental``, where every rank writes, only what has changed since the one before is written.
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     delivery = GroupGather(group, pieces)
     if group.writes:
-        outcome = write(plan, group, delivery.slots, delivery.sources(), kept)
+        outcome = write(plan, group, delivery.slots, delivery.sources(), incremental)
         delivery.end()
     else:
         outcome = ShardOutcome(delivery.bring())
-    outcomes = gather(comm, outcome)
+    outcomes = gather(comm, outcome)  # the vote: rank 0 knows now that every shard is on the disk, or which is not
+    # The broadcast in `agree` is also the barrier: no rank returns before the checkpoint is visible to all.
     agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
-    if kept is not None:
-        kept.settle()
+    if incremental is not None:
+        incremental.settle()
     return plan.final
 
 
@@ -307,14 +333,19 @@ def write(
     group: WriterGroup,
     slots: Sequence[Slot],
     sources: Sequence[BlockSource],
-    kept: IncrementalWriter | None = None,
+    incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write the shard of ``group``, of what has changed since what is ``kept`` where that is given (local)."""
+    """Write the shard of ``group``, with ``incremental`` only what has changed since the last one (local).
+
+    Nothing is raised: what failed is in the outcome, since every rank has to come to the vote.
+    """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
     try:
-        if kept is not None:
-            return ShardOutcome("", kept.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens))
+        if incremental is not None:
+            return ShardOutcome(
+                "", incremental.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens)
+            )
         return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens))
     except OSError as failure:
         return ShardOutcome(str(failure))
@@ -323,7 +354,7 @@ def write(
 def gather(comm: Communicator, own: ShardOutcome) -> list[ShardOutcome]:
     """Return what became of each rank's part: all of it on rank 0, which commits, and the errors on the others.
 
-    Collective. Thousands of ranks have millions of entries, which nobody else needs.
+    Collective. Thousands of ranks have millions of entries, so these go to rank 0 alone, by messages of known size.
     """
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(own)), np.uint8)
     known: list[tuple[str, int]] = comm.allgather_object((own.error, data.size))
@@ -332,9 +363,9 @@ def gather(comm: Communicator, own: ShardOutcome) -> list[ShardOutcome]:
         return [ShardOutcome(error) for error, _ in known]
     outcomes = [own]
     for peer, (_, size) in enumerate(known[1:], start=1):
-        told = np.empty(size, np.uint8)
-        comm.recv(told, peer)
-        outcomes.append(msgspec.msgpack.decode(told.data, type=ShardOutcome))
+        message = np.empty(size, np.uint8)
+        comm.recv(message, peer)
+        outcomes.append(msgspec.msgpack.decode(message.data, type=ShardOutcome))
     return outcomes
 
 
@@ -348,7 +379,7 @@ def agree(comm: Communicator, error: str) -> None:
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local).
 
-    Where the directory was lost to another job, what lies there is that one's.
+    Where the directory was lost to another job, nothing there is touched: it belongs to that job.
     """
     taken = lost(plan.directory.parent)
     if taken:
@@ -362,16 +393,19 @@ def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
 
 def _commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     shards = [outcome.written for outcome in outcomes if outcome.written is not None]
-    sizes = {name: size for one in shards for name, size in one.files.items()}
-    outside = {name: digest for one in shards for name, digest in one.outside.items()}
+    sizes = {name: size for written in shards for name, size in written.files.items()}
+    outside = {name: digest for written in shards for name, digest in written.outside.items()}
     try:
-        entries = [entry for one in shards for entry in one.entries]
-        made = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
-        unused = tuple(entry for one in shards for entry in one.unused)
-        made = replace(
-            made, index=shard.write_index(plan.temporary, made.pieces, plan.step), outside=outside, unused=unused
+        entries = [entry for written in shards for entry in written.entries]
+        committed = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
+        unused = tuple(entry for written in shards for entry in written.unused)
+        committed = replace(
+            committed,
+            index=shard.write_index(plan.temporary, committed.pieces, plan.step),
+            outside=outside,
+            unused=unused,
         )
-        names.commit(plan.directory, plan.step, manifest.encode(made), plan.keep)
+        names.commit(plan.directory, plan.step, manifest.encode(committed), plan.keep)
     except StorageError as failure:
         return str(failure)
     except OSError as failure:

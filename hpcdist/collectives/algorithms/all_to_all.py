@@ -1,6 +1,6 @@
 """All-to-all by pairwise exchange or Bruck's algorithm, and an allreduce made of an all-to-all.
 
-pairwise   (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
+    pairwise   (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
     bruck      ceil(log2 p) (α + n/2 β) at most            all blocks of one size; n more bytes of scratch
     native     the MPI library's
 
@@ -106,6 +106,7 @@ def pairwise_all_to_all(
     """Send to the rank k ahead while receiving from the one k behind, for k = 1 to p-1. Collective over ``comm``."""
     _check(comm, send, receive, send_ranges, receive_ranges)
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
+    # At every distance the messages are a permutation of the ranks: each sends one and receives one at a time.
     for distance in range(1, comm.size):
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         comm.sendrecv(send[send_ranges[to].slice], to, receive[receive_ranges[source].slice], source)
@@ -114,11 +115,13 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Pass blocks on by powers of two, all those together whose way has this bit. Collective over ``comm``."""
+    """Pass blocks on by powers of two, together those whose distance has this bit. Collective over ``comm``."""
     _check(comm, send, receive, send_ranges, receive_ranges)
     block = _block(send_ranges, receive_ranges)
-    # Row i is the block that has i ranks to go, or came from i ranks behind.
+    # Row i is the block that has i ranks to go. In the step of bit b, all rows whose number has this bit move 2^b ranks
+    # ahead, and keep their number: at the end row i has gone i ranks, so it came from the rank i behind.
     rows = scratch("bruck", comm.size * block, send.dtype, send).reshape(comm.size, block)  # (ranks, block)
+    # At most half of the numbers have a given bit: that many blocks leave, and as many arrive.
     bundle = scratch("bruck bundle", 2 * -(-comm.size // 2) * block, send.dtype, send)
     for distance in range(comm.size):
         rows[distance] = send[send_ranges[(comm.rank + distance) % comm.size].slice]

@@ -1,6 +1,6 @@
 """Broadcast from any root: a binomial tree for small buffers, scatter and all-gather or a chain for large ones.
 
-binomial            ceil(log2 p) (α + n β)
+    binomial            ceil(log2 p) (α + n β)
     scatter_all_gather  2 ceil(log2 p) α + 2 (p-1)/p n β
     chain               (p-2 + n/b) (α + b β)              in segments of b bytes
     native              the MPI library's
@@ -66,7 +66,7 @@ def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str =
 
 
 def binomial_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Hand the whole buffer down a binomial tree. Collective over ``comm``."""
+    """Send the whole buffer down a binomial tree. Collective over ``comm``."""
     _check(comm, buffer, root)
     turned = (comm.rank - root) % comm.size  # the root is 0; each other is below the number without its lowest bit
     span = _span(turned, comm.size)
@@ -140,5 +140,6 @@ def _check(comm: Communicator, buffer: Array, root: int) -> None:
 
 
 def _span(turned: int, size: int) -> int:
-    """Return how many numbers from ``turned`` on a binomial tree has under it, itself included, if ``size`` allows."""
+    """Return the size of the binomial subtree of ``turned``, itself included: a power of two, not cut at ``size``."""
+    # The lowest set bit: 6 = 0b110 has the subtree 6, 7. The root's is the whole tree.
     return turned & -turned if turned else 1 << (size - 1).bit_length()

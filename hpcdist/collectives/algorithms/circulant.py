@@ -95,22 +95,24 @@ def _rounds(size: int) -> list[tuple[int, int]]:
 
 def _reduce(comm: Communicator, buffer: Array, blocks: Sequence[Range], combine: Combine, segment_bytes: int) -> None:
     """Halve the partial sums until only the own block is left."""
+    # Sums after..before-1 leave; the rank `after` behind sends as many, for which this rank is `after` ahead: to it
+    # they are sums 0..before-after-1. So a rank's outgoing runs are the receiver's targets, and both cut them alike.
     for before, after in _rounds(comm.size):
         to, source = (comm.rank + after) % comm.size, (comm.rank - after) % comm.size
-        given = [
+        outgoing = [
             piece for run in join(blocks[after:before]) for piece in cut_evenly(run, buffer.itemsize, segment_bytes)
         ]
-        kept = [
+        targets = [
             piece for run in join(blocks[: before - after]) for piece in cut_evenly(run, buffer.itemsize, segment_bytes)
         ]
-        arrivals = slots("circulant", kept, buffer.dtype, buffer)
-        if len(given) == len(kept) == 1:
-            comm.sendrecv(buffer[given[0].slice], to, arrivals[0], source)
-            combine(arrivals[0], buffer[kept[0].slice], buffer[kept[0].slice])
+        arrivals = slots("circulant", targets, buffer.dtype, buffer)
+        if len(outgoing) == len(targets) == 1:  # no wrap at the end of the buffer, and no pipeline
+            comm.sendrecv(buffer[outgoing[0].slice], to, arrivals[0], source)
+            combine(arrivals[0], buffer[targets[0].slice], buffer[targets[0].slice])
             continue
         inbox = PostedReceives(comm, source, arrivals)
-        sends = [comm.isend(buffer[piece.slice], to) for piece in given]
-        for piece in kept:
+        sends = [comm.isend(buffer[piece.slice], to) for piece in outgoing]
+        for piece in targets:
             combine(inbox.take(), buffer[piece.slice], buffer[piece.slice])
         wait_all(sends)
 
@@ -119,10 +121,10 @@ def _gather(comm: Communicator, buffer: Array, blocks: Sequence[Range]) -> None:
     """Double the finished blocks, from the own one on, until all are there."""
     for before, after in reversed(_rounds(comm.size)):
         to, source = (comm.rank - after) % comm.size, (comm.rank + after) % comm.size
-        given, missing = join(blocks[: before - after]), join(blocks[after:before])
-        if len(given) == len(missing) == 1:
-            comm.sendrecv(buffer[given[0].slice], to, buffer[missing[0].slice], source)
+        outgoing, missing = join(blocks[: before - after]), join(blocks[after:before])
+        if len(outgoing) == len(missing) == 1:
+            comm.sendrecv(buffer[outgoing[0].slice], to, buffer[missing[0].slice], source)
             continue
         requests = [comm.irecv(buffer[run.slice], source) for run in missing]
-        requests += [comm.isend(buffer[run.slice], to) for run in given]
+        requests += [comm.isend(buffer[run.slice], to) for run in outgoing]
         wait_all(requests)

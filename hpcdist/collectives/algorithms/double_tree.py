@@ -12,10 +12,10 @@ trees
 
     (parents + children) n/2    at most 2 n, and on average 2 (p-1)/p n as in a ring
 
-Every rank takes its turns in the order of a clock in which a segment needs one tick for each edge, so segments follow
-one another in both directions at once. What a turn waits for has an earlier tick at the other rank, or goes up at the
-same: nobody waits in a circle. Each element is summed in one tree in one order and the root's bits are handed down:
-all ranks end with the same.
+Every rank handles its segments in the order of a schedule in which a segment needs one tick for each edge, so segments
+follow one another in both directions at once. What a step waits for has an earlier tick at the other rank, or goes up
+at the same tick: no cycle of waits. Each element is summed in one tree in one order and the root's bits are handed
+down: all ranks end with the same.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,7 @@ def double_tree_allreduce(
     for index, half in enumerate(split(buffer.size, 2, buffer.itemsize)):
         pieces = cut_evenly(half, buffer.itemsize, segment_bytes)
         lanes.append(_Lane(comm, trees(comm.size)[comm.rank][index], index, buffer, pieces, combine))
+    # Tuples sort by tick, then reductions (False) before results (True), then by tree and segment: alike on all ranks.
     for _, down, index, segment in sorted(turn for lane in lanes for turn in lane.turns()):
         if down:
             lanes[index].hand_down(segment)
@@ -83,6 +84,7 @@ def _place(rank: int, size: int) -> TreePosition:
     A number with t zeros at its end has one with t-1 zeros on either side below it, or with fewer where that one would
     be ``size`` or more.
     """
+    # Number of trailing zero bits, which is the height above the leaves; number 0 is above all others.
     zeros = (rank & -rank).bit_length() - 1 if rank else size.bit_length()
     below = [rank - (1 << (zeros - 1))] if rank and zeros else []
     above = [rank + (1 << power) for power in range(zeros - 1, -1, -1) if rank + (1 << power) < size]
@@ -95,6 +97,8 @@ def _place(rank: int, size: int) -> TreePosition:
 
 
 def _parent(number: int, size: int) -> int:
+    # The next bit is set in place of the lowest one: 1 and 3 have the parent 2, 2 and 6 have 4. Where that is no rank,
+    # the subtree hangs at the number without its lowest bit.
     bit = number & -number
     joined = (number & ~bit) | (bit << 1)
     return joined if joined < size else number & ~bit
@@ -119,12 +123,15 @@ class _Lane:
             PostedReceives(comm, child, slots(f"double tree {index} {side}", pieces, buffer.dtype, buffer), self.up)
             for side, child in enumerate(place.children)
         ]
-        self.given: list[Request] = []  # to the parent, by segment
-        self.awaited: list[Request] = []  # from the parent, by segment
-        self.handed: list[Request] = []  # to the children
+        self.sends_up: list[Request] = []  # to the parent, by segment
+        self.receives_down: list[Request] = []  # from the parent, by segment
+        self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return (tick, whether down, tree, segment) of every turn; at equal ticks all that go up come first."""
+        """Return (tick, whether down, tree, segment) of every step; at equal ticks all that go up come first.
+
+        Segment s is complete at the root at tick s: depth d has sent it up at tick s - d, and gets it at tick s + d.
+        """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]
         if self.place.parent is not None:
@@ -132,28 +139,29 @@ class _Lane:
         return turns
 
     def reduce_up(self, segment: int) -> None:
-        """Add what the children send and give the sum to the parent; the root hands it down at once."""
+        """Add the partial sums of the children and send the sum to the parent; the root sends it down at once."""
         total = self.segments[segment]
         for inbox in self.inboxes:
             self.combine(inbox.take(), total, total)
         if self.place.parent is None:
             self._to_children(total)
         else:
-            self.given.append(self.comm.isend(total, self.place.parent, self.up))
+            self.sends_up.append(self.comm.isend(total, self.place.parent, self.up))
 
     def hand_down(self, segment: int) -> None:
         """Take the result from the parent, one receive ahead, and pass it on."""
         assert self.place.parent is not None
-        for ahead in range(len(self.awaited), min(segment + 2, len(self.segments))):
-            self.given[ahead].wait()  # the result replaces the partial sum
-            self.awaited.append(self.comm.irecv(self.segments[ahead], self.place.parent, self.down))
-        self.awaited[segment].wait()
+        # A receive is posted for this segment and the next one, once their partial sums have left the same memory.
+        for ahead in range(len(self.receives_down), min(segment + 2, len(self.segments))):
+            self.sends_up[ahead].wait()  # the result replaces the partial sum
+            self.receives_down.append(self.comm.irecv(self.segments[ahead], self.place.parent, self.down))
+        self.receives_down[segment].wait()
         self._to_children(self.segments[segment])
 
     def _to_children(self, result: Array) -> None:
-        self.handed += [self.comm.isend(result, child, self.down) for child in self.place.children]
+        self.sends_down += [self.comm.isend(result, child, self.down) for child in self.place.children]
 
     def finish(self) -> None:
         """Wait until the buffer is the caller's again."""
-        wait_all(self.given)
-        wait_all(self.handed)
+        wait_all(self.sends_up)
+        wait_all(self.sends_down)

@@ -50,7 +50,7 @@ def shards_of(shards: int, size: int) -> list[Range]:
 def halves(node: Range) -> tuple[Range, Range]:
     """Return the two nodes below ``node``, which has more than one shard."""
     assert node.size > 1
-    middle = node.start + (1 << ((node.size - 1).bit_length() - 1))
+    middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # the largest power of two below its size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
@@ -121,16 +121,17 @@ class FixedTree:
         wide = accumulation_dtype(addend.dtype)
         self._check_size(addend.size)
         self._next += 1
-        found = _Partial(Range(shard, shard + 1), addend, kept=False)
-        while self._partials and self._is_node(joined := Range(self._partials[-1].node.start, found.node.stop)):
+        partial = _Partial(Range(shard, shard + 1), addend, kept=False)
+        # As a binary counter carries: while the last partial sum and this one together are a node, they become one.
+        while self._partials and self._is_node(joined := Range(self._partials[-1].node.start, partial.node.stop)):
             left = self._partials.pop()
-            ufunc(left.total, self._op)(left.total, _as(wide, found.total), left.total)
-            self._give_back(found)
-            found = _Partial(joined, left.total, left.kept)
-        if found.total is addend and (copy or addend.dtype != wide):
-            found = _Partial(found.node, self._take(addend, wide), kept=True)
-            widen(addend, found.total)
-        self._partials.append(found)
+            ufunc(left.total, self._op)(left.total, _as(wide, partial.total), left.total)
+            self._give_back(partial)
+            partial = _Partial(joined, left.total, left.kept)
+        if partial.total is addend and (copy or addend.dtype != wide):
+            partial = _Partial(partial.node, self._take(addend, wide), kept=True)
+            widen(addend, partial.total)
+        self._partials.append(partial)
 
     def reduce(self, buffer: Array) -> None:
         """Overwrite ``buffer`` with the result, the same bits on every rank. Collective over the communicator.

@@ -89,9 +89,12 @@ def _place_in(nodes: Nodes, streams: int) -> _Place:
 
 def _reduce(place: _Place, buffer: Array, op: str) -> None:
     chunks = split(buffer.size, place.count if place.count > 2 else 1, buffer.itemsize)
+    # A segment is one message of SEGMENT_BYTES for each of the ranks that send to other nodes. All chunks have the same
+    # number of segments, also where they differ by a block: all nodes then count the same hops.
     longest = place.streams * SEGMENT_BYTES // buffer.itemsize
     count = max(1, -(-chunks[0].size // longest))
     segments = [[part.shift(chunk.start) for part in split(chunk.size, count, buffer.itemsize)] for chunk in chunks]
+    # As in a ring of ranks, the chunk of node i starts at the node ahead of it: here that of the node behind is first.
     turns = [segments[(place.index - 1 - turn) % len(segments)] for turn in range(len(segments))]
     order = [segment for turn in turns for segment in turn]
     node = flow_of(place.intra, place.streams, buffer, op, order, SEGMENT_BYTES)
@@ -109,6 +112,7 @@ def _reduce(place: _Place, buffer: Array, op: str) -> None:
 def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
     """Reduce over two nodes: each sends its sum of every segment, and both add the two."""
     node, first = wire.node, wire.place.index == 0
+    # Segments leave AHEAD steps before the other node's sums of them are waited for.
     for step in range(len(segments) + AHEAD):
         if step < len(segments):
             wire.receive(segments[step], 1)
@@ -117,6 +121,7 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
         if step >= AHEAD:
             arrived, own = wire.complete(), node.own(segments[step - AHEAD])
             if arrived is not None:
+                # Node 0's operand first, on both nodes: they compute the same bits.
                 node.combine(own if first else arrived, arrived if first else own, own)
             node.spread(segments[step - AHEAD])
 
@@ -149,9 +154,9 @@ def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
         if arrived is not None and hop < nodes - 1:
             own = node.own(segment)
             node.combine(arrived, own, own)
-        if hop < 2 * nodes - 3:
+        if hop < 2 * nodes - 3:  # the last is not passed on: the node ahead completed it itself
             wire.send(segment, 1)
-        if hop >= nodes - 2:
+        if hop >= nodes - 2:  # from hop k - 2 on, the sum is that of all nodes
             node.spread(segment)
 
 
@@ -190,7 +195,7 @@ class _Wire:
             self._arrivals.append(None)
             return
         if not into_place:
-            self._taken = (self._taken + 1) % (AHEAD + 1)
+            self._taken = (self._taken + 1) % (AHEAD + 1)  # the slot that has been used for longest
             part = self._slots[self._taken * self._room :][: part.size]
         self._arrivals.append((self.place.inter.irecv(part, self.place.peer(distance)), part))
 

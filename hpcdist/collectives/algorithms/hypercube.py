@@ -48,6 +48,8 @@ class Hypercube:
         """Return the hypercube inside ``comm`` (local)."""
         size = 1 << (comm.size.bit_length() - 1)
         pairs = comm.size - size
+        # The first 2 pairs ranks form pairs: of ranks 2v and 2v + 1 the odd one is vertex v. The others follow, each
+        # moved down by the number of even ranks that stand by.
         if comm.rank >= 2 * pairs:
             return cls(size, comm.rank - pairs, pairs)
         return cls(size, comm.rank // 2 if comm.rank % 2 else None, pairs)
@@ -98,6 +100,7 @@ def _double(comm: Communicator, cube: Hypercube, rank: int, buffer: Array, combi
     while distance < cube.size:
         partner = rank ^ distance
         comm.sendrecv(buffer, cube.outer(partner), received, cube.outer(partner))
+        # The lower vertex's operand comes first on both sides: signs of zeros and payloads of NaN depend on the order.
         if partner < rank:
             combine(received, buffer, buffer)
         else:
@@ -156,7 +159,7 @@ class _Place:
     cube: Hypercube
     vertex: int
     halves: Sequence[Range]
-    held: int | None  # the half that this rank of a pair answers for; None on a rank that is a vertex alone
+    held: int | None  # half that this rank of a pair sums; None on a rank that is a vertex alone
 
     @classmethod
     def of(cls, comm: Communicator, cube: Hypercube, halves: Sequence[Range]) -> "_Place":
@@ -175,7 +178,7 @@ class _Place:
         return self.held in (None, self.kept)
 
     def across(self, half: int) -> int:
-        """Return the rank of the partner vertex that answers for ``half``."""
+        """Return the rank of the partner vertex that holds ``half``."""
         return self._answers(self.vertex ^ (self.cube.size // 2), half)
 
     def rank_of(self, vertex: int) -> int:
@@ -183,27 +186,31 @@ class _Place:
         return self._answers(vertex, self._kept_by(vertex))
 
     def _kept_by(self, vertex: int) -> int:
+        # The half in which the chunk of this number lies: the windows of the later halvings are inside it.
         return int(vertex >= self.cube.size // 2)
 
     def _answers(self, vertex: int, half: int) -> int:
+        # Of a pair the even rank holds half 0, the odd one half 1; a rank that is a vertex alone holds both.
         return 2 * vertex + half if vertex < self.cube.pairs else vertex + self.cube.pairs
 
 
 def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Array, combine: Combine) -> None:
     """Reduce over the pairs, then with the partner vertex: afterwards the kept half is the sum of both vertices."""
     first, second = (buffer[half.slice] for half in place.halves)
-    kept, given = (second, first) if place.kept else (first, second)
-    received = arrival[: kept.size]
+    target, outgoing = (second, first) if place.kept else (first, second)
+    received = arrival[: target.size]
     if place.held is None:
-        comm.sendrecv(given, place.across(1 - place.kept), received, place.across(place.kept))
-        combine(received, kept, kept)
+        # The partner vertex may be a pair: then the two halves are exchanged with its two ranks.
+        comm.sendrecv(outgoing, place.across(1 - place.kept), received, place.across(place.kept))
+        combine(received, target, target)
         return
     own, others = (second, first) if place.held else (first, second)
-    comm.sendrecv(others, comm.rank ^ 1, arrival[: own.size], comm.rank ^ 1)
+    comm.sendrecv(others, comm.rank ^ 1, arrival[: own.size], comm.rank ^ 1)  # pairs are ranks 2v and 2v + 1
     combine(arrival[: own.size], own, own)
+    # Each rank of the pair has the sum of one half: one continues with it, the other hands its half to the partner.
     if place.goes_on:
         comm.recv(received, place.across(place.kept))
-        combine(received, kept, kept)
+        combine(received, target, target)
     else:
         comm.send(own, place.across(place.held))
 
@@ -211,9 +218,9 @@ def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Ar
 def _last_doubling(comm: Communicator, place: _Place, buffer: Array) -> None:
     """Give the kept half, finished, to the partner vertex and get the other; a pair then shares what each rank has."""
     first, second = (buffer[half.slice] for half in place.halves)
-    kept, missing = (second, first) if place.kept else (first, second)
+    finished, missing = (second, first) if place.kept else (first, second)
     if place.held is None:
-        comm.sendrecv(kept, place.across(place.kept), missing, place.across(1 - place.kept))
+        comm.sendrecv(finished, place.across(place.kept), missing, place.across(1 - place.kept))
         return
     own, others = (second, first) if place.held else (first, second)
     if place.goes_on:
@@ -225,7 +232,7 @@ def _last_doubling(comm: Communicator, place: _Place, buffer: Array) -> None:
 
 def _window(chunks: Sequence[Range], vertex: int, width: int) -> slice:
     """Return the elements of the ``width`` chunks (a power of two, aligned to it) that chunk ``vertex`` is among."""
-    first = vertex & -width
+    first = vertex & -width  # with its low bits cleared: the first chunk of the aligned block of this width
     return slice(chunks[first].start, chunks[first + width - 1].stop)
 
 
@@ -241,11 +248,11 @@ def _reduce_scatter(
 ) -> None:
     """Halve the window of 2 ``width`` chunks until only the own one is left: keep one half, give the other away."""
     while width:
-        partner = vertex ^ width
-        kept, given = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]
-        received = arrival[: kept.size]
-        comm.sendrecv(given, rank_of(partner), received, rank_of(partner))
-        combine(received, kept, kept)
+        partner = vertex ^ width  # its window is the other half of the aligned window of 2 width chunks
+        target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]
+        received = arrival[: target.size]
+        comm.sendrecv(outgoing, rank_of(partner), received, rank_of(partner))
+        combine(received, target, target)
         width //= 2
 
 

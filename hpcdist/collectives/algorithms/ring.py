@@ -84,19 +84,21 @@ def reduce_scatter(
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
-        # The chunk of rank r starts one behind r and has gone all the way round when it arrives there.
+        # The chunk of rank r starts one ahead of r and has gone all the way round when it arrives there.
         _relay(buffer, lanes, 1, segment_bytes, combine)
         return
     arrivals = [
         scratch(f"ring {lane.direction}", max(r.size for r in lane.chunks), buffer.dtype, buffer) for lane in lanes
     ]
+    # Step s sends the chunk of the rank s + 1 behind, to which the step before has added, and adds what arrives to the
+    # chunk s + 2 behind. After p - 1 steps that is the chunk p behind: the own one.
     for step in range(comm.size - 1):
         outgoing = [buffer[lane.behind(step + 1).slice] for lane in lanes]
-        kept = [buffer[lane.behind(step + 2).slice] for lane in lanes]
-        incoming = [arrival[: keep.size] for arrival, keep in zip(arrivals, kept, strict=True)]
+        targets = [buffer[lane.behind(step + 2).slice] for lane in lanes]
+        incoming = [arrival[: target.size] for arrival, target in zip(arrivals, targets, strict=True)]
         _pass_on(comm, lanes, outgoing, incoming)
-        for partial, keep in zip(incoming, kept, strict=True):
-            combine(partial, keep, keep)
+        for partial, target in zip(incoming, targets, strict=True):
+            combine(partial, target, target)
 
 
 def all_gather(
@@ -116,6 +118,7 @@ def all_gather(
     if _in_segments(buffer, lanes, segment_bytes):
         _relay(buffer, lanes, 0, segment_bytes, None)
         return
+    # Step s passes on the chunk of the rank s behind, at first the own one, and receives the one behind that in place.
     for step in range(comm.size - 1):
         outgoing = [buffer[lane.behind(step).slice] for lane in lanes]
         incoming = [buffer[lane.behind(step + 1).slice] for lane in lanes]
@@ -162,9 +165,9 @@ def _pass_on(comm: Communicator, lanes: Sequence[_Lane], outgoing: Sequence[Arra
 
 
 def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> bool:
-    """Whether any chunk is longer than a segment. The same on all ranks: they know the same chunks.
+    """Return whether any chunk is longer than a segment: the same on all ranks, which know the same chunks.
 
-    Two ranks pass nothing on; to them segments are only more messages.
+    Two ranks pass nothing on: segments would only be more messages.
     """
     check_segment(segment_bytes)
     return (
@@ -181,6 +184,7 @@ def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int
     sends: list[Request] = []
     inboxes, arrivals = [], []
     for tag, lane in enumerate(lanes):
+        # steps[s] are the pieces of the chunk first + s behind: steps[0] leave at once, the others arrive in order.
         steps = [
             cut_evenly(lane.behind(first + step), buffer.itemsize, segment_bytes) for step in range(lane.comm.size)
         ]
@@ -194,7 +198,7 @@ def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int
         arrivals.append(steps[1:])
     # A segment of one step is only waited for after those of the steps before, on all lanes: nobody waits in a circle.
     for step, chunks in enumerate(zip(*arrivals, strict=True)):
-        for row in zip_longest(*chunks):
+        for row in zip_longest(*chunks):  # lanes in turn; one may have fewer pieces
             for tag, piece in enumerate(row):
                 if piece is None:
                     continue

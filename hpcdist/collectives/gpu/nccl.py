@@ -101,15 +101,15 @@ def _address(buffer: Any) -> int:
 
 def communicator(comm: Communicator) -> Any:
     """Return the NCCL communicator of ``comm``, made at the first call. Collective at the first call."""
-    found = _communicators.get(comm)
-    if found is None:
+    channel = _communicators.get(comm)
+    if channel is None:
         reason = refusal(comm)
         if reason:
             raise MissingCapabilityError(reason)
         module = device.nccl()
         unique_id = comm.broadcast_object(module.get_unique_id() if comm.rank == 0 else None)
-        found = _communicators[comm] = module.NcclCommunicator(comm.size, unique_id, comm.rank)
-    return found
+        channel = _communicators[comm] = module.NcclCommunicator(comm.size, unique_id, comm.rank)
+    return channel
 
 
 def refusal(comm: Communicator) -> str:
@@ -125,14 +125,14 @@ def refusal(comm: Communicator) -> str:
     except MissingCapabilityError as error:
         reason = f"rank {comm.rank}: {error}"
     allowed = version >= SEVERAL_RANKS_A_GPU and os.environ.get(SEVERAL_RANKS_VARIABLE) == "1"
-    said = comm.allgather_object((reason, (comm.nodes().index, place), version, allowed))
-    for text, _, _, _ in said:
+    answers = comm.allgather_object((reason, (comm.nodes().index, place), version, allowed))
+    for text, _, _, _ in answers:
         if text:
             return str(text)
-    (node, place), ranks = Counter(where for _, where, _, _ in said).most_common(1)[0]
-    if ranks == 1 or all(may for *_, may in said):
+    (node, place), ranks = Counter(where for _, where, _, _ in answers).most_common(1)[0]
+    if ranks == 1 or all(may for *_, may in answers):
         return ""
-    oldest = min(number for _, _, number, _ in said)
+    oldest = min(number for _, _, number, _ in answers)
     cure = (
         f"set {SEVERAL_RANKS_VARIABLE}=1"
         if oldest >= SEVERAL_RANKS_A_GPU
@@ -150,6 +150,6 @@ def _readable(version: int) -> str:
 
 def release(comm: Communicator) -> None:
     """Give the NCCL communicator of ``comm`` back, if there is one. Collective over ``comm``."""
-    found = _communicators.pop(comm, None)
-    if found is not None:
-        found.destroy()
+    channel = _communicators.pop(comm, None)
+    if channel is not None:
+        channel.destroy()

@@ -1,6 +1,9 @@
 """Peer-memory allreduce between the GPUs of a node, or on one GPU that ranks share, by CUDA IPC handles.
 
-Kernels read the memory of the other ranks.
+Kernels read the memory of the other ranks. A handle of the driver is sent as bytes and opened by the others. Only
+memory that came from cudaMalloc by itself has one: a part of a pool is not the beginning of an allocation, and memory
+of cudaMallocAsync cannot be shared at all. So the memory is allocated here, in whole units of 2 MiB, since the driver
+shares all of the unit that an allocation lies in.
 
 Each rank keeps exchange memory on its GPU that the others have mapped by handles of the driver. As in
 `node.shared_memory`, a rank copies its buffer there, sums one slice over all ranks, and copies the other slices of
@@ -65,7 +68,7 @@ class IpcMapping:
 
 
 def process_identity() -> str:
-    """Return what tells this process from the others of its node: memory of one process needs no handle in it."""
+    """Return the identity of this process on its node: memory of the own process needs no handle."""
     return str(os.getpid())
 
 
@@ -82,7 +85,7 @@ def allocate(nbytes: int) -> Array:
 
 
 def export(array: Array) -> IpcHandle:
-    """Return the ticket of what `allocate` returned. Raises MissingCapabilityError, with the reason (local)."""
+    """Return the handle of memory that `allocate` returned. Raises MissingCapabilityError, with the reason (local)."""
     cuda = device.cupy().cuda
     memory: Any = getattr(array.data, "mem", None)
     if isinstance(memory, cuda.MemoryAsync):
@@ -96,23 +99,23 @@ def export(array: Array) -> IpcHandle:
     return IpcHandle(process_identity(), device.bus_id(), memory.ptr, handle, array.nbytes)
 
 
-def open_handle(ticket: IpcHandle) -> IpcMapping:
-    """Map the memory of ``ticket``, which another process of the node exported (local).
+def open_handle(memory: IpcHandle) -> IpcMapping:
+    """Map ``memory``, which another process of the node exported (local).
 
     Raises MissingCapabilityError where the driver refuses: the other GPU is hidden (bound to another task, or left out
     of CUDA_VISIBLE_DEVICES) or has no peer access.
     """
-    if ticket.process == process_identity():
-        return IpcMapping(ticket.pointer, ticket.nbytes, opened=False)
+    if memory.process == process_identity():
+        return IpcMapping(memory.pointer, memory.nbytes, opened=False)
     runtime = device.cupy().cuda.runtime
     try:
-        pointer = int(runtime.ipcOpenMemHandle(ticket.handle))
+        pointer = int(runtime.ipcOpenMemHandle(memory.handle))
     except runtime.CUDARuntimeError as error:
         raise MissingCapabilityError(
-            f"GPU {device.bus_id()} cannot open memory of GPU {ticket.bus_id} ({error}); let all ranks of a node see "
+            f"GPU {device.bus_id()} cannot open memory of GPU {memory.bus_id} ({error}); let all ranks of a node see "
             "all of its GPUs (--gpus-per-node instead of --gpus-per-task, --gpu-bind=none)"
         ) from error
-    return IpcMapping(pointer, ticket.nbytes, opened=True)
+    return IpcMapping(pointer, memory.nbytes, opened=True)
 
 
 PIECE_BYTES: Final = 32 << 20  # per rank and half: large beside two barriers (to be measured on a GPU)
@@ -130,6 +133,7 @@ class _Exchange:
 
     def next_half(self, rank: int) -> list[Array]:
         """Return, as bytes of each rank, the half whose turn it is."""
+        # The other half than last time: ranks may still copy the results of the last piece out of that one.
         self.turn ^= 1
         start = self.turn * self.half_bytes
         assert self.own is not None
@@ -180,6 +184,7 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
     # Nobody else reads the own slice before the sum is in it, so it takes the sum, and the operand stays in `data`.
     views[comm.rank][: own.start] = data[: own.start]
     views[comm.rank][own.stop :] = data[own.stop :]
+    # `produced` waits for this rank's kernels; MPI knows nothing of streams, so a barrier orders hosts only.
     device.produced()
     comm.barrier()
     operands = [data[own] if rank == comm.rank else view[own] for rank, view in enumerate(views)]
@@ -201,34 +206,35 @@ def _reduce_piece(comm: Communicator, data: Array, views: list[Array], combine: 
 
 
 def _exchange_of(comm: Communicator, nbytes: int) -> _Exchange:
-    """Return exchange memory whose halves hold ``nbytes``, or what says why there is none. Collective when it grows."""
-    found = _exchanges.get(comm)
-    if found is None or (not found.refusal and found.half_bytes < nbytes):
+    """Return exchange memory whose halves hold ``nbytes``, or its refusal. Collective where it is made or grows."""
+    exchange = _exchanges.get(comm)
+    if exchange is None or (not exchange.refusal and exchange.half_bytes < nbytes):
         release(comm)
-        found = _exchanges[comm] = _open(comm, nbytes)
-    return found
+        exchange = _exchanges[comm] = _open(comm, nbytes)
+    return exchange
 
 
 def _open(comm: Communicator, nbytes: int) -> _Exchange:
     """Take memory on every rank and map that of the others; all ranks succeed, or none. Collective."""
     half_bytes = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     own: Array | None = None
-    said: IpcHandle | str
+    answer: IpcHandle | str
     try:
         own = segments.count_in_ledger(allocate(2 * half_bytes))
-        said = export(own)
+        answer = export(own)
     except MissingCapabilityError as error:
-        said = str(error)
-    tickets = comm.allgather_object(said)
+        answer = str(error)
+    handles = comm.allgather_object(answer)
     mappings: list[IpcMapping | None] = []
-    problem = next((f"rank {rank}: {text}" for rank, text in enumerate(tickets) if isinstance(text, str)), "")
+    problem = next((f"rank {rank}: {text}" for rank, text in enumerate(handles) if isinstance(text, str)), "")
     if not problem:
         try:
-            for rank, ticket in enumerate(tickets):
-                mappings.append(None if rank == comm.rank else open_handle(ticket))
+            for rank, handle in enumerate(handles):
+                mappings.append(None if rank == comm.rank else open_handle(handle))
         except MissingCapabilityError as error:
             problem = f"rank {comm.rank}: {error}"
     exchange = _Exchange(own, mappings, half_bytes)
+    # Every rank learns of every problem: all of them use the memory, or none.
     exchange.refusal = next(filter(None, comm.allgather_object(problem)), "")
     if exchange.refusal:
         exchange.close()
@@ -239,9 +245,9 @@ def _open(comm: Communicator, nbytes: int) -> _Exchange:
 
 def release(comm: Communicator) -> None:
     """Give back what is shared for ``comm``, if anything is. Collective over ``comm``."""
-    found = _exchanges.pop(comm, None)
-    if found is not None and found.own is not None:
+    exchange = _exchanges.pop(comm, None)
+    if exchange is not None and exchange.own is not None:
         device.produced()  # the last copies out of the others' memory
-        found.close()
+        exchange.close()
         comm.barrier()
-        found.own = None
+        exchange.own = None

@@ -4,7 +4,7 @@ The route is decided for each algorithm by what was probed, never by a version:
 
     nccl          NCCL's own kernels and wires
     node_shared   kernels that read the GPUs of the other ranks (`peer_memory`), where handles can be opened
-    the others    device pointers handed to MPI, where the probe of `comm.cuda_aware` saw their operation work
+    the others    device pointers handed to MPI, where the probe of `comm.mpi.cuda_aware` saw their operation work
     otherwise     the algorithm on the host, behind pinned memory, in segments; pageable memory where the system
                   pins none
 
@@ -94,14 +94,14 @@ def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, sh
 
 
 NCCL: Final = "nccl"
-# What an algorithm asks of the message layer; all others of this package send messages only.
+# Operation of the message layer that an algorithm needs; all others of this package send messages only.
 _ASKS: Final = {"native": "allreduce", "all_to_all": "all_to_all"}
 # These work in memory of the host whatever MPI takes.
 _ON_HOST: Final = ("hierarchical",)
 
 
 def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
-    """Return what reduces buffers on a GPU for ``algorithm``, whose form for the host is ``function`` (local)."""
+    """Return the form for GPU buffers of ``algorithm``, whose form for the host is ``function`` (local)."""
     if algorithm == NCCL:
         return nccl.nccl_allreduce
     if algorithm == "node_shared":
@@ -112,9 +112,9 @@ def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
 
 
 def on_host(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Sum a buffer of the host by MPI_Allreduce: "nccl" does not know it. Collective over ``comm``.
+    """Reduce a host buffer by MPI_Allreduce where the algorithm is "nccl". Collective over ``comm``.
 
-    A run on GPUs has some: norms, losses, votes.
+    A run on GPUs has such buffers: norms, losses, flags.
     """
     native_allreduce(comm, buffer, op)
 
@@ -139,6 +139,6 @@ def takes_pointers(comm: Communicator, operation: str) -> bool:
 
 
 def release(comm: Communicator) -> None:
-    """Give back what the ways of this module hold for ``comm``. Collective over ``comm``."""
+    """Give back peer memory and the NCCL communicator of ``comm``. Collective over ``comm``."""
     peer_memory.release(comm)
     nccl.release(comm)

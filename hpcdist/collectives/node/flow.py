@@ -8,7 +8,7 @@ segment:
 
 `NodeFlow` sends messages: on m ranks with s bytes a segment, (m-1) messages of s/m bytes each way. All are begun
 early and waited for late, in the order that all ranks know, and a rank that waits lets every message move: a late
-rank delays the others only by what it owes them.
+rank delays the others only by the messages that they need from it.
 
 `SharedFlow` does the same through memory that the ranks share: (m-1)/m s written and as much read for the addends,
 and s/m written and (m-1)/m s read for the totals. A rank writes the addends of a segment, and later its total, and
@@ -79,6 +79,7 @@ class NodeFlow:
     def _begin_next(self) -> None:
         """Begin to send the addends of a segment to their owners, and to receive those of the own part."""
         segment = self._order[self._begun]
+        # EARLY + 1 sets of rows in turn: the one that is summed, and those that are begun before it.
         own, slot = self.own(segment), self._begun % (EARLY + 1) * len(self._others)
         addends: dict[int, tuple[Request, Array]] = {}
         if own.size:
@@ -105,6 +106,8 @@ class NodeFlow:
 
     def add(self, rows: Sequence[Array], own: Array) -> None:
         """Reduce ``rows``, one of each rank, into ``own``, which is one of them; the first may be overwritten."""
+        # The first row accumulates, since ``own`` is an operand until its turn; the last sum goes to ``own``. In shared
+        # memory the first row lies in the slot of rank 0, in the part of it that this rank alone reads.
         total = rows[0]
         for row in rows[1:-1]:
             self.combine(total, row, total)
@@ -134,6 +137,8 @@ class NodeFlow:
 
 
 SLOTS: Final = 1 + max(EARLY, LATE)  # segments that may be between their writer and the last reader
+# A rank stages up to EARLY segments that it has not summed, and lets LATE totals wait before it takes them. With a slot
+# more than either, a rank that waits for a slot has published all that the others need to free it: no cycle of waits.
 LINE_BYTES: Final = 256
 STAGED, SUMMED, GIVEN, TAKEN = 0, 8, 16, 24  # words of 8 bytes, each in a cache line of its own
 SPINS: Final = 200  # looks at a number before messages are moved
@@ -145,6 +150,7 @@ MOST_OWNERS: Final = 8  # the memory of a node grows with their square: 160 MiB 
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
     """Whether the word of every rank has reached ``number``, after ``spins`` looks at most."""
     for rank in range(lines.size):
+        # Acquire: what that rank wrote before its release store in `raise_to` is visible once the number is seen.
         while load_acquire(lines[rank] + 8 * word) < number:
             if spins <= 0:
                 return False
@@ -155,7 +161,7 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Tell the others: what was written before can be read."""
+    """Publish ``number`` in the word by a release store: what was written before it can be read."""
     store_release(line + 8 * word, number)
 
 
@@ -175,6 +181,7 @@ class FlowMemory:
 
     def addends(self, rank: int, number: int) -> np.ndarray:
         """Return the slot of ``rank`` for a segment's addends, as bytes."""
+        # The memory of a rank: its line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
@@ -183,8 +190,8 @@ class FlowMemory:
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
-    def tell(self, word: int, number: int) -> None:
-        """Raise the own ``word`` to ``number``: what was written before can be read (local)."""
+    def publish(self, word: int, number: int) -> None:
+        """Raise the own ``word`` to ``number``: what was written before it can be read (local)."""
         raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
@@ -199,7 +206,7 @@ class FlowMemory:
             except Exception as error:
                 self.given_up = error
                 raise
-            time.sleep(0)
+            time.sleep(0)  # offers the core to a rank that shares it, and Python's lock to other threads
 
 
 _memory: weakref.WeakKeyDictionary[Communicator, FlowMemory] = weakref.WeakKeyDictionary()
@@ -223,9 +230,9 @@ def flow_of(
             "of step; end the job, or call collectives.release on all ranks"
         ) from memory.given_up
     if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
-        kept = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)
+        sizes = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)
         _give_back(intra)
-        memory = FlowMemory(intra, max(kept[0], owners * part_bytes), max(kept[1], part_bytes))
+        memory = FlowMemory(intra, max(sizes[0], owners * part_bytes), max(sizes[1], part_bytes))
         _memory[intra] = memory
     if not memory.is_shared:
         return NodeFlow(intra, owners, buffer, op, order)
@@ -239,15 +246,15 @@ def keep_for(comm: Communicator, intra: Communicator) -> None:
 
 def release(comm: Communicator) -> None:
     """Give back what is kept for ``comm``, and for its node. Collective over ``comm``."""
-    for one in (comm, _inside.pop(comm, None)):
-        if one is not None:
-            _give_back(one)
+    for owner in (comm, _inside.pop(comm, None)):
+        if owner is not None:
+            _give_back(owner)
 
 
 def _give_back(intra: Communicator) -> None:
-    found = _memory.pop(intra, None)
-    if found is not None:
-        found.block.close()
+    memory = _memory.pop(intra, None)
+    if memory is not None:
+        memory.block.close()
 
 
 class SharedFlow(NodeFlow):
@@ -263,13 +270,14 @@ class SharedFlow(NodeFlow):
 
     def _begin_next(self) -> None:
         memory, segment = self._memory, self._order[self._begun]
+        # The number of this segment over all calls: those before this call, and those begun in it.
         number = memory.summed - self._summed + self._begun
-        memory.wait(SUMMED, number + 1 - SLOTS)
+        memory.wait(SUMMED, number + 1 - SLOTS)  # all have read segment number - SLOTS, the last one in this slot
         slot = memory.addends(self._intra.rank, number).view(self.buffer.dtype)
         for rank in self._others:
             part = self.within(segment, rank)
             slot[part.slice] = self.part(segment, rank)
-        memory.tell(STAGED, number + 1)
+        memory.publish(STAGED, number + 1)
         self._begun += 1
 
     def sum_next(self) -> None:
@@ -284,15 +292,15 @@ class SharedFlow(NodeFlow):
             rows[self._intra.rank] = own
             self.add(rows, own)
         memory.summed, self._summed = number + 1, self._summed + 1
-        memory.tell(SUMMED, number + 1)
+        memory.publish(SUMMED, number + 1)
 
     def spread(self, segment: Range) -> None:
         """Begin to give the own part of ``segment`` to all and to take theirs."""
         memory, own = self._memory, self.own(segment)
         number = memory.spread
-        memory.wait(TAKEN, number + 1 - SLOTS)
+        memory.wait(TAKEN, number + 1 - SLOTS)  # all have copied the total that was in this slot
         memory.total(self._intra.rank, number).view(own.dtype)[: own.size] = own
-        memory.tell(GIVEN, number + 1)
+        memory.publish(GIVEN, number + 1)
         memory.spread = number + 1
         self._untaken.append((number, segment))
         if len(self._untaken) > LATE:
@@ -305,7 +313,7 @@ class SharedFlow(NodeFlow):
         for rank in self._others:
             part = self.part(segment, rank)
             part[...] = memory.total(rank, number).view(part.dtype)[: part.size]
-        memory.tell(TAKEN, number + 1)
+        memory.publish(TAKEN, number + 1)
 
     def finish(self) -> None:
         """Return when all that was spread has been taken (local, but needs the other ranks)."""

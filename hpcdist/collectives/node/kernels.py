@@ -25,6 +25,9 @@ OPS: Final = {"sum": SUM, "max": MAX, "min": MIN}
 BLOCK: Final = 2048  # elements reduced at a time: in the first cache, with their sum (empirical)
 
 
+# Maximum and minimum pass a NaN on: `a != a` takes a where it is one, and a comparison with b = NaN is false: takes b.
+
+
 @jit
 def combine(op: int, left: Any, right: Any, out: Any) -> None:
     """Reduce two arrays into a third."""
@@ -43,7 +46,7 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 @jit
 def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce an array into another. Not `combine`: two names of one array keep the compiler from vectors."""
+    """Reduce an array into another. `combine` with one array under two names would not be vectorised."""
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -132,6 +135,7 @@ def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None
 @jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
     """Reduce what lies ``at`` bytes behind each of ``inputs`` into ``block``."""
+    # Two or three addends a pass: the block is read and written half as often. The order stays that of the ranks.
     ranks, count = inputs.size, block.size
     first = array_at(inputs[0] + at, count, block)
     if ranks == 1:
@@ -190,10 +194,10 @@ def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any)
 @jit
 def is_among(address: int, addresses: Any) -> bool:
     """Whether an array begins where one of others does."""
-    found = False
+    present = False
     for other in addresses:
-        found = found or other == address
-    return found
+        present = present or other == address
+    return present
 
 
 @jit
@@ -209,9 +213,9 @@ def reduce_at(
     words = np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     total[0] = scale
-    factor = total[0]  # in the dtype of the sum, whichever way is taken
+    factor = total[0]  # cast to the dtype of the sum
     if op == SUM and 2 <= ranks <= 4:  # without a block between
-        if inputs_at == outputs_at:
+        if inputs_at == outputs_at:  # the same array of addresses: every result overwrites its operands
             reduce_into_all(inputs, size, factor, total)
             return
         if copies == 1 and not is_among(outputs[0], inputs):
@@ -230,19 +234,22 @@ def reduce_at(
 @jit
 def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
-    brain: bool,
+    is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Do the same with 16-bit floats; ``pointer`` is that of two blocks of float32. ``brain``: they are bfloat16."""
+    """Reduce 16-bit floats as `reduce_at` does; ``pointer`` is that of two blocks of float32.
+
+    ``is_bfloat16``: they are bfloat16, else float16.
+    """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     blocks[0] = scale
     factor = blocks[0]  # in float32
-    for at in range(0, nbytes, 2 * BLOCK):
+    for at in range(0, nbytes, 2 * BLOCK):  # bytes: two for each element
         count = min(BLOCK, (nbytes - at) // 2)
         total, addend = blocks[:count], blocks[BLOCK : BLOCK + count]
         for rank in range(ranks):
             widened = addend if rank else total
-            if brain:
+            if is_bfloat16:
                 widen_bfloat16(array_at(inputs[rank] + at, count, halves), widened)
             else:
                 widen_float16(array_at(inputs[rank] + at, count, halves), widened)
@@ -251,7 +258,7 @@ def reduce_halves_at(
         if factor != 1:
             scaled(total, factor)
         target = array_at(outputs[0] + at, count, halves)
-        if brain:
+        if is_bfloat16:
             round_bfloat16(target, total)
         else:
             round_float16(target, total)
@@ -263,7 +270,7 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Do the same with float16."""
+    """Reduce float16 as `reduce_at` does."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
@@ -271,7 +278,7 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Do the same with bfloat16."""
+    """Reduce bfloat16 as `reduce_at` does."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 

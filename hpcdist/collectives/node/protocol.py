@@ -17,7 +17,7 @@ e-1, and whoever reached that barrier had left call e-2, the last user. The half
 k-2: its rows of other ranks are written after all ranks have finished piece k-2; its own row is written after all
 have staged piece k, which they do after they have copied out piece k-2.
 
-The loop stops waiting after a time, so that Python can answer signals, let MPI progress, and check whether all ranks
+The loop stops waiting after a time, so that Python can handle signals, let MPI progress, and check whether all ranks
 are alive. Called again with the same state, it resumes. All sizes are in bytes; the plan has the address of the code
 that knows the dtype (`kernels.address_of`). ``bounds`` are the first and last byte of each rank's range, (2, ranks).
 """
@@ -30,13 +30,15 @@ from hpcdist.arrays.intrinsics import array_at, call, copy_bytes, load_acquire, 
 from hpcdist.arrays.jit import jit
 
 LINE_BYTES: Final = 256  # more than a cache line: cores fetch them by pairs
-ARRIVED: Final = 0  # words of 8 bytes: the number of the call
+# Words of 8 bytes in a line of flags. Only their rank writes them, and they only grow: no lock, no reset, and a value
+# that was reached stays so.
+ARRIVED: Final = 0  # the number of the call
 LEFT: Final = 1
 STAGED: Final = 2  # the number of pieces, over all calls
 FINISHED: Final = 3
-BROUGHT: Final = 8  # for calls of even number; BROUGHT_WORDS further for the others
-BROUGHT_WORDS: Final = 8
-COUNT: Final = 0  # words of what was brought
+RECORDS: Final = 8  # first word of the record of a call of even number; RECORD_WORDS further for the others
+RECORD_WORDS: Final = 8
+COUNT: Final = 0  # words of a record
 KIND: Final = 1
 SCALE: Final = 2
 RANGES: Final = 3
@@ -53,8 +55,8 @@ PIECE: Final = 1
 BEFORE: Final = 2  # pieces of all calls before
 CALL: Final = 3  # number of this call
 TARGET: Final = 4  # address that results go to: that of the own buffer, or of the array for all
-BRING: Final = 8  # what this rank brings: BROUGHT_WORDS
-SCRATCH: Final = BRING + BROUGHT_WORDS  # two words more than there are ranks
+OWN_RECORD: Final = 8  # the record of this rank's call: RECORD_WORDS
+SCRATCH: Final = OWN_RECORD + RECORD_WORDS  # two words more than there are ranks
 
 MODE: Final = 0  # words of the plan, which calls alike have in common
 RANK: Final = 1
@@ -66,10 +68,10 @@ OP: Final = 6
 BLOCKS: Final = 7
 SPINS: Final = 8
 YIELDS: Final = 9
-BRINGS: Final = 10  # the first COMPARED words of what is brought
-PLAN_WORDS: Final = BRINGS + COMPARED
+PLAN_RECORD: Final = 10  # the first COMPARED words of the record
+PLAN_WORDS: Final = PLAN_RECORD + COMPARED
 
-MEET: Final = 1
+MEET: Final = 1  # stages of a call
 LEAVE: Final = 2
 FIRST_PIECE: Final = 3
 REDUCE_PIECE: Final = 4
@@ -86,6 +88,7 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
     for rank in range(flags.size):
         address = flags[rank] + 8 * word
         left = spins
+        # Acquire, against the release store of the writer: its data are visible once its flag is.
         while load_acquire(address) < value:
             if left > 0:
                 pause()
@@ -107,6 +110,7 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
     """Copy what the other ranks are to reduce to the rows of ``area``, each of ``row`` bytes."""
+    # The own row is not staged: its owner reads its operand from the buffer, and leaves the result in that row.
     if mode & REDUCE:
         for other in range(bounds.shape[1]):
             first = bounds[0, other] + piece * row
@@ -125,7 +129,7 @@ def reduce_piece(
     nbytes = min(row, bounds[1, rank] - first)
     if nbytes <= 0:
         return
-    inputs, outputs = scratch[: areas.size], scratch[areas.size :]
+    inputs, outputs = scratch[: areas.size], scratch[areas.size :]  # addresses: one for each rank, and two more
     outputs[0], outputs[1] = target + first, areas[rank] + rank * row
     if mode & REDUCE:
         for other in range(areas.size):
@@ -147,7 +151,7 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Go on with the staged part of a call."""
+    """Continue the staged part of a call, from where ``state`` says; return DONE or WAITING."""
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
         stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
@@ -155,7 +159,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
         state[STAGE] = REDUCE_PIECE
     while state[PIECE] < plan[PIECES]:
         piece = state[PIECE]
-        number = state[BEFORE] + piece + 1
+        number = state[BEFORE] + piece + 1  # of this piece, over all calls, from 1: what the flags count
         areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
         if state[STAGE] == REDUCE_PIECE:
             if not all_reached(flags, STAGED, number, spins, yields):
@@ -166,6 +170,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
                 stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
+        # Also without a gather: the next piece but one overwrites this half, which all must have read by then.
         if not all_reached(flags, FINISHED, number, spins, yields):
             return WAITING
         if mode & GATHER:
@@ -177,45 +182,45 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 
 @jit
-def record_call(line: int, parity: int, brought: Any) -> None:
-    """Put what this rank brought where the others will look."""
-    words = array_at(line, BROUGHT + 2 * BROUGHT_WORDS, brought)
-    for word in range(brought.size):
-        words[BROUGHT + parity * BROUGHT_WORDS + word] = brought[word]
+def record_call(line: int, parity: int, record: Any) -> None:
+    """Copy the ``record`` of this rank to its line of flags, where the others read it."""
+    words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
+    for word in range(record.size):
+        words[RECORDS + parity * RECORD_WORDS + word] = record[word]
 
 
 @jit
-def calls_match(flags: Any, parity: int, brought: Any) -> bool:
-    """Whether all ranks brought what this one did, wherever it lies."""
+def calls_match(flags: Any, parity: int, record: Any) -> bool:
+    """Return whether the calls of all ranks are alike, wherever their buffers lie."""
     for rank in range(flags.size):
-        words = array_at(flags[rank], BROUGHT + 2 * BROUGHT_WORDS, brought)
+        words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(COMPARED):
-            if words[BROUGHT + parity * BROUGHT_WORDS + word] != brought[word]:
+            if words[RECORDS + parity * RECORD_WORDS + word] != record[word]:
                 return False
     return True
 
 
 @jit
-def all_in_regions(flags: Any, parity: int, brought: Any) -> bool:
-    """Whether the buffers of all ranks lie at the same place of the same shared region."""
+def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
+    """Return whether the buffers of all ranks lie at the same place of the same shared region."""
     for rank in range(flags.size):
-        words = array_at(flags[rank], BROUGHT + 2 * BROUGHT_WORDS, brought)
+        words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
         for word in range(REGION, OFFSET + 1):
-            if words[BROUGHT + parity * BROUGHT_WORDS + word] != brought[word]:
+            if words[RECORDS + parity * RECORD_WORDS + word] != record[word]:
                 return False
-    return bool(brought[REGION] >= 0)
+    return bool(record[REGION] >= 0)
 
 
 @jit
-def find_region(regions: Any, address: int, nbytes: int, brought: Any) -> None:
-    """Write down in which region the own buffer lies, and where: -1 when it is ordinary memory.
+def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
+    """Write to ``record`` in which region the own buffer lies, and where: -1 when it is ordinary memory.
 
     A row of ``regions`` is the first address and the end of the own part, then the first address of every rank's.
     """
-    brought[REGION], brought[OFFSET] = -1, 0
+    record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
         if regions[row, 0] <= address and address + nbytes <= regions[row, 1]:
-            brought[REGION], brought[OFFSET] = row, address - regions[row, 0]
+            record[REGION], record[OFFSET] = row, address - regions[row, 0]
 
 
 @jit
@@ -240,20 +245,23 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Go on with a call whose ranks are not known to have come, until it is seen how it is to be carried out."""
+    """Wait until all ranks have begun the call, compare their records, and choose how it continues."""
     rank, number = plan[RANK], state[CALL]
-    parity, brought = number % 2, state[BRING:SCRATCH]
+    parity, record = number % 2, state[OWN_RECORD:SCRATCH]
     if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
         return WAITING
-    if not calls_match(flags, parity, brought):
+    if not calls_match(flags, parity, record):
         return DIFFERENT
     if plan[MODE] == REDUCE | GATHER and nbytes <= plan[SLOT]:
+        # Every rank reduces all slots. It need not wait until the others have read its own: the next call writes the
+        # other slot, and the one after that comes behind the barrier of the next.
         state[SCRATCH] = data
         reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
         return DONE
-    if all_in_regions(flags, parity, brought):
-        buffers = regions[brought[REGION], 2:] + brought[OFFSET]
+    if all_in_regions(flags, parity, record):
+        buffers = regions[record[REGION], 2:] + record[OFFSET]
         reduce_in_regions(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
+        # Others may still read or write this rank's buffer: the call returns to its owner after a second barrier.
         store_release(flags[rank] + 8 * LEFT, number)
         state[STAGE] = LEAVE
     else:
@@ -263,7 +271,7 @@ def barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Go on with a call until it is DONE, this rank is WAITING for another, or all see that they are DIFFERENT."""
+    """Continue a call; return DONE, WAITING where a rank is late, or DIFFERENT where their calls are not alike."""
     flags, data, answer = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
         answer = barrier(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
@@ -278,7 +286,7 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Begin a call, and go on with it as `go_on` does.
+    """Begin a call, and continue it as `advance` does.
 
     ``places`` are, by rank, the lines of flags, the two slots, and the two halves of the staging area: (5, ranks).
     ``buffer`` is seen as bytes; ``target`` is the address of the array for all, or 0.
@@ -289,12 +297,13 @@ def start_call(
     rank, number = plan[RANK], state[CALL]
     if plan[MODE] == REDUCE | GATHER and buffer.size <= plan[SLOT]:
         copy_bytes(buffer.ctypes.data, places[1 + number % 2, rank], buffer.size)
-    brought = state[BRING:SCRATCH]
+    record = state[OWN_RECORD:SCRATCH]
     for word in range(COMPARED):
-        brought[word] = plan[BRINGS + word]
-    brought[SCALE : SCALE + 1].view(np.float64)[0] = scale
-    find_region(regions, buffer.ctypes.data, buffer.size, brought)
-    record_call(places[0, rank], number % 2, brought)
+        record[word] = plan[PLAN_RECORD + word]
+    record[SCALE : SCALE + 1].view(np.float64)[0] = scale  # its bits are compared, as an integer
+    find_region(regions, buffer.ctypes.data, buffer.size, record)
+    record_call(places[0, rank], number % 2, record)
+    # Release: slot and record are visible to whoever sees the number.
     store_release(places[0, rank] + 8 * ARRIVED, number)
     answer: int = advance(state, places, regions, bounds, plan, scale, buffer)
     return answer

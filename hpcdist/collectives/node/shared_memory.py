@@ -4,7 +4,7 @@ With n bytes on p ranks, memory bandwidth 1/μ of a rank, and flags that take σ
 
     buffers from `allocate`     2 σ + 2 n μ             the owner of a range reads it p times and writes it p times
     any other buffer            about 2 σ a piece + 2 n μ, and as much between the caches for the copies in and out
-    small buffers               σ + p n μ               everybody sums everything
+    small buffers               σ + p n μ               every rank sums everything
 
 An MPI library cannot do the first: its buffers are the caller's, and the other ranks cannot see them. Gradients that
 lie in `allocate` are summed where backward left them. Each element is summed in the order of the ranks, by every rank
@@ -75,12 +75,15 @@ class NodeMemory:
             return
         segments.count_in_ledger(self._block.views[comm.rank])
         base = np.array([view.ctypes.data for view in self._block.views], np.int64)
+        # Offsets in a rank's memory: the line of flags, two slots, two halves of the staging area.
         steps = [0, protocol.LINE_BYTES, self._slot, self._slot, self._half]
         self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
         self._state = np.zeros(protocol.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._blocks_of: dict[int, np.ndarray] = {}  # by dtype: what the reduction works in
+        self._blocks_of: dict[
+            int, np.ndarray
+        ] = {}  # by dtype: memory that the reduction works in; plans have its address
         self._common: list[tuple[int, int]] = []
         self._given_up: BaseException | None = None
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
@@ -88,6 +91,7 @@ class NodeMemory:
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
         """Return ``nbytes`` bytes that are the same for all ranks, or memory of their own. Collective."""
+        # Rank 0 holds the bytes; the others contribute an empty block and map that of rank 0.
         rank = comm.rank if not self.is_shared else 0
         block = comm.shared(nbytes if comm.rank == rank else 0)
         self._blocks.append(block)
@@ -121,7 +125,7 @@ class NodeMemory:
         ranges: Sequence[Range] | None,
         target: int = 0,
     ) -> bool:
-        """Carry out a collective; return whether all ranks brought the same. Collective. None: balanced ranges.
+        """Run a collective; return whether the calls of all ranks were alike. Collective. None: balanced ranges.
 
         ``target`` is the address of an array for all ranks that takes the result, or 0.
         """
@@ -143,7 +147,7 @@ class NodeMemory:
                 while answer == protocol.WAITING:
                     self._block.check_alive(since)
                     answer = protocol.advance(*arguments)
-        except BaseException as error:  # a signal's among them: the next call would count on a meeting that never was
+        except BaseException as error:  # also of a signal handler: the flags of the ranks are out of step from here on
             self._given_up = error
             raise
         return bool(answer == protocol.DONE)
@@ -159,23 +163,28 @@ class NodeMemory:
             blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(buffer.dtype))
             self._blocks_of[buffer.dtype.num] = blocks
         words = np.zeros(protocol.PLAN_WORDS, np.int64)
-        words[: protocol.BRINGS] = (
+        words[: protocol.PLAN_RECORD] = (
             mode, self._rank, self._slot, row, -(-int((bounds[1] - bounds[0]).max()) // row),
             kernels.address_of(buffer.dtype), kernels.OPS[op], blocks.ctypes.data, self._spins, YIELDS,
         )  # fmt: skip
         kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | kernels.OPS[op] << 4 | mode
-        words[protocol.BRINGS :] = buffer.size, kind, 0, zlib.crc32(bounds.tobytes())  # the scale is that of a call
+        words[protocol.PLAN_RECORD :] = (
+            buffer.size,
+            kind,
+            0,
+            zlib.crc32(bounds.tobytes()),
+        )  # the scale is that of a call
         if len(self._plans) >= PLANS_KEPT:
             self._plans.clear()
         plan = self._plans[key] = Plan(words, bounds)
         return plan
 
-    def brought(self) -> list[str]:
-        """Return, for people, what each rank brought to the call under way (local)."""
+    def records(self) -> list[str]:
+        """Return a description of each rank's record of the call under way, for an error message (local)."""
         parity = int(self._state[protocol.CALL]) % 2
-        begin = protocol.BROUGHT + parity * protocol.BROUGHT_WORDS
+        begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
-            _described(view[: protocol.LINE_BYTES].view(np.int64)[begin:][: protocol.BROUGHT_WORDS])
+            _described(view[: protocol.LINE_BYTES].view(np.int64)[begin:][: protocol.RECORD_WORDS])
             for view in self._block.views
         ]
 
@@ -187,8 +196,8 @@ class NodeMemory:
 
 def _check_disjoint(ranges: Sequence[Range]) -> None:
     """Raise UsageError when two ranks would own the same element (local)."""
-    kept = sorted(part for part in ranges if part)
-    if any(part.stop > after.start for part, after in zip(kept, kept[1:], strict=False)):
+    ordered = sorted(part for part in ranges if part)
+    if any(part.stop > after.start for part, after in zip(ordered, ordered[1:], strict=False)):
         raise UsageError(f"the ranges of two ranks overlap: {[(part.start, part.stop) for part in ranges]}")
 
 
@@ -211,7 +220,7 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
     Any dtype, 16-bit floats included: those are summed in float32 and rounded once. The shared memory is taken at the
     first call and kept for ``comm``. Raises UsageError over several nodes, MissingCapabilityError where no memory can
     be shared, CommunicationError when the ranks bring different buffers or one of them has died; at the first call,
-    which sends messages, the MPI library tells of a death by an error of its own (see `comm.deaths`).
+    which sends messages, the MPI library raises an error of its own (see `hpcdist.comm.failure.rank_failures`).
     """
     check_buffer(buffer)
     check_op(op)
@@ -315,22 +324,22 @@ def is_available(comm: Communicator) -> bool:
 
 def release(comm: Communicator) -> None:
     """Give back what is shared for ``comm``: arrays of `allocate` must not be used again. Collective over ``comm``."""
-    for one in (comm, _inside.pop(comm, None)):
-        found = None if one is None else _memory.pop(one, None)
-        if found is not None:
-            found.close()
+    for owner in (comm, _inside.pop(comm, None)):
+        memory = None if owner is None else _memory.pop(owner, None)
+        if memory is not None:
+            memory.close()
 
 
 def _memory_of(comm: Communicator) -> NodeMemory:
-    found = _memory.get(comm)
-    if found is None:
+    memory = _memory.get(comm)
+    if memory is None:
         if comm.nodes().count > 1:
             raise UsageError(
                 f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on "
                 f"{comm.nodes().count}; choose hierarchical, or another algorithm that sends messages"
             )
-        found = _memory[comm] = NodeMemory(comm)
-    return found
+        memory = _memory[comm] = NodeMemory(comm)
+    return memory
 
 
 def _shared_memory_of(comm: Communicator) -> NodeMemory:
@@ -359,10 +368,10 @@ def _carry_out(
     mode: int,
     target: int = 0,
 ) -> None:
-    """Carry out one collective on a host buffer."""
+    """Run one collective on a host buffer. Raises CommunicationError where the ranks' calls differ."""
     if not memory.run(buffer, op, float(scale), mode, ranges, target):
-        brought = memory.brought()
+        records = memory.records()
         raise CommunicationError(
             f"the ranks of {comm.name} brought different buffers: "
-            + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(brought))
+            + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(records))
         )

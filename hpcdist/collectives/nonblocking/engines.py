@@ -4,8 +4,8 @@ MPI alone promises no progress outside of its calls, so an engine has to make th
 
 - "thread": one thread for the communicator runs the blocking algorithms, any of them, in the order of the calls. It
   needs MPI_THREAD_MULTIPLE, and a core to run on: where ranks fill all cores, it competes with their computation.
-- "poll": nothing happens but within `progress`, `Handle.test` and `Handle.wait`; whoever computes calls `progress` in
-  between. The algorithms are those that come in steps: `steps.RESUMABLE`, by operation.
+- "poll": nothing happens but within `progress`, `Handle.test` and `Handle.wait`; the computation calls `progress` in
+  between. The algorithms are those that come in steps: `RESUMABLE` of `progress`, by operation.
 
 With n bytes in t seconds of communication and a seconds of other work, the best case is max(a, t) instead of a + t.
 
@@ -65,6 +65,7 @@ class _Operation:
         lanes = []
         for lane, pending in self._lanes:
             following: Sequence[Request] | None = pending
+            # A lane whose requests are all complete is resumed: it posts the next ones, or ends (None).
             while following is not None and all(request.test() for request in following):
                 following = next(lane, None)
             if following is not None:
@@ -104,7 +105,7 @@ class PollEngine(ProgressEngine):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm, "polled")
         self._active: list[_Operation] = []
-        self._kept: Buffers = {}  # scratch, by slots: another progress of this thread is under way beside this one
+        self._kept: Buffers = {}  # own scratch, by slots: other collectives of this thread run between two polls
         self._tag = 0
         self._failed: BaseException | None = None
 
@@ -118,6 +119,7 @@ class PollEngine(ProgressEngine):
         if self.own.checked:
             with self._in_step():
                 checks.compare_while_moving(self.own, call_of(task), self.wait_a_little)
+        # The lowest slot that no operation under way has: its scratch is free.
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
         buffer = wide = task.buffer
@@ -147,6 +149,7 @@ class PollEngine(ProgressEngine):
         checks.announce_refusal(self.own, call, error, self.wait_a_little)
 
     def _next_tag(self) -> int:
+        # All ranks start the same operations in the same order, so they draw the same tags.
         self._tag = (self._tag + 1) % TAGS
         return self._tag
 
@@ -164,9 +167,10 @@ class PollEngine(ProgressEngine):
     def wait_for_more(self, *others: Request) -> None:
         """Wait until one more message, or one of ``others``, is complete, unless one is by now (local)."""
         with self._in_step():
-            lanes = [lane for each in self._active for lane in each.waits_for()]
+            lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]
-            if lanes and all(lanes):  # a lane that can go on by now is not waited beside: others may wait for it
+            # Not where some lane could be resumed by now (nothing pending): other ranks may wait for its next message.
+            if lanes and all(lanes):
                 self.own.wait_any([request for lane in lanes for request in lane])
 
     @contextmanager
@@ -233,7 +237,7 @@ class _Job:
             if isinstance(error, REFUSALS):
                 self._ended()  # no rank waits in it
         self._over.set()
-        return before or self._error
+        return before or self._error  # the first failure is the one that later jobs report
 
     def wait(self) -> None:
         """Return when the call has been made."""
@@ -249,6 +253,8 @@ class _Job:
 
 
 class _Clock:
+    """Time that the thread of an engine has worked."""
+
     busy_s = 0.0
 
 
@@ -298,7 +304,8 @@ class ThreadEngine(ProgressEngine):
             daemon=True,
         )
         self._thread.start()
-        self._abandoned = weakref.finalize(self, _end, self._jobs, self._thread)  # holds no reference to this
+        # Neither the thread nor this finalizer refers to the engine, so that an engine that is dropped is collected.
+        self._abandoned = weakref.finalize(self, _end, self._jobs, self._thread)
 
     @property
     def busy_s(self) -> float:
@@ -327,6 +334,7 @@ class ThreadEngine(ProgressEngine):
         """Nothing to do: the thread goes on by itself."""
 
     def _finish(self) -> None:
+        # In the thread, whose scratch is its own, and behind all operations.
         last = self._put(lambda: collectives.release(self.own), lambda: None)
         try:
             last.wait()

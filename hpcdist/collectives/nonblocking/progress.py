@@ -1,7 +1,20 @@
-"""Progress engine, base class: checks and starts nonblocking collectives, and the handles they return.
+"""Progress engine, base class: checks and starts nonblocking collectives; and collectives that come in steps.
 
 `ThreadEngine` and `PollEngine` of `engines` derive from it. It runs on a communicator of its own, refuses bad
 arguments before anything is sent, and closes when its context ends.
+
+For progress by polling, an algorithm is a function of a communicator, a `Task`, scratch memory and tags that returns
+*lanes*, independent generators that yield the requests they wait for. The engine resumes a lane once all of its last
+requests are complete. On p ranks with n bytes, cut into s lanes:
+
+    allreduce, native            one MPI_Iallreduce, whose steps are the library's
+    allreduce, segmented ring    2 (p-1) steps, whatever s: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
+    reduce_scatter, ring         p-1 steps: s (p-1) α + (p-1)/p n β + (p-1)/p n γ
+    all_gather, ring             p-1 steps: s (p-1) α + (p-1)/p n β
+
+The ring is that of `hpcdist.collectives.algorithms.ring`. A lane takes the same part of each rank's chunk around, so
+that one lane's messages travel while another's are added up. Where chunks are cut changes no sum: the bits are those
+of the blocking ring.
 """
 
 import math
@@ -97,11 +110,11 @@ def _arrivals(segments: Sequence[Sequence[Range]], scratch: Scratch) -> list[Arr
     """Return memory for what comes in, one array for each lane."""
     widest = [max(part.size for part in segment) for segment in segments]
     memory = scratch(sum(widest))
-    found = []
+    arrivals = []
     for size in widest:
-        found.append(memory[:size])
+        arrivals.append(memory[:size])
         memory = memory[size:]
-    return found
+    return arrivals
 
 
 def _reduce_scatter(
@@ -110,12 +123,12 @@ def _reduce_scatter(
     """Reduce ``chunks``, one for each rank, around the ring to their owners."""
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(comm.size - 1):
-        # The chunk of rank r starts one behind r and has gone all the way round when it arrives there.
+        # The chunk of rank r starts one ahead of r and has gone all the way round when it arrives there.
         outgoing = buffer[chunks[(comm.rank - step - 1) % comm.size].slice]
-        kept = buffer[chunks[(comm.rank - step - 2) % comm.size].slice]
-        incoming = arrival[: kept.size]
+        target = buffer[chunks[(comm.rank - step - 2) % comm.size].slice]
+        incoming = arrival[: target.size]
         yield [comm.irecv(incoming, behind, tag), comm.isend(outgoing, ahead, tag)]
-        combine(incoming, kept, kept)
+        combine(incoming, target, target)
 
 
 def _all_gather(comm: Communicator, buffer: Array, chunks: Sequence[Range], tag: int) -> Lane:
@@ -202,7 +215,8 @@ class ProgressEngine(ABC):
         if self.comm.size == 1:
             return _DONE
         events, buffer = self.comm.events, task.buffer
-        # From start to end one event of the caller's communicator: who skips the call is named, as with any collective.
+        # From start to end one event of the caller's communicator: a rank that skips the call is named, as in any
+        # collective.
         name = f"{task.algorithm}_i{task.operation}"
         token = events.begin(self.comm.name, name, name_of(buffer.dtype), buffer.size, 0, -1, 0)
         try:
@@ -288,6 +302,8 @@ def _check_all_gather(comm: Communicator, task: Task) -> None:
 
 
 class _Done:
+    """Handle of an operation that was complete when it was started."""
+
     def wait(self) -> None:
         return
 

@@ -1,10 +1,15 @@
 """Autotuner of the allreduce: the cost model names the candidates, a tournament selects, a cache stores.
 
-The greatest size is looked at first, because most bytes travel in such buffers, then the others from small to large,
-each with its share of what is left of the budget. At a size the model (`cost_model`) leaves out what it predicts to
-be far behind; what has no formula takes part wherever it runs, and that of the MPI library always does: nothing else
-is chosen unless it was clearly faster in the same tournament. A size for which the budget does not suffice is left
-out.
+The greatest size is measured first, because most bytes travel in such buffers, then the others from small to large,
+each with its share of what is left of the budget. At a size the model (`cost_model`) leaves out the algorithms that it
+predicts to be far slower; those without a formula take part wherever they run, and that of the MPI library always
+does: nothing else is chosen unless it was clearly faster in the same tournament. A size for which the budget does not
+suffice is left out.
+
+A `Tournament` compares candidates on one buffer, by the median time of the slowest rank over several rounds. A round
+begins with a barrier and has an order of its own; candidates that are far slower than the best are dropped. All ranks
+compute the same numbers from the same maxima over ranks, so all drop the same candidates and make the same number of
+rounds, whatever their clocks show.
 """
 
 import statistics
@@ -47,7 +52,7 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Candidates by name. ``comm`` is what they reduce over, ``everyone`` joins all who must agree on the winner."""
+    """Comparison of candidates by name. They reduce over ``comm``; all ranks of ``everyone`` agree on the times."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
@@ -57,11 +62,11 @@ class Tournament:
         self.warming_s = 0.0  # what the first calls took: they may compile kernels, which a run has to do anyhow
         self._began = clock()
 
-    def run(self, share_s: float, kept: str) -> dict[str, float]:
+    def run(self, share_s: float, protected: str) -> dict[str, float]:
         """Return the median time of each candidate that was not hopeless, in about ``share_s`` seconds. Collective.
 
-        The first call of each is not part of the share. ``kept`` stays to the end however slow it is. A candidate that
-        refuses to run here is left out.
+        The first call of each is not part of the share. ``protected`` stays to the end however slow it is. A candidate
+        that refuses to run here is left out.
         """
         began = self.clock()
         self._drop_refusals()
@@ -74,7 +79,7 @@ class Tournament:
             return first  # the time is up already
         best = min(first.values())
         self.candidates = {
-            name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == kept
+            name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == protected
         }
         repeats = {name: _repeats(first[name]) for name in self.candidates}
         rounds: list[dict[str, float]] = []
@@ -104,7 +109,7 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Return the time of one call of each candidate, and since the race began, on the slowest rank.
+        """Return the time of one call of each candidate, and since the tournament began, on the slowest rank.
 
         Each round has an order of its own: what ran before has left its data in the caches.
         """
@@ -119,8 +124,8 @@ class Tournament:
             seconds[index] = (self.clock() - began) / times
         seconds[-1] = self.clock() - self._began
         self.everyone.allreduce(seconds, "max")
-        found = seconds.tolist()
-        return dict(zip(names, found[:-1], strict=True)), found[-1]
+        slowest = seconds.tolist()
+        return dict(zip(names, slowest[:-1], strict=True)), slowest[-1]
 
 
 def _repeats(seconds: float) -> int:
@@ -142,7 +147,7 @@ Allocator = Callable[[int], Array]  # number of elements -> the memory that a ru
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Case of a choice. ``allocate`` makes zeroed memory of the kind ``buffer`` names; None: plain memory."""
+    """Buffers to select an algorithm for; ``allocate`` makes zeroed memory of the kind ``buffer``, None: plain."""
 
     max_bytes: int
     dtype: np.dtype
@@ -162,14 +167,14 @@ class TuningRequest:
 def select(
     comm: Communicator,
     everyone: Communicator,
-    wanted: TuningRequest,
+    request: TuningRequest,
     library: str,
     *,
     cached: bool = True,
     renewed: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Tuning:
-    """Return the choice for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
+    """Return the algorithms for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
 
     ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
     will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
@@ -181,16 +186,22 @@ def select(
         return Tuning(NATIVE, source="default")
     topology = _agreed(everyone, Topology.of(comm))
     key = cache.key(
-        everyone, topology.ranks_per_node, library, wanted.kind, name_of(wanted.dtype), wanted.buffer, wanted.max_bytes
+        everyone,
+        topology.ranks_per_node,
+        library,
+        request.kind,
+        name_of(request.dtype),
+        request.buffer,
+        request.max_bytes,
     )
     note = ""
     if cached and not renewed:
-        found, note = everyone.broadcast_object(cache.read(key) if everyone.rank == 0 else None)
-        if found is not None and usable(found.text, wanted.kind, topology.nodes):
-            kept: Tuning = found
-            return kept
-    look = _sharded if wanted.kind == SHARDED_KIND else _allreduce
-    rows, machine = look(comm, everyone, wanted, topology, clock)
+        stored, note = everyone.broadcast_object(cache.read(key) if everyone.rank == 0 else None)
+        if stored is not None and usable(stored.text, request.kind, topology.nodes):
+            earlier: Tuning = stored
+            return earlier
+    measure = _sharded if request.kind == SHARDED_KIND else _allreduce
+    rows, machine = measure(comm, everyone, request, topology, clock)
     seconds = slowest_rank(everyone, clock() - began)
     tuning = Tuning(str(AlgorithmTable.of(_limits(rows))), tuple(rows), machine, seconds, "measured", note)
     if cached and everyone.rank == 0:
@@ -201,8 +212,8 @@ def select(
 
 def _agreed(everyone: Communicator, topology: Topology) -> Topology:
     """Return the topology of most nodes: what runs on it runs on all."""
-    found = everyone.allgather_object(topology.ranks_per_node)
-    return Topology(max(found, key=lambda ranks: (len(ranks), ranks)))
+    node_sizes = everyone.allgather_object(topology.ranks_per_node)
+    return Topology(max(node_sizes, key=lambda ranks: (len(ranks), ranks)))
 
 
 def usable(text: str, kind: str, nodes: int) -> bool:
@@ -216,12 +227,12 @@ def usable(text: str, kind: str, nodes: int) -> bool:
 
 
 def runs_on(nodes: int, name: str) -> bool:
-    """Whether the algorithm can be called at all; others that cannot refuse when they are tried (local)."""
+    """Return whether the algorithm can be called on so many nodes; others may refuse when they are tried (local)."""
     return nodes == 1 or name not in ONE_NODE
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Whether the algorithm runs and is no other one there (local)."""
+    """Return whether the algorithm runs there and does not do the same as another one (local)."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -237,10 +248,10 @@ def _halfway(low: int, high: int) -> int:
 
 
 def _sharded(
-    comm: Communicator, everyone: Communicator, wanted: TuningRequest, topology: Topology, clock: Clock
+    comm: Communicator, everyone: Communicator, request: TuningRequest, topology: Topology, clock: Clock
 ) -> tuple[list[TuningRow], MachineCosts | None]:
-    """Return the one row of a reduce-scatter and an all-gather: who owns what must not depend on the size."""
-    buffer = wanted.memory()
+    """Return the one row of a reduce-scatter and an all-gather: the owners of shares must not depend on the size."""
+    buffer = request.memory()
 
     def both(sharding: collectives.Sharding) -> Candidate:
         def call() -> None:
@@ -251,33 +262,33 @@ def _sharded(
 
         return call
 
-    halves = {name: both(each) for name, each in collectives.SHARDED.items() if differs_on(topology.nodes, name)}
+    halves = {name: both(kind) for name, kind in collectives.SHARDED.items() if differs_on(topology.nodes, name)}
     if backend.is_device(buffer) and _on_gpus(comm, everyone):
-        halves |= {name: both(each) for name, each in collectives.SHARDED_ON_GPUS.items()}
-    race = Tournament(comm, everyone, halves, clock)
-    measured = race.run(wanted.budget_s / 2, NATIVE)
+        halves |= {name: both(kind) for name, kind in collectives.SHARDED_ON_GPUS.items()}
+    tournament = Tournament(comm, everyone, halves, clock)
+    measured = tournament.run(request.budget_s / 2, NATIVE)
     return [TuningRow(buffer.nbytes, {}, measured, choose(measured, NATIVE))], None
 
 
 def _allreduce(
-    comm: Communicator, everyone: Communicator, wanted: TuningRequest, topology: Topology, clock: Clock
+    comm: Communicator, everyone: Communicator, request: TuningRequest, topology: Topology, clock: Clock
 ) -> tuple[list[TuningRow], MachineCosts | None]:
-    buffer = wanted.memory()
+    buffer = request.memory()
     machine = measure_machine(comm, everyone, topology, buffer, clock)
-    field = SizeSweep(comm, everyone, buffer, CostModel(topology, machine, wanted.dtype), wanted.budget_s, clock)
-    *smaller, greatest = sizes(wanted.max_bytes)
-    field.look([greatest, *smaller])
-    field.look_between()
-    return field.rows(), machine
+    sweep = SizeSweep(comm, everyone, buffer, CostModel(topology, machine, request.dtype), request.budget_s, clock)
+    *smaller, greatest = sizes(request.max_bytes)
+    sweep.measure([greatest, *smaller])
+    sweep.measure_between()
+    return sweep.rows(), machine
 
 
 def sizes(max_bytes: int) -> list[int]:
     """Return the sizes to look at, ascending, the last ``max_bytes`` (local)."""
-    found, size = [], SMALLEST_BYTES
+    ascending, size = [], SMALLEST_BYTES
     while size * 2 <= max_bytes:  # a size nearer to the last one tells nothing new
-        found.append(size)
+        ascending.append(size)
         size *= FACTOR
-    return [*found, max_bytes]
+    return [*ascending, max_bytes]
 
 
 def choose(measured: Mapping[str, float], before: str | None) -> str:
@@ -315,7 +326,7 @@ class CostModel:
 
 
 class SizeSweep:
-    """The times found so far by size, and the budget that is left. Every method is collective unless said."""
+    """Measured times by size, and the budget that is left. Every method is collective unless said."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, buffer: Array, model: CostModel, budget_s: float, clock: Clock
@@ -324,31 +335,31 @@ class SizeSweep:
         self.budget_s, self._began = budget_s, clock()
         self._all = [*collectives.ALLREDUCE, *(_on_gpus(comm, everyone) if backend.is_device(buffer) else ())]
         self.measured: dict[int, dict[str, float]] = {}
-        self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last race, and the time
+        self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last tournament, and the time
 
-    def look(self, nbytes: list[int]) -> None:
-        """Race at each size, with an equal share of what is left."""
+    def measure(self, nbytes: list[int]) -> None:
+        """Run a tournament at each size, with an equal share of what is left of the budget."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
-            self._race(size, self._candidates(size), share_s)
+            self._compare(size, self._candidates(size), share_s)
 
-    def look_between(self) -> None:
-        """Race the two winners half-way between sizes where they differ."""
+    def measure_between(self) -> None:
+        """Compare the two winners half-way between neighbouring sizes whose winners differ."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):
             middle = _halfway(low.nbytes, high.nbytes)
             if middle > low.nbytes:
                 share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
-                self._race(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
+                self._compare(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
 
     def rows(self) -> list[TuningRow]:
         """Return a row for each size that was measured, ascending (local)."""
-        found: list[TuningRow] = []
+        rows: list[TuningRow] = []
         for size in sorted(self.measured):
-            chosen = choose(self.measured[size], found[-1].chosen if found else None)
-            found.append(TuningRow(size, self.model.predicted(size), self.measured[size], chosen))
-        return found
+            chosen = choose(self.measured[size], rows[-1].chosen if rows else None)
+            rows.append(TuningRow(size, self.model.predicted(size), self.measured[size], chosen))
+        return rows
 
     def _spent_s(self) -> float:
         return slowest_rank(self.everyone, self.clock() - self._began)
@@ -363,8 +374,8 @@ class SizeSweep:
         winners = [row.chosen for row in self.rows()]
         return list(dict.fromkeys([NATIVE, *winners, *near]))
 
-    def _race(self, nbytes: int, names: list[str], share_s: float) -> None:
-        """Race as many of ``names``, in their order, as a share pays for; fewer than two are no race."""
+    def _compare(self, nbytes: int, names: list[str], share_s: float) -> None:
+        """Compare as many of ``names``, in their order, as ``share_s`` pays for; two at least."""
         affordable, cost_s = [], 0.0
         for name in names:
             cost_s += FEWEST_CALLS * self._expected_s(name, nbytes)
@@ -372,19 +383,19 @@ class SizeSweep:
                 affordable.append(name)
         if len(affordable) > 1:
             part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
-            race = Tournament(
+            tournament = Tournament(
                 self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock
             )
             first = not self.measured
-            self.measured[nbytes] = race.run(share_s, NATIVE)
+            self.measured[nbytes] = tournament.run(share_s, NATIVE)
             if first:
-                self.budget_s += race.warming_s
+                self.budget_s += tournament.warming_s
             self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
 
     def _expected_s(self, name: str, nbytes: int) -> float:
         """Return what a call may take: its last time and what the model adds to it, or the model alone (local)."""
         size, seconds = self._latest.get(name, (0, 0.0))
-        predicted, before = (self.model.predicted(each) for each in (nbytes, size))
+        predicted, before = (self.model.predicted(count) for count in (nbytes, size))
         like = name if name in predicted else max(predicted, key=predicted.__getitem__)
         return max(seconds, seconds + predicted[like] - before[like]) if seconds else predicted[like]
 

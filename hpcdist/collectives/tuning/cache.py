@@ -1,8 +1,8 @@
 """Cache of measured selections: one JSON file for each set of ranks, machines and kind of buffer.
 
-The name of a file is a hash of what a choice is for: ranks by node, processors, fabric, MPI library, its settings,
-kind and type of the buffer. The whole key stands in the file, with the versions of the software, and is compared. So
-does the greatest size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit,
+The name of a file is a hash of its key: ranks by node, processors, fabric, MPI library, its settings, kind and type of
+the buffer. The whole key stands in the file, with the versions of the software, and is compared. So does the greatest
+size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit,
 cannot be read, or could have been written by somebody else is not used, and the reason is reported. No error here
 ends a job.
 """
@@ -42,7 +42,7 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A choice and how it came about. ``source`` is "measured", "cache", or "default" where there is no choice.
+    """Selected algorithms and their measurement. ``source`` is "measured", "cache", or "default" on a single rank.
 
     ``seconds`` is what the measurement took, this start's or that of the start that made the cache.
     """
@@ -80,7 +80,7 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return what a choice is for, and under "software" what it was made with. Collective over ``everyone``."""
+    """Return the key of a selection, with the versions of packages under "software". Collective over ``everyone``."""
     hosts = sorted(set(everyone.allgather_object(_host())))
     fitting = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     return {
@@ -127,39 +127,41 @@ def path_of(wanted: Mapping[str, Any]) -> Path:
 
 
 def _largest_size(wanted: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what of a key may be more than a job needs: a table is for all sizes up to its greatest (local)."""
+    """Return the names of a key whose value may exceed that of the job: a table is for all sizes up to its greatest."""
     return (LARGEST_SIZE,) if wanted["kind"] == TABLES else ()
 
 
 def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
-    """Return what was kept for ``wanted``; else None, and why a file that is there was not used (local)."""
+    """Return the stored selection for the key ``wanted``; else None, and why an existing file was not used (local)."""
     try:
         path = path_of(wanted)
     except StorageError:
-        return None, ""  # `kept` tells
+        return None, ""  # `save` reports it
     try:
-        found = load(path)
+        loaded = load(path)
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError) as error:
         return None, f"{path} is not used: {error}"
-    kept, tuning = found
-    other = [name for name in wanted if kept.get(name) != wanted[name] and name not in _largest_size(wanted)]
+    stored_key, tuning = loaded
+    other = [name for name in wanted if stored_key.get(name) != wanted[name] and name not in _largest_size(wanted)]
     if other == ["software"]:
         return (
             None,
-            f"{path} is not used: it was measured with {kept.get('software')}, and this is {wanted['software']}",
+            f"{path} is not used: it was measured with {stored_key.get('software')}, and this is {wanted['software']}",
         )
-    if other or len(kept) != len(wanted):
+    if other or len(stored_key) != len(wanted):
         return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
-    if any(not isinstance(kept.get(name), int) or kept[name] < wanted[name] for name in _largest_size(wanted)):
-        reaches = f"it reaches {kept.get(LARGEST_SIZE)} bytes, and this job has buffers of {wanted[LARGEST_SIZE]}"
+    if any(
+        not isinstance(stored_key.get(name), int) or stored_key[name] < wanted[name] for name in _largest_size(wanted)
+    ):
+        reaches = f"it reaches {stored_key.get(LARGEST_SIZE)} bytes, and this job has buffers of {wanted[LARGEST_SIZE]}"
         return None, f"{path} is not used: {reaches}"
     return replace(tuning, source="cache"), ""
 
 
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
-    """Return key and result in a file (local). Raises OSError, or ValueError where it is not one of ours."""
+    """Return key and result in a file (local). Raises OSError, or ValueError for any other file."""
     try:
         content = json.loads(user_cache.read(path))
         if content["format"] != FORMAT:
@@ -215,14 +217,14 @@ def save(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
     try:
         user_cache.write(path_of(wanted), content_of(tuning, wanted))
     except OSError as error:
-        said = f"the measurement is not kept: {error}"
-        return replace(tuning, note="; ".join(filter(None, [tuning.note, said])))
+        reason = f"the measurement is not kept: {error}"
+        return replace(tuning, note="; ".join(filter(None, [tuning.note, reason])))
     return tuning
 
 
 def clear() -> int:
-    """Remove all files that are kept, and return how many there were (local). Raises OSError."""
-    found = [path for pattern in ("*.json", ".*.json.*.new") for path in directory().glob(pattern)]
-    for path in found:
+    """Remove all files of the cache, and return how many there were (local). Raises OSError."""
+    files = [path for pattern in ("*.json", ".*.json.*.new") for path in directory().glob(pattern)]
+    for path in files:
         path.unlink(missing_ok=True)
-    return len(found)
+    return len(files)

@@ -46,12 +46,12 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks."""
         return sum(self.ranks_per_node)
 
     @property
     def nodes(self) -> int:
-        """Their number."""
+        """Number of nodes."""
         return len(self.ranks_per_node)
 
     def neighbours(self) -> str:
@@ -82,7 +82,7 @@ class MachineCosts:
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """So many messages over one class of links, and their bytes together."""
+    """Messages over one class of links: their number, and their bytes together."""
 
     link: str
     messages: int
@@ -91,19 +91,19 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """Work of the busiest rank, one after the other. A rank that sends and receives at the same time does one."""
+    """Work of the busiest rank, one after the other; a send and a receive at the same time count as one message."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float
 
     @property
     def messages(self) -> int:
-        """Over all classes of links."""
+        """Number of messages over all classes of links."""
         return sum(part.messages for part in self.parts)
 
     @property
     def nbytes(self) -> float:
-        """Over all classes of links."""
+        """Bytes over all classes of links."""
         return sum(part.nbytes for part in self.parts)
 
     def seconds(self, machine: MachineCosts) -> float:
@@ -117,14 +117,14 @@ Formula = Callable[[Topology, float], AllreduceCost]
 
 
 def ring_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """2 (p-1) steps, each as slow as the slowest link of the circle."""
+    """Return the cost of 2 (p-1) steps, each as slow as the slowest link of the ring."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     return AllreduceCost((LinkTraffic(topology.neighbours(), 2 * (p - 1), 2 * share),), share)
 
 
 def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """p-1 chunks to all others, those to other nodes over a crowded link, then the ring's all-gather."""
+    """Return the cost of p-1 chunks to all others, over crowded links to other nodes, and the ring's all-gather."""
     p, widest = topology.ranks, max(topology.ranks_per_node)
     chunk = nbytes / p
     inside, outside = widest - 1, p - widest
@@ -134,14 +134,14 @@ def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def recursive_doubling_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """All bytes to the partner in every bit."""
+    """Return the cost of sending all bytes to the partner in every bit."""
     folded, reduced = _fold(topology, nbytes)
     steps = [LinkTraffic(topology.across(distance), 1, nbytes) for distance in _bits(topology.ranks)]
     return AllreduceCost((*folded, *steps), reduced + len(steps) * nbytes)
 
 
 def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Half, a quarter, ... to the partner in every bit, and back; without a power of two, pairs come first."""
+    """Return the cost of half, a quarter, ... to the partner in every bit, and back; pairs first where p is no 2^k."""
     paired = topology.ranks & (topology.ranks - 1) != 0
     folded, reduced = _fold(topology, nbytes)
     if paired and nbytes >= HALVES_BYTES:
@@ -153,7 +153,7 @@ def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """The bytes of the ring in ceil(log2 p) steps there and as many back; a step may take a second message."""
+    """Return the cost of the ring's bytes in 2 ceil(log2 p) steps; a second message in a step is not counted."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     across = NODE if topology.nodes == 1 else CROWDED
@@ -161,7 +161,7 @@ def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def ring_bidirectional_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """The ring's bytes in twice as many messages: that two of them travel at once is not counted on."""
+    """Return the cost of the ring's bytes in twice as many messages, as if no two of them travelled at once."""
     part, share = ring_cost(topology, nbytes).parts[0], ring_cost(topology, nbytes).reduced_bytes
     return AllreduceCost((LinkTraffic(part.link, 2 * part.messages, part.nbytes),), share)
 
@@ -175,7 +175,7 @@ def _bits(ranks: int) -> Iterator[int]:
 
 
 def _fold(topology: Topology, nbytes: float) -> tuple[tuple[LinkTraffic, ...], float]:
-    """Return what `power_of_two` adds where the number of ranks is none: messages, and bytes reduced."""
+    """Return what `hypercube.fold` adds where the number of ranks is no power of two: messages, and bytes reduced."""
     if topology.ranks & (topology.ranks - 1) == 0:
         return (), 0.0
     return (LinkTraffic(topology.across(1), 2, 2 * nbytes),), nbytes
@@ -220,25 +220,25 @@ def measure_machine(
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
     """Return the greatest of ``seconds`` of all ranks. Collective."""
-    found = np.array([max(seconds)])
-    everyone.allreduce(found, "max")
-    return float(found[0])
+    longest = np.array([max(seconds)])
+    everyone.allreduce(longest, "max")
+    return float(longest[0])
 
 
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
-    """Return the link between the ranks 2i and 2i+1 of ``comm``, all pairs at once; None looks on."""
+    """Return the link between the ranks 2i and 2i+1 of ``comm``, all pairs at once. With None only synchronise."""
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:
         comm = None
-    found = []
+    measured_s = []
     for nbytes, times in ((SHORT_BYTES, SHORT_TIMES), (LONG_BYTES, LONG_TIMES)):
         everyone.barrier()
         seconds = 0.0
         if comm is not None and partner is not None:
             out, into = (backend.zeros(nbytes, np.dtype(np.uint8), on) for _ in range(2))
             seconds = _shortest_s(lambda: comm.sendrecv(out, partner, into, partner), times, clock)  # noqa: B023
-        found.append(slowest_rank(everyone, seconds))
-    latency_s, long_s = found
+        measured_s.append(slowest_rank(everyone, seconds))
+    latency_s, long_s = measured_s
     return LinkParameters(latency_s, max(0.0, long_s - latency_s) / LONG_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Binding checks of each node's ranks: GPUs, cores, memory domains, and local ranks.
 
-Every lint looks at the rows of one node and returns what is wrong in words without rank numbers, so that a fault of
-the whole job is told once.
+Every lint gets the rows of one node and returns the fault as a text without rank numbers, so that a fault of the
+whole job is reported once.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check that the launcher and Slurm number the ranks of a node from 0 on: the GPU is chosen by that number."""
+    """Check that launcher and Slurm number the local ranks of each node from 0 on: the GPU is chosen by them."""
     name = "local ranks"
     lints = (
         Lint(_misannounced, FAIL, "start the job with one launcher, the one that belongs to the MPI library"),
@@ -42,21 +42,21 @@ def _misnumbered(rows: list[RankRow]) -> str:
 
 
 def _numbering(numbers: Sequence[int | None], who: str) -> str:
-    """Return the fault of the numbers that ``who`` gave to the ranks of a node: any order of 0 .. n - 1 is right."""
-    given = [number for number in numbers if number is not None]
-    if len(given) < len(numbers) or is_permutation(given):
+    """Return the fault of the local ranks by ``who`` on a node, "" where they are 0 .. n - 1 in any order."""
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers) or is_permutation(known):
         return ""
-    return f"{who} numbers the {len(numbers)} ranks of the node {shown(given)}"
+    return f"{who} numbers the {len(numbers)} ranks of the node {shown(known)}"
 
 
 def check_gpus(table: RankTable, wanted: str, held: bool) -> Check:
-    """Check that each rank has a GPU of its own and sees its neighbours' as well.
+    """Check that each rank has a GPU of its own and sees those of the other ranks of its node as well.
 
-    ``wanted`` is "gpu" or "cpu" as the recipe says, "" where nobody told; ``held``: the job has been given GPUs.
+    ``wanted`` is "gpu" or "cpu" as in the recipe, "" without one; ``held``: the scheduler has allocated GPUs.
     """
     name = "GPUs"
     if wanted == "cpu" or not any(row.facts.gpu.count for row in table.rows):
-        reason = table.found([rows[0].facts.gpu.reason for rows in table.nodes])
+        reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])
         if wanted == "gpu":
             return Check(name, FAIL, f"no rank sees one: {reason}", NO_GPU)
         if held and wanted != "cpu":
@@ -75,7 +75,7 @@ def check_gpus(table: RankTable, wanted: str, held: bool) -> Check:
         Lint(_sharing, WARN, "they take turns, and NCCL may refuse: as many ranks on a node as it has GPUs"),
     )
     wrong = apply_lints(table, name, lints)
-    return wrong or Check(name, OK, table.found([_own_gpus(rows) for rows in table.nodes]))
+    return wrong or Check(name, OK, table.by_node([_own_gpus(rows) for rows in table.nodes]))
 
 
 def _without_gpu(rows: list[RankRow]) -> str:
@@ -86,13 +86,13 @@ def _without_gpu(rows: list[RankRow]) -> str:
 
 
 def _isolated(rows: list[RankRow]) -> str:
-    """More GPUs are in use on the node than one of its ranks sees."""
+    """Find a rank that sees fewer GPUs than are in use on its node."""
     used = {row.facts.gpu.name for row in rows}
     least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
     if least.count >= len(used):
         return ""
-    said = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
-    return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({said})"
+    cause = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
+    return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({cause})"
 
 
 def _sharing(rows: list[RankRow]) -> str:
@@ -106,15 +106,15 @@ def _own_gpus(rows: list[RankRow]) -> str:
 
 
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check that ranks have cores of their own, as many as were asked for. In a job, the ``scheduler`` has given them.
+    """Check that ranks have cores of their own, as many as were requested from the ``scheduler``.
 
-    On a workstation, which has none, unbound ranks are what is wanted.
+    Without a scheduler ("", a workstation) unbound ranks are right.
     """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
 
     def core(row: RankRow) -> dict[int, int]:
-        return {one: threads[0] for threads in of[row.node].hardware_threads for one in threads}
+        return {thread: threads[0] for threads in of[row.node].hardware_threads for thread in threads}
 
     lints = (
         Lint(
@@ -151,7 +151,7 @@ def check_cores(table: RankTable, scheduler: str = "") -> Check:
         ),
     )
     wrong = apply_lints(table, name, lints)
-    return wrong or Check(name, OK, table.found([_own_cores(rows, core(rows[0])) for rows in table.nodes]))
+    return wrong or Check(name, OK, table.by_node([_own_cores(rows, core(rows[0])) for rows in table.nodes]))
 
 
 def _union(rows: list[RankRow]) -> set[int]:
@@ -159,8 +159,8 @@ def _union(rows: list[RankRow]) -> set[int]:
 
 
 def _physical(processors: Iterable[int], core: Mapping[int, int]) -> set[int]:
-    """Return the cores of ``processors``, each by its first one."""
-    return {core.get(one, one) for one in processors}
+    """Return the physical cores of ``processors``, each named by its first hardware thread."""
+    return {core.get(processor, processor) for processor in processors}
 
 
 def _same_core(rows: list[RankRow]) -> str:
@@ -182,7 +182,7 @@ def _crowded(rows: list[RankRow], core: Mapping[int, int]) -> str:
 
 
 def _overlapping(rows: list[RankRow]) -> str:
-    """Some cores belong to several ranks, and others to one."""
+    """Find cores that are shared by several ranks while others belong to one."""
     owners = Counter(core for row in rows for core in row.facts.cores)
     shared = sorted(core for core, ranks in owners.items() if ranks > 1)
     if not shared or len({row.facts.cores for row in rows}) == 1:
@@ -191,11 +191,11 @@ def _overlapping(rows: list[RankRow]) -> str:
 
 
 def _side_by_side(rows: list[RankRow], core: Mapping[int, int]) -> str:
-    """Ranks with processors of their own that are hardware threads of the same cores."""
+    """Find ranks whose processors are different hardware threads of the same cores."""
     if len({row.facts.cores for row in rows}) == 1:
         return ""
-    owners = Counter(one for row in rows for one in _physical(row.facts.cores, core))
-    shared = sorted(one for one, ranks in owners.items() if ranks > 1)
+    owners = Counter(first for row in rows for first in _physical(row.facts.cores, core))
+    shared = sorted(first for first, ranks in owners.items() if ranks > 1)
     if not shared:
         return ""
     return f"several of {len(rows)} ranks are bound to hardware threads of the same cores ({format_ranges(shared)})"
@@ -219,24 +219,24 @@ def _cut(rows: list[RankRow]) -> str:
 
 
 def _threads(rows: list[RankRow]) -> str:
-    """As many threads as the kernels start: one for each core where nobody says."""
-    told = [row.facts.threads for row in rows]
+    """Find ranks with more threads than cores; without OMP_NUM_THREADS kernels start one thread per core."""
+    settings = [row.facts.threads for row in rows]
     counts = [
         int(text) if text and text.isascii() and text.isdigit() else len(row.facts.cores)
-        for text, row in zip(told, rows, strict=True)
+        for text, row in zip(settings, rows, strict=True)
     ]
-    said = f"{THREADS}={told[0]}" if told[0] else f"{THREADS} is unset"
+    setting = f"{THREADS}={settings[0]}" if settings[0] else f"{THREADS} is unset"
     for count, row in zip(counts, rows, strict=True):
         if count > len(row.facts.cores):
-            return f"{counted(count, 'thread')} on {counted(len(row.facts.cores), 'core')} of a rank ({said})"
+            return f"{counted(count, 'thread')} on {counted(len(row.facts.cores), 'core')} of a rank ({setting})"
     cores = len(_union(rows))
     if sum(counts) > cores and len(rows) > 1:
-        return f"{sum(counts)} threads of {counted(len(rows), 'rank')} on {counted(cores, 'core')} ({said})"
+        return f"{sum(counts)} threads of {counted(len(rows), 'rank')} on {counted(cores, 'core')} ({setting})"
     return ""
 
 
 def _straddling(rows: list[RankRow], domains: Sequence[Sequence[int]]) -> str:
-    """Ranks on cores of several memory domains, where one has room for them and others of the node fit."""
+    """Find ranks on cores of several NUMA domains, if a domain has room for one and other ranks lie in one."""
     if len(domains) < 2:
         return ""
     sets = [set(domain) for domain in domains]
@@ -251,11 +251,11 @@ def _straddling(rows: list[RankRow], domains: Sequence[Sequence[int]]) -> str:
 def _own_cores(rows: list[RankRow], core: Mapping[int, int]) -> str:
     sets = {row.facts.cores for row in rows}
     threads = rows[0].facts.threads
-    said = f"; {THREADS}={threads}" if threads else ""
+    thread_setting = f"; {THREADS}={threads}" if threads else ""
     if len(sets) == 1:
         shared = ", which they share" if len(rows) > 1 else ""
-        return f"{counted(len(rows), 'rank')} on all of {format_ranges(rows[0].facts.cores)}{shared}{said}"
+        return f"{counted(len(rows), 'rank')} on all of {format_ranges(rows[0].facts.cores)}{shared}{thread_setting}"
     counts = sorted({len(_physical(cores, core)) for cores in sets})
     each = counted(counts[0], "core") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} cores"
     own = [format_ranges(row.facts.cores) for row in rows]
-    return f"{each} each: {' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{said}"
+    return f"{each} each: {' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{thread_setting}"

@@ -1,7 +1,7 @@
-"""Facts of a rank of a batch job about itself and its node, for all ranks to compare (local).
+"""Facts of a rank of a batch job about itself and its node, for comparison on rank 0 (local).
 
-Nothing here raises: what cannot be read is unknown, with the reason where there is one. A rank that raised would
-leave the others in the collective that follows.
+Nothing here raises: facts that cannot be read are unknown, with the reason where there is one. A rank that raised
+would leave the others waiting in the collective that follows.
 """
 
 import hashlib
@@ -40,15 +40,18 @@ _SETTINGS_ALONE: Final = (
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
 )
-_OF_THE_LAUNCH: Final = (failfast.FAILURE_DIR, exit_file.LAUNCH_DIR)  # for ranks on the host of the launcher
+_PER_LAUNCH: Final = (
+    failfast.FAILURE_DIR,
+    exit_file.LAUNCH_DIR,
+)  # differ between hosts: only the host of the launcher has them
 _PLUGINS_LIMIT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs that a rank may use: how many, and the ``name`` (PCI address, MIG instance) of the one it computes on.
+    """GPUs of a rank: the ``count`` that it sees, and the ``name`` (PCI address, MIG instance) of its own.
 
-    Where there is none, ``name`` is empty and ``reason`` says why.
+    Without a GPU, ``name`` is empty and ``reason`` says why.
     """
 
     visible: str | None
@@ -59,7 +62,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """A directory that the job needs: its file system, what is left there for this user, or the error."""
+    """A directory that the job needs: its file system, the free space for this user, or the error."""
 
     role: str
     path: str
@@ -71,10 +74,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware of a node. ``numa`` holds the cores of each memory domain, none where it is unknown.
+    """Hardware, software, settings and volumes of a node. ``numa``: cores of each NUMA domain, empty if unknown.
 
-    ``hardware_threads`` holds the processors of each core that has several. What is called a core elsewhere is one
-    of them there.
+    ``hardware_threads`` has the processors of each core that has several; there, every other "core" in this package is
+    one of these processors.
     """
 
     processor: str
@@ -88,7 +91,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Request to the scheduler: None for what it does not say; ``scheduler`` is empty without one."""
+    """Request to the scheduler; None for a number that it does not say. ``scheduler`` is empty without one."""
 
     scheduler: str
     tasks: int | None = None
@@ -111,24 +114,24 @@ class RankFacts:
 
 
 def rank_facts(
-    said: LaunchEnvironment | None, found: GpuFacts, environment: Mapping[str, str] = os.environ
+    launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return the facts of this rank, which ``said`` announced and which has ``found`` a GPU or none."""
-    own = said is not None and started_by_srun(said.size, said.rank, environment)
+    """Return the facts of this rank, with the announced ``launch`` variables and the chosen ``gpu``."""
+    own = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
         cores=tuple(sorted(os.sched_getaffinity(0))),
         cores_asked=integer_variable(environment, "SLURM_CPUS_PER_TASK"),
         threads=environment.get(THREADS),
-        launcher="" if said is None else said.launcher,
-        announced=None if said is None else said.local_rank,
+        launcher="" if launch is None else launch.launcher,
+        announced=None if launch is None else launch.local_rank,
         slurm_local=integer_variable(environment, "SLURM_LOCALID") if own else None,
-        gpu=found,
+        gpu=gpu,
     )
 
 
-def gpu_facts(said: LaunchEnvironment | None, wanted: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose the GPU of this rank as a training does, before MPI starts; return it, or why there is none.
+def gpu_facts(launch: LaunchEnvironment | None, wanted: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
+    """Choose the GPU of this rank as a training does, before MPI starts; return its facts, or why there is none.
 
     Nothing is loaded where ``wanted`` is "cpu".
     """
@@ -137,7 +140,7 @@ def gpu_facts(said: LaunchEnvironment | None, wanted: str, environment: Mapping[
         return GpuFacts(visible, 0, "", "the device is the CPU")
     try:
         count = device.count()  # first: without any, it does not matter which
-        placement.choose_gpu(said)
+        placement.choose_gpu(launch)
         name = device.bus_id()
     except HpcdistError as error:
         return GpuFacts(visible, 0, "", str(error).split("; ")[0])
@@ -149,45 +152,45 @@ def gpu_facts(said: LaunchEnvironment | None, wanted: str, environment: Mapping[
 def node_facts(
     library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
 ) -> NodeFacts:
-    """Return what the ranks of this node share; the MPI ``library`` is told."""
-    found = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
-    found |= {name: version for name in PACKAGES if (version := _version(name))}
+    """Return the facts that the ranks of this node share; ``library`` is the version of MPI."""
+    software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
+    software |= {name: version for name in PACKAGES if (version := _version(name))}
     settings = {
         name: _once(value) if name.endswith("_PATH") or name == "PYTHONPATH" else value
         for name, value in sorted(environment.items())
-        if name not in _OF_THE_LAUNCH and (name.startswith(_SETTINGS) or name in _SETTINGS_ALONE)
+        if name not in _PER_LAUNCH and (name.startswith(_SETTINGS) or name in _SETTINGS_ALONE)
     }
     cores = os.cpu_count() or 1
     return NodeFacts(
-        _processor(), cores, numa_domains(numa), found | {"MPI": library}, settings, volumes, hardware_threads()
+        _processor(), cores, numa_domains(numa), software | {"MPI": library}, settings, volumes, hardware_threads()
     )
 
 
 def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return what is free in ``path``, or the nearest directory above that is there, on a file system of ``kind``."""
-    there = path.absolute()
+    """Return the free space of ``path``, or of its nearest existing parent, on a file system of ``kind``."""
+    existing = path.absolute()
     try:
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        found = os.statvfs(there)
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        status = os.statvfs(existing)
     except OSError as error:
         return Volume(role, str(path), kind, 0, error=error.strerror or str(error))
-    return Volume(role, str(path), kind, found.f_bavail * found.f_frsize, found.f_files == 0 or found.f_favail > 0)
+    return Volume(role, str(path), kind, status.f_bavail * status.f_frsize, status.f_files == 0 or status.f_favail > 0)
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each memory domain (NUMA node) that has cores; none where the system does not say."""
-    found = []
+    """Return the cores of each NUMA domain that has cores; empty where the system does not say."""
+    domains = []
     for path in sorted(root.glob("node[0-9]*/cpulist")):
         try:
-            found.append(parse_ranges(path.read_text()))
+            domains.append(parse_ranges(path.read_text()))
         except (OSError, ValueError):
             return ()
-    return tuple(filter(None, found))
+    return tuple(filter(None, domains))
 
 
 def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
-    """Return a short digest of all modules of hpcdist, which tells an edited copy from another of its version."""
+    """Return a short digest of all modules of hpcdist, which differs for edited copies of one version."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         try:
@@ -197,8 +200,10 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
     return digest.hexdigest()
 
 
-def scheduler_request(said: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ) -> SchedulerRequest:
-    """Return what the scheduler of this job, as rank 0 sees it, was asked for."""
+def scheduler_request(
+    launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
+) -> SchedulerRequest:
+    """Return the request of this job to its scheduler, from the variables of rank 0."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables are those of its first component
@@ -208,9 +213,9 @@ def scheduler_request(said: LaunchEnvironment | None, environment: Mapping[str, 
             integer_variable(environment, "SLURM_NTASKS_PER_NODE"),
             integer_variable(environment, "SLURM_NTASKS"),
         )
-        if not inside_srun(environment):  # as the batch script sees it, and so the ranks of mpirun on its node
+        if not inside_srun(environment):  # variables of the batch script, which ranks of mpirun on its node inherit
             return SchedulerRequest("Slurm", each * nodes if each and nodes else tasks, nodes, gpus)
-        own = said is not None and started_by_srun(said.size, said.rank, environment)
+        own = launch is not None and started_by_srun(launch.size, launch.rank, environment)
         return SchedulerRequest("Slurm", tasks if own else None, nodes, gpus)  # else they count the daemons of mpirun
     if "PBS_NODEFILE" in environment:
         try:
@@ -222,13 +227,13 @@ def scheduler_request(said: LaunchEnvironment | None, environment: Mapping[str, 
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number that a variable holds, None where it holds none."""
+    """Return the whole number in a variable, None where it has none."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the kinds of PMI that this Slurm's srun knows, "" where it does not say."""
+    """Return the PMI plugins of srun (`srun --mpi=list`), "" without them."""
     srun = shutil.which("srun", path=environment.get("PATH"))
     if srun is None:
         return ""
@@ -243,7 +248,7 @@ def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _once(path: str) -> str:
-    """Return a search path without what it has twice: launchers add their folder again on each hop."""
+    """Return a search path without duplicates: launchers add their folder again on each hop."""
     return os.pathsep.join(dict.fromkeys(filter(None, path.split(os.pathsep))))
 
 

@@ -1,7 +1,7 @@
-"""Messages of `hpcdist doctor --job`: greetings, clocks, a look at the run directory, all rows to rank 0.
+"""Communication of `hpcdist doctor --job`: test messages, clocks, the run directory, and all rows to rank 0.
 
-Every rank makes the same calls in the same order whatever it finds; what it finds travels in its row. A rank that
-gets no answer ends the job (`StageDeadline`) and says which neighbours it waited for.
+Every rank makes the same calls in the same order whatever it finds; its findings travel in its row. A rank that gets no
+answer ends the job (`StageDeadline`) and names the neighbours that it waited for.
 """
 
 import os
@@ -27,7 +27,7 @@ from hpcdist.errors import DeadlineError
 LIMIT_S: Final = 60.0  # for each stage; connections of thousands of ranks take seconds
 LOOK_S: Final = 10.0  # NFS shows a new file when its cache of the directory is renewed
 ROUNDS: Final = 20
-LARGE_BYTES: Final = 1 << 20  # above what MPI libraries send without asking the receiver: another path through them
+LARGE_BYTES: Final = 1 << 20  # above the eager limit of MPI libraries: sent by the rendezvous protocol
 _LOOK_AGAIN_S: Final = 0.1
 _TAG: Final = 4711
 
@@ -42,9 +42,9 @@ class Gathered:
 
 
 class StageDeadline:
-    """Ends the job when a stage of the examination takes more than ``limit_s`` seconds, or its own limit (local).
+    """Deadline of the stages of an examination: ends the job after ``limit_s`` seconds in one (local).
 
-    ``fail`` gets the error, in a thread of its own.
+    ``fail`` is called with the error, in a thread of its own.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Begin a stage, which ends the one before."""
+        """Begin the stage ``what`` and end the one before; ``limit_s`` replaces the usual limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the way to it, does not answer"
@@ -78,11 +78,11 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Return what all ranks found on rank 0, None on the others. Collective over ``comm``.
+    """Return the facts of all ranks on rank 0, None on the others. Collective over ``comm``.
 
-    ``describe`` is called by one rank of each node. Rank 0 makes ``directory`` where it is missing, and a file of its
-    own in it, whose name begins with ``prefix``, for as long as the others look for it. ``stage`` is told before each
-    step, for a deadline.
+    ``describe`` is called by one rank of each node. Rank 0 makes ``directory`` where it is missing, and in it a probe
+    file, whose name begins with ``prefix``, while the others look for it. ``stage`` is called before each step, for a
+    deadline.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -97,7 +97,7 @@ def gather(
             machine = describe()
             unseen = "" if failure else look_for_text(directory / name, text, look_s)
         stage("collecting what all ranks found")
-        # By way of the first rank of each node: a row for each rank of a large job is much for all of them to hold.
+        # In two levels, by the first rank of each node: not every rank of a large job holds the rows of all.
         own = nodes.intra.allgather_object(RankRow(nodes.index, nodes.intra.rank, facts, greeting, machine, unseen))
         all_rows = [] if nodes.leaders is None else nodes.leaders.allgather_object(own)
     finally:
@@ -110,9 +110,9 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Exchange small messages and a large one with the neighbours in two rings, in the node and across nodes.
+    """Exchange small messages and a large one in two rings, in the node and across nodes; return the result.
 
-    Collective over ``comm``, with an allreduce of all in the end.
+    Collective over ``comm``, with an allreduce at the end.
     """
     own = nodes.intra.rank
     stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
@@ -139,7 +139,7 @@ def _neighbours(ring: Sequence[int], rank: int) -> str:
 
 
 def _ring(comm: Communicator) -> tuple[bool, float | None]:
-    """Return whether what came from the rank before is what it sent, and the median seconds of a small round."""
+    """Return whether the previous rank's data arrived unchanged, and the median seconds of a small round."""
     if comm.size == 1:
         return True, None
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -156,13 +156,13 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
 
 
 def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[ClockOffset, ...]:
-    """Return how far the clock of each rank is ahead of rank 0's, there alone. Collective over ``leaders``."""
+    """Return the clock offset of each rank to rank 0, on rank 0 only. Collective over ``leaders``."""
     readings = clock_offsets.measure_offsets(leaders, lambda: round(clock() * 1e9))
     return tuple(ClockOffset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
 
 
 def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
-    """Return name and text of a new file in ``directory``, and why there is none ("": there is)."""
+    """Write a probe file into ``directory``; return its name, its text, and the error ("" where it was written)."""
     name, text = f"{prefix}-{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
 
 
 def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
-    """Return why ``path`` does not hold ``text`` within ``patience_s`` seconds, or cannot be written beside (local)."""
+    """Return why ``path`` does not show ``text`` within ``patience_s`` s, or its directory is not writable (local)."""
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -1,7 +1,7 @@
 """Job checks: the table of all ranks' facts, its size and messages, and differences between nodes.
 
-Software, processors, settings, clocks and directories are compared, and what each node has left is shown. Only
-numbers: nothing here sends a message, so every check can be tested with made-up rows.
+Software, processors, settings, clocks and directories are compared, and the free space of each node is checked. The
+checks send no messages: they are functions of gathered rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Whether what a rank received was what was sent, and the seconds of a round; None where it has no such peer."""
+    """Result of a rank's test messages: whether data arrived unchanged, and seconds per round (None: no peer)."""
 
     arrived: bool
     inside_s: float | None
@@ -29,7 +29,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Facts of a rank. ``machine`` and ``unseen``, why it does not see the run directory, come from one per node."""
+    """Row of a rank. One rank per node fills ``machine``, and ``unseen``: why it does not see the run directory."""
 
     node: int
     local_rank: int
@@ -48,10 +48,10 @@ class RankTable:
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
         """The rows of each node, by local rank."""
-        found: dict[int, list[RankRow]] = {}
+        rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
-            found.setdefault(row.node, []).append(row)
-        return [sorted(found[node], key=lambda row: row.local_rank) for node in sorted(found)]
+            rows_of.setdefault(row.node, []).append(row)
+        return [sorted(rows_of[node], key=lambda row: row.local_rank) for node in sorted(rows_of)]
 
     @cached_property
     def machines(self) -> list[NodeFacts]:
@@ -62,18 +62,18 @@ class RankTable:
 
     @cached_property
     def labels(self) -> list[str]:
-        """The names of the nodes: the host name, or the number where several have one name."""
+        """The names of the nodes: host names, or numbers where several nodes have the same name."""
         hosts = [rows[0].facts.host for rows in self.nodes]
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
-    def found(self, texts: Sequence[str]) -> str:
-        """Return what is said of each node, once for those of which the same is said."""
+    def by_node(self, texts: Sequence[str]) -> str:
+        """Return the ``texts`` of the nodes as one; nodes with the same text share it."""
         return group_texts(self.labels, texts)
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A look at the rows of one node, which returns what is wrong or "", and how bad that is, and the cure."""
+    """A check of the rows of one node: ``look`` returns the fault or "", of severity ``status``; and the cure."""
 
     look: Callable[[list[RankRow]], str]
     status: str
@@ -81,42 +81,42 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return what the first of ``lints`` that has something to say of any node says of all; None where none has."""
+    """Return the result of the first of ``lints`` that finds a fault on any node; None where none does."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
-            return Check(name, lint.status, table.found(texts), lint.cure)
+            return Check(name, lint.status, table.by_node(texts), lint.cure)
     return None
 
 
 def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
-    """Check that there are as many ranks, on as many nodes, as the scheduler was asked for."""
+    """Check that the job has as many ranks, on as many nodes, as were requested from the scheduler."""
     ranks, nodes = len(table.rows), len(table.nodes)
     counts = sorted({len(rows) for rows in table.nodes})
     each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"
-    found = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')} ({each})"
+    summary = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')} ({each})"
     if not asked.scheduler:
-        return Check("scheduler", OK, f"no scheduler; {found}")
+        return Check("scheduler", OK, f"no scheduler; {summary}")
     wanted = [
         *([counted(asked.tasks, "task")] if asked.tasks is not None else []),
         *([counted(asked.nodes, "node")] if asked.nodes is not None else []),
     ]
-    found = f"{found}; {asked.scheduler} was asked for {' on '.join(wanted) or 'what it does not say'}"
+    summary = f"{summary}; {asked.scheduler} was asked for {' on '.join(wanted) or 'what it does not say'}"
     if asked.tasks is not None and ranks < asked.tasks:
         cure = f"unless nodes are spares: hpcdist run -n {asked.tasks}, or srun without -n; or ask for fewer"
         if ranks == 1:
             cure += ". If this was printed once for each task, they are worlds of one: the launcher is of another MPI"
-        return Check("scheduler", WARN, found, cure)
+        return Check("scheduler", WARN, summary, cure)
     if asked.nodes is not None and nodes < asked.nodes:
         cure = (
             "nodes without a rank are paid for, unless they are spares: spread the ranks (hpcdist run --ranks-per-node)"
         )
-        return Check("scheduler", WARN, found, cure)
-    return Check("scheduler", OK, found)
+        return Check("scheduler", WARN, summary, cure)
+    return Check("scheduler", OK, summary)
 
 
 def check_messages(table: RankTable) -> Check:
-    """Check that what the ranks received is what was sent, and say how long it took."""
+    """Check that all test messages arrived unchanged, and report their times."""
     wrong = [rank for rank, row in enumerate(table.rows) if not row.greeting.arrived]
     if wrong:
         shown = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
@@ -127,12 +127,12 @@ def check_messages(table: RankTable) -> Check:
         ("between nodes", [row.greeting.across_s for row in table.rows]),
         ("an allreduce of 8 bytes", [row.greeting.reduced_s for row in table.rows]),
     )
-    found = [f"{what} {_spread(table, times)}" for what, times in kinds if any(time is not None for time in times)]
-    return Check("messages", OK, "; ".join(found))
+    timings = [f"{what} {_spread(table, times)}" for what, times in kinds if any(time is not None for time in times)]
+    return Check("messages", OK, "; ".join(timings))
 
 
 def _spread(table: RankTable, times: Sequence[float | None]) -> str:
-    """Return the median, and where it took longest."""
+    """Return the median time, and the longest with its rank."""
     known = sorted((time, rank) for rank, time in enumerate(times) if time is not None)
     median, (most, rank) = known[len(known) // 2][0], known[-1]
     slowest = (
@@ -145,28 +145,28 @@ def _index(table: RankTable, rank: int) -> int:
     return sorted({row.node for row in table.rows}).index(table.rows[rank].node)
 
 
-SKEW_S: Final = 1.0  # walltimes are whole seconds, and so is what people read in logs
+SKEW_S: Final = 1.0  # walltimes and log entries have whole seconds
 RUN_DIRECTORY: Final = "run directory"
 NODE_LOCAL: Final = "node-local"
 SHARED_MEMORY: Final = "/dev/shm"
-# What must be free (empirical): checkpoints are larger, but smaller runs exist; /dev/shm holds the gradients of the
-# ranks of a node (100 million parameters in float32), the node-local folder what MPI keeps of its sessions.
+# Least free space (empirical): checkpoints may be larger, but small runs exist; /dev/shm holds the gradients of the
+# ranks of a node (100 million parameters in float32), the node-local folder MPI's session directories.
 LEAST_BYTES: Final = {RUN_DIRECTORY: 1 << 30, NODE_LOCAL: 256 << 20, SHARED_MEMORY: 512 << 20}
-# File systems of one machine. Others (Lustre, GPFS, NFS, ...) may be shared: only a look from every node tells.
+# File systems of one machine. Others (Lustre, GPFS, NFS, ...) may be shared: the probe file of `gather` tells.
 OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "squashfs")
-_MUST_AGREE: Final = ("hpcdist", "MPI")  # the rest may differ a little, and a run goes on
+_MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is only a warning
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Lead of the clock of a node before the first's, in seconds, and the bound of its error."""
+    """Offset of a node's clock to that of the first node, in seconds, and the bound of its error."""
 
     offset_s: float
     bound_s: float
 
     @property
     def certain_s(self) -> float:
-        """The part of the difference that is left where the message took all of its time one way."""
+        """The least absolute offset within the error bound."""
         return max(0.0, abs(self.offset_s) - self.bound_s)
 
 
@@ -179,14 +179,14 @@ def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: floa
     if any(wrong):
         texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
         cure = "walltime and logs go by them: the site's time service (chronyd, ntpd) does not run there"
-        return Check(name, WARN, table.found(texts), cure)
+        return Check(name, WARN, table.by_node(texts), cure)
     most = max(offsets, key=lambda offset: abs(offset.offset_s))
     bound_s = max(offset.bound_s for offset in offsets)
     return Check(name, OK, f"at most {abs(most.offset_s) * 1e3:.3f} ms apart, to within {bound_s * 1e3:.3f} ms")
 
 
 def _ahead(offset: ClockOffset) -> str:
-    # To 0.1 s: nodes that were set wrong together are told together.
+    # To 0.1 s, so that nodes with the same wrong offset share a text.
     side = "ahead of" if offset.offset_s > 0 else "behind"
     return f"{abs(offset.offset_s):.1f} s {side} the first node, to within {max(0.1, offset.bound_s):.1f} s"
 
@@ -201,71 +201,74 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
     if any(unseen):
         texts = [f"{reason} ({kind})" if reason else "" for reason, kind in zip(unseen, kinds, strict=True)]
         cure = "checkpoints need one directory: an --out on a file system that all nodes share, mounted alike"
-        return Check(name, FAIL, f"{path}: {table.found(texts)}", cure)
-    found = f"{path} ({table.found(kinds)}), seen by {counted(count, 'node')}"
+        return Check(name, FAIL, f"{path}: {table.by_node(texts)}", cure)
+    summary = f"{path} ({table.by_node(kinds)}), seen by {counted(count, 'node')}"
     if count > 1 and any(kind in OF_ONE_NODE for kind in kinds):
         cure = "that type is of one machine, which the nodes may be parts of; real ones need a shared file system"
-        return Check(name, WARN, found, cure)
-    return Check(name, OK, found)
+        return Check(name, WARN, summary, cure)
+    return Check(name, OK, summary)
 
 
 def check_space(table: RankTable) -> Check:
-    """Check that every node has room in the run directory, in its own folder and in /dev/shm."""
+    """Check the free space of every node in the run directory, the node-local folder and /dev/shm."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
-    texts = ["; ".join(filter(None, map(_short_of, each))) for each in volumes]
+    texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
     if any(texts):
         cure = "remove old runs there, set TMPDIR to another folder, or start containers with --shm-size"
-        return Check(name, WARN, table.found(texts), cure)
-    least = [min((_volume(each, role) for each in volumes), key=lambda one: one.free_bytes) for role in LEAST_BYTES]
+        return Check(name, WARN, table.by_node(texts), cure)
+    least = [
+        min((_volume(node_volumes, role) for node_volumes in volumes), key=lambda volume: volume.free_bytes)
+        for role in LEAST_BYTES
+    ]
     on = " on the node that has least" if len(volumes) > 1 else ""
-    shown = [f"{one.role} {format_bytes(one.free_bytes)} ({one.path}, {one.kind})" for one in least]
+    shown = [f"{volume.role} {format_bytes(volume.free_bytes)} ({volume.path}, {volume.kind})" for volume in least]
     return Check(name, OK, f"{', '.join(shown)}{on}")
 
 
 def _volume(volumes: Sequence[Volume], role: str) -> Volume:
-    return next(one for one in volumes if one.role == role)
+    return next(volume for volume in volumes if volume.role == role)
 
 
-def _short_of(one: Volume) -> str:
-    if one.error:
-        return f"{one.role} {one.path}: {one.error}"
-    if not one.has_inodes:
-        return f"{one.role} {one.path} ({one.kind}): no file can be added, all inodes are taken"
-    if one.free_bytes >= LEAST_BYTES[one.role]:
+def _short_of(volume: Volume) -> str:
+    if volume.error:
+        return f"{volume.role} {volume.path}: {volume.error}"
+    if not volume.has_inodes:
+        return f"{volume.role} {volume.path} ({volume.kind}): no file can be added, all inodes are taken"
+    if volume.free_bytes >= LEAST_BYTES[volume.role]:
         return ""
-    return f"{one.role} {one.path} ({one.kind}) has less than {format_bytes(LEAST_BYTES[one.role])} free"
+    return f"{volume.role} {volume.path} ({volume.kind}) has less than {format_bytes(LEAST_BYTES[volume.role])} free"
 
 
 def check_software(table: RankTable) -> Check:
     """Check that all nodes load the same hpcdist, Python, packages and MPI."""
-    found = [machine.software for machine in table.machines]
-    names = list(dict.fromkeys(name for software in found for name in software))
-    differing = [name for name in names if len({software.get(name) for software in found}) > 1]
+    by_node = [machine.software for machine in table.machines]
+    names = list(dict.fromkeys(name for software in by_node for name in software))
+    differing = [name for name in names if len({software.get(name) for software in by_node}) > 1]
     if not differing:
-        return Check("software", OK, ", ".join(f"{name} {found[0][name]}" for name in names))
-    texts = [", ".join(f"{name} {software.get(name, 'missing')}" for name in differing) for software in found]
+        return Check("software", OK, ", ".join(f"{name} {by_node[0][name]}" for name in names))
+    texts = [", ".join(f"{name} {software.get(name, 'missing')}" for name in differing) for software in by_node]
     status = FAIL if any(name in _MUST_AGREE for name in differing) else WARN
-    return Check("software", status, table.found(texts), "install once for all nodes, or stage the same copy on each")
+    return Check("software", status, table.by_node(texts), "install once for all nodes, or stage the same copy on each")
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check that all nodes are of one kind: the slowest sets the pace, and other kinds round otherwise."""
+    """Check that all nodes have the same processor: the slowest sets the pace, and other kinds may round otherwise."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])
     cure = "the slowest sets the pace, and results may differ in the last bits: ask for one kind (--constraint)"
-    return Check("processors", WARN, table.found(texts), cure)
+    return Check("processors", WARN, table.by_node(texts), cure)
 
 
 def check_settings(table: RankTable) -> Check:
-    """Check that the variables which change how hpcdist runs have reached all nodes alike."""
-    found = [machine.settings for machine in table.machines]
-    names = sorted({name for settings in found for name in settings})
-    differing = [name for name in names if len({settings.get(name) for settings in found}) > 1]
+    """Check that variables which change how hpcdist runs have the same values on all nodes."""
+    by_node = [machine.settings for machine in table.machines]
+    names = sorted({name for settings in by_node for name in settings})
+    differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]
     if differing:
-        texts = [", ".join(f"{name}={settings.get(name, '(unset)')}" for name in differing) for settings in found]
+        texts = [", ".join(f"{name}={settings.get(name, '(unset)')}" for name in differing) for settings in by_node]
         cure = "hand them to all nodes: srun --export=ALL, Open MPI's mpirun -x NAME; or set them in the job script"
-        return Check("environment", WARN, table.found(texts), cure)
-    own = [f"{name}={found[0][name]}" for name in names if name.startswith("HPCDIST_")]
+        return Check("environment", WARN, table.by_node(texts), cure)
+    own = [f"{name}={by_node[0][name]}" for name in names if name.startswith("HPCDIST_")]
     return Check("environment", OK, ", ".join(own) or "no HPCDIST_* is set")

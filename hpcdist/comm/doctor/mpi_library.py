@@ -1,7 +1,7 @@
 """MPI library checks: the library that mpi4py loads, the vendor of the launcher, and their match.
 
-Nothing here starts MPI except `check_world`, which is for processes that a launcher started: on a login node MPI_Init
-may abort, so the library is asked in a child process that only loads it.
+Nothing here initialises MPI: on a login node MPI_Init may abort, so a child process only loads the library to query it.
+`check_world` is for ranks of a started job.
 """
 
 import json
@@ -34,7 +34,7 @@ WITHOUT_THREADS: Final = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what was looked at, OK, WARN or FAIL, what was found, and the cure."""
+    """One line of the report: name, status (OK, WARN or FAIL), finding, and cure."""
 
     name: str
     status: str
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """The MPI library that mpi4py loads: its own words, whose it is, and its file."""
+    """The MPI library that mpi4py loads: version string, vendor, version, and file."""
 
     text: str
     vendor: str
@@ -67,17 +67,17 @@ print(json.dumps({"text": MPI.Get_library_version().strip("\\0 \\n"), "path": ma
 def load_library() -> MpiLibrary:
     """Return the MPI library that mpi4py would use. Raises MissingCapabilityError when there is none."""
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(f"loading the MPI library did not end within {CHILD_LIMIT_S:g} s") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if child.returncode != 0:
+        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise MissingCapabilityError(f"mpi4py cannot load an MPI library: {reason}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    vendor, version = recognise_library(said["text"])
-    return MpiLibrary(said["text"].splitlines()[0].strip(), vendor, version, said["path"])
+    answer = json.loads(child.stdout.splitlines()[-1])
+    vendor, version = recognise_library(answer["text"])
+    return MpiLibrary(answer["text"].splitlines()[0].strip(), vendor, version, answer["path"])
 
 
 def recognise_library(text: str) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def recognise_library(text: str) -> tuple[str, str]:
 
 
 def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Check the library, the launcher, and that both are of one MPI."""
+    """Check the library, the launcher, and that both belong to one MPI."""
     checks: list[Check] = []
     loaded = started = None
     try:
@@ -113,31 +113,31 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
     """Check that the launcher starts ranks of this library: another's would start N worlds of one rank."""
-    found = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
+    pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
     compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # one binary interface and one process manager
     if "unknown" in (loaded.vendor, started.vendor):
-        return Check("launcher match", WARN, found, "prove it with `hpcdist doctor --launch`")
+        return Check("launcher match", WARN, pairing, "prove it with `hpcdist doctor --launch`")
     if loaded.vendor != started.vendor and not {loaded.vendor, started.vendor} <= compatible:
         cure = (
             f"put the mpirun that belongs to {loaded.path or loaded.vendor} first on PATH, or load the other MPI module"
         )
-        return Check("launcher match", FAIL, found, cure)
+        return Check("launcher match", FAIL, pairing, cure)
     if loaded.vendor == started.vendor and loaded.version.split(".")[0] != started.version.split(".")[0]:
-        return Check("launcher match", WARN, found, "use the mpirun of the same installation")
-    return Check("launcher match", OK, found)
+        return Check("launcher match", WARN, pairing, "use the mpirun of the same installation")
+    return Check("launcher match", OK, pairing)
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Say whether MPI takes device pointers: tried out in child processes where there is a GPU (takes seconds)."""
+    """Report whether MPI takes device pointers, by a probe in child processes where there is a GPU (seconds)."""
     name = "CUDA-aware MPI"
     try:
-        said = cuda_aware.requested_answer(environment)
+        answer = cuda_aware.requested_answer(environment)
     except ConfigurationError as error:
         return Check(name, FAIL, str(error), f"unset {cuda_aware.VARIABLE}")
     staged = "device buffers are staged through pinned memory of the host"
-    if said != "auto":
-        used = "device pointers are handed to MPI, untried" if said == "yes" else staged
-        return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={said})")
+    if answer != "auto":
+        used = "device pointers are handed to MPI, untried" if answer == "yes" else staged
+        return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={answer})")
     try:
         if device.count() > 0:
             verdict = cuda_aware.probe_cached(environment, renewed=True)
@@ -149,20 +149,22 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
     return Check(name, OK, "not tried: no GPU is usable here")
 
 
-def check_world(comm: Communicator, said: LaunchEnvironment, library_text: str) -> list[Check]:
+def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
     """Check the started world: its size, that its messages arrive, and the thread level. Collective."""
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()
     place = f"{counted(comm.size, 'rank')} on {counted(nodes.count, 'node')}"
-    found = f"{place}, announced by {said.launcher}; {short_version(library_text)}"
+    summary = f"{place}, announced by {launch.launcher}; {short_version(library_text)}"
     right = total[0] == comm.size
-    arrived = Check("world", OK if right else FAIL, found if right else f"{found}; but an allreduce gave {total[0]:g}")
+    arrived = Check(
+        "world", OK if right else FAIL, summary if right else f"{summary}; but an allreduce gave {total[0]:g}"
+    )
     if comm.supports("thread_multiple"):
         return [arrived, Check("thread level", OK, "MPI_THREAD_MULTIPLE")]
     return [arrived, Check("thread level", WARN, "below MPI_THREAD_MULTIPLE", WITHOUT_THREADS)]
 
 
 def short_version(library_text: str) -> str:
-    """Drop who packaged the library, and where, from its name."""
+    """Return the version string without the part about its package."""
     return " ".join(library_text.split(", package")[0].split())

@@ -1,8 +1,8 @@
-"""Fail-fast: a rank that fails ends the job, with its traceback in front and its exit code.
+"""Fail-fast: a rank that fails ends the job, with its exit code, and its traceback is shown first.
 
-`start` installs this. Python alone would end the failing process while the others wait in a collective for ever, and
-MPI's own default prints its error over the traceback. Errors that say all in their message (`USER_ERRORS`) are shown
-without a traceback, and once for the job where all ranks fail alike.
+`comm.start` installs this. Python alone would end the failing process while the others wait in a collective for ever,
+and MPI's own default prints its error over the traceback. Errors whose message is complete (`USER_ERRORS`) are shown
+without a traceback, and only once where all ranks fail alike.
 """
 
 import atexit
@@ -46,7 +46,7 @@ from hpcdist.reporting import atomic
 if TYPE_CHECKING:  # late at run time: --help is instant
     from hpcdist.comm.record.flight_recorder import Recorder
 
-# The message says it all: where in our code it was raised would only hide it.
+# The message is complete: a traceback through hpcdist would only hide it.
 USER_ERRORS: Final = (
     ConfigurationError,
     DataError,
@@ -59,7 +59,7 @@ USER_ERRORS: Final = (
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return what is shown of ``error``: its message where that says it all, else its traceback."""
+    """Return the text to show for ``error``: its message where that is complete, else its traceback."""
     if isinstance(error, USER_ERRORS):
         return [f"{type(error).__name__}: {error}"]
     if isinstance(error, SystemExit) and isinstance(error.code, str):
@@ -68,7 +68,7 @@ def error_lines(error: BaseException) -> list[str]:
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return the exception and its innermost line in one line."""
+    """Return the exception and the innermost line of its traceback as one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     what = " ".join("".join(traceback.format_exception_only(error)).split())
@@ -77,14 +77,14 @@ def error_summary(error: BaseException, thread: str | None) -> str:
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
-DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
-READ_S: Final = 5.0  # so long for a launcher on a busy machine to read what is in the pipe
+DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
+READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
-STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
+STDERR: Final = 2  # the descriptor: sys.stderr may be an object without one
 
 
 class AgreedExit(SystemExit):
-    """All ranks leave with this code and have finalised MPI: nobody needs to be pulled along."""
+    """Exit with a code that all ranks have agreed on, after MPI_Finalize: no abort is needed."""
 
 
 @dataclass
@@ -94,13 +94,13 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any]
     failing: threading.Lock
-    all_say: Callable[[str], bool] | None = None
+    all_agree: Callable[[str], bool] | None = None
     withdraw: Callable[[], None] | None = None
-    is_outlived: Callable[[BaseException], bool] | None = None
+    is_survivable: Callable[[BaseException], bool] | None = None
     limit: threading.Timer | None = None
 
 
-_installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
+_installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], recorder: "Recorder | None", rank: int) -> None:
@@ -116,9 +116,9 @@ def install(abort: Callable[[int], None], recorder: "Recorder | None", rank: int
 
 
 def set_rank(rank: int) -> None:
-    """From now on speak for ``rank``, and ask nobody whether all fail alike until `join` says whom (local)."""
+    """Report failures as ``rank`` from now on; forgets the agreement until `set_agreement` (local)."""
     assert _installed is not None, "install comes first"
-    _installed.rank, _installed.all_say, _installed.withdraw = rank, None, None
+    _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
 
 
 def is_installed() -> bool:
@@ -133,7 +133,7 @@ def answer_requests_for_stacks() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` replaced (local)."""
+    """Restore the hooks that `install` replaced (local)."""
     global _installed
     if _installed is not None:
         sys.excepthook, threading.excepthook = _installed.hooks
@@ -142,29 +142,29 @@ def uninstall() -> None:
         _installed = None
 
 
-def set_agreement(all_say: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
-    """From now on tell a failure for the user once when all ranks have it (local).
+def set_agreement(all_agree: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
+    """Report an error of `USER_ERRORS` only once where all ranks have it (local).
 
-    ``all_say(text)`` asks the ranks whether they all fail with ``text``; if so, each calls ``withdraw`` and leaves.
+    ``all_agree(text)`` is collective: whether all ranks fail with ``text``. If so, each calls ``withdraw`` and leaves.
     """
     assert _installed is not None, "install comes first"
-    _installed.all_say, _installed.withdraw = all_say, withdraw
+    _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
-def set_survivable(is_outlived: Callable[[BaseException], bool]) -> None:
-    """From now on let threads end quietly by an error that ``is_outlived``, and leave without finalising MPI (local).
+def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
+    """Let threads end silently by an error that ``is_survivable``, and leave without finalising MPI (local).
 
-    The main thread meets the same death, and goes on or fails for all.
+    For jobs with ULFM: the main thread meets the same rank failure, and recovers or fails for all threads.
     """
     assert _installed is not None, "install comes first"
-    _installed.is_outlived = is_outlived
+    _installed.is_survivable = is_survivable
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job, as any failure does, unless this is called again within ``limit_s`` seconds; None: no limit (local).
+    """End the job as a failure unless this is called again within ``limit_s`` seconds; None: no limit (local).
 
-    For the time after a death, in which no operation has a deadline: a job that does not come together again is
-    better started again. Nothing happens without `install`.
+    For recovery from a rank failure, in which no operation has a deadline: a job whose survivors do not come together
+    should be started again. Does nothing without `install`.
     """
     if _installed is None:
         return
@@ -183,21 +183,21 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
+    """Write the end of this process into ``recorder``, as its note "raised" or "finished" (local)."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
-    atexit.register(note_end)  # before MPI_Finalize, which may wait for the others
+    atexit.register(note_end)  # runs before MPI_Finalize, which may wait for the others
 
 
 def detach() -> None:
-    """Take back `attach` (local)."""
+    """Undo `attach` (local)."""
     if _installed is not None:
         _installed.recorder = None
         atexit.unregister(note_end)
 
 
 def note_end() -> None:
-    """Leave in the recorder that this process ends well (local)."""
+    """Note in the recorder that this process ends normally (local)."""
     if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 
@@ -205,8 +205,8 @@ def note_end() -> None:
 def guarded(main: Callable[[], int | None]) -> int:
     """Return the exit code of ``main()``; a non-zero code, or any exception, ends the whole job here (local).
 
-    A SystemExit reaches no excepthook, so the outermost caller of a job goes through this. Codes that all ranks agreed
-    on pass: see `agreed_exit`. Without `install` nothing is special: exceptions pass to the caller.
+    A SystemExit reaches no excepthook, so the entry point of a job calls its main function through this. Codes that all
+    ranks agreed on pass: see `agreed_exit`. Without `install` exceptions pass to the caller.
     """
     try:
         code = main() or 0
@@ -227,14 +227,15 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    """Leave with the other ranks, of which the first speaks, if all have ``error``; return if not."""
-    if state.all_say is None or state.withdraw is None or not isinstance(error, USER_ERRORS):
+    """Leave together if all ranks have ``error``, which rank 0 reports; return if not."""
+    if state.all_agree is None or state.withdraw is None or not isinstance(error, USER_ERRORS):
         return
     text = "".join(error_lines(error))
+    # An agreement with a time limit: a rank that has failed cannot know whether the others will ever ask as well.
     try:
-        if not state.all_say(text):
+        if not state.all_agree(text):
             return
-    except Exception:  # noqa: BLE001 - messages fail as well: then this rank speaks for itself
+    except Exception:  # noqa: BLE001 - messages fail as well: then this rank reports for itself
         return
     code = exit_code(error)
     _leave_by(time.monotonic() + READ_S + ABORT_S, code)
@@ -247,25 +248,27 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
 
 
 def _leave_by(limit: float, code: int) -> None:
-    """Leave with ``code`` when the process is still there at ``limit``, in monotonic seconds."""
+    """Leave with ``code`` when the process still runs at ``limit``, in monotonic seconds."""
+    # os._exit from a thread: no atexit hook, no MPI_Finalize and no lock of the main thread can delay it.
     timer = threading.Timer(max(0.0, limit - time.monotonic()), os._exit, (code,))
     timer.daemon = True
     timer.start()
 
 
 def agreed_exit(code: int) -> NoReturn:
-    """Leave with ``code``, past the abort: every rank does the same, and MPI is finalised (see `Session.leave`).
+    """Leave with ``code`` without an abort: every rank does the same, after MPI_Finalize (see `Session.leave`).
 
-    Where deaths are outlived MPI is not, and the end of Python would do it: so the process ends here.
+    In a job that outlives rank failures MPI is not finalised, but the end of Python would do it, and hang: so the
+    process ends here.
     """
     exit_file.write_exit_code(code)
-    if _installed is not None and _installed.is_outlived is not None:
+    if _installed is not None and _installed.is_survivable is not None:
         os._exit(code)
     raise AgreedExit(code)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code that a process leaves with because of ``error``; 0 for a SystemExit that is no failure."""
+    """Return the exit code of a process that ends by ``error``; 0 for a SystemExit that is no failure."""
     if isinstance(error, SystemExit):
         code = error.code
         return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
@@ -275,19 +278,18 @@ def exit_code(error: BaseException) -> int:
 
 
 def fail(error: BaseException, thread: str | None = None) -> NoReturn:
-    """Show ``error`` as this rank's and end the job with its exit code; the first failing thread wins (local)."""
+    """Report ``error`` for this rank and end the job with its exit code; the first failing thread wins (local)."""
     assert _installed is not None, "install comes first"
     state = _installed
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
-    # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
+    # A failure in the report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
     _leave_by(time.monotonic() + PRECEDENCE_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         _report(state, error, code, thread)
         time.sleep(DRAIN_S)
-        exit_file.write_exit_code(
-            code
-        )  # a launcher may wait for ever after an abort, or return the code of a rank that it killed
+        # Before the abort: after it a launcher may wait for ever, or return the code of a rank that it killed.
+        exit_file.write_exit_code(code)
         state.abort(code)
     except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
         traceback.print_exc()
@@ -296,7 +298,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
 
 def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> None:
     if isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
-        time.sleep(PRECEDENCE_S)  # most often the echo of another rank's failure, which shall speak first
+        time.sleep(PRECEDENCE_S)  # most often caused by another rank's failure, which is to be reported first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
@@ -304,10 +306,10 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
-    """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last.
+    """Write ``text``, tagged with the rank, in one piece to stderr, and to a file that `hpcdist run` shows last.
 
-    With ``alone`` no other rank speaks: what the launcher will show is not written to stderr as well. Another launcher
-    than `hpcdist run` may drop it: then it is in a file, too, and this returns once the launcher has read it.
+    With ``alone`` no other rank reports, so that a text left for `hpcdist run` is not written to stderr as well. Other
+    launchers may drop stderr: for them the text is also kept in a file, and this waits until the pipe has been read.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
@@ -327,14 +329,14 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
         sys.stderr.write(tagged)
         sys.stderr.flush()
     except (OSError, ValueError):
-        pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
+        pass  # stderr is closed or its reader is gone: the file has the text, and the job must still end
     until = time.monotonic() + READ_S
     while launched and _unread() and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def _keep_text(rank: int, text: str) -> str:
-    """Write ``text`` to a file, in the directory of the recorder if there is one; return a line that names it."""
+    """Write ``text`` to a file, beside the recorder's if there is one; return a line that names the file."""
     recorder = _installed.recorder if _installed is not None else None
     try:
         if recorder is None:
@@ -352,7 +354,7 @@ def _keep_text(rank: int, text: str) -> str:
 
 
 def _unread() -> int:
-    """Return how many bytes are in the pipe that is this process's stderr; 0 where it is something else."""
+    """Return the number of unread bytes in the pipe that is this process's stderr; 0 where it is no pipe."""
     try:
         if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
             unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
@@ -363,7 +365,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Leave ``text`` for `hpcdist run` to show last; False where that has not started us. Raises OSError (local)."""
+    """Write ``text`` for `hpcdist run` to show last; False where that is not the launcher. Raises OSError (local)."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False
@@ -379,6 +381,6 @@ def _on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
     error = arguments.exc_value if arguments.exc_value is not None else arguments.exc_type()
     if isinstance(error, SystemExit) and exit_code(error) == 0:
         return  # the usual way to end a thread early
-    if _installed is not None and _installed.is_outlived is not None and _installed.is_outlived(error):
+    if _installed is not None and _installed.is_survivable is not None and _installed.is_survivable(error):
         return
     fail(error, arguments.thread.name if arguments.thread is not None else "(gone)")

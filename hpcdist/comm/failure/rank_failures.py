@@ -1,11 +1,13 @@
-"""Rank failures: tell the death of a rank from other errors, and agree within a time limit.
+"""Rank failures: fault-tolerant communicators (ULFM), detection of failed ranks, and agreement with a time limit.
 
-`is_rank_failure` looks at the class of an error, and of those that led to it.
+`FaultTolerant` is the part of a communicator that survives rank failures: revoke, agree, shrink, and grow.
+`is_rank_failure` tells the failure of a rank from other errors by the MPI error class, also of the errors that led to
+it.
 
-`all_agree` finds out whether all ranks fail alike: then the job has one failure, not one for each rank. A recipe that
-does not fit, data that is not there: every rank finds out, by itself or because they agreed. But a rank that has
-failed cannot know whether the others have, or wait for it in a collective for ever; so it asks, and does not ask for
-long. `barrier_with_deadline` names the ranks that have not come.
+`all_agree` finds out whether all ranks fail alike: then the job reports one failure, not one for each rank. Errors such
+as a bad recipe or missing data occur on every rank. But a rank that has failed cannot know whether the others have, or
+wait for it in a collective for ever: so this is no collective but messages to rank 0 with a time limit.
+`barrier_with_deadline` names the ranks that have not come.
 """
 
 import contextlib
@@ -28,31 +30,32 @@ _descendants_lock: Final = threading.Lock()
 
 
 class FaultTolerant(Observable, ABC):
-    """Base of `endpoint.Endpoint`; see `communicator.Communicator` for what each method promises."""
+    """Base of `endpoint.Endpoint`: fault tolerance. `communicator.Communicator` documents each method."""
 
     name: str
     declared_node: int | None
 
     def __init__(self) -> None:
         super().__init__()
-        # All that came of this one, by split, dup and nodes, at any distance: revoked together with it.
+        # All communicators made from this one (split, dup, nodes), at any depth: revoked together with it, since ULFM
+        # revokes one communicator only, and a rank may wait in any of them. Weak, so that dropped ones are collected.
         self._descendants: weakref.WeakSet[FaultTolerant] = weakref.WeakSet()
-        self._lines = [self._descendants]  # where what is made from this one is entered: its own, and its ancestors'
-        self._revoked: set[FaultTolerant] = set()  # of those: held until `abandon`, or nobody could give them back
+        self._registries = [self._descendants]  # where descendants are entered: in this set, and those of the ancestors
+        self._revoked: set[FaultTolerant] = set()  # descendants to free: strong references until `abandon`
 
     def _adopt(self, child: "FaultTolerant") -> None:
-        """Enter ``child``, which was made from this one."""
-        child._lines += self._lines
+        """Register ``child``, which was made from this communicator, with it and its ancestors."""
+        child._registries += self._registries
         with _descendants_lock:
-            for line in self._lines:
-                line.add(child)
+            for registry in self._registries:
+                registry.add(child)
 
     def _take_descendants(self) -> list["FaultTolerant"]:
-        with _descendants_lock:  # a progress thread may make some
+        with _descendants_lock:  # a progress thread may create communicators
             return list(self._descendants)
 
     def revoke(self) -> None:
-        """Make all operations fail on every rank, also on what was made from this one (local)."""
+        """Revoke this communicator and all made from it: their operations fail on every rank (local)."""
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
         for descendant in self._revoked:
@@ -60,11 +63,11 @@ class FaultTolerant(Observable, ABC):
         self._revoke()
 
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks known to be dead, ascending (local)."""
+        """Return the ranks known to have failed, ascending (local)."""
         return self._failed()
 
     def agree(self, flag: bool) -> bool:
-        """Return whether all the living brought true. Collective over the living."""
+        """Return whether all survivors passed true. Collective over the survivors."""
         self._check_survivable("agree")
         token = self.events.begin(self.name, "agree", "uint8", 0, UNKNOWN_BYTES, -1, 0)
         agreed = self._agree(flag)
@@ -72,33 +75,33 @@ class FaultTolerant(Observable, ABC):
         return agreed
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator of the living, named ``label``. Collective over the living."""
+        """Return a communicator of the survivors, named ``label``. Collective over the survivors."""
         self._check_survivable("shrink")
         token = self.events.begin(self.name, "shrink", "uint8", 0, UNKNOWN_BYTES, -1, 0)
         smaller = self._shrink(label)
         self.events.end(token)
-        smaller._looking_on = self._looking_on
+        smaller._sink_cell = self._sink_cell
         smaller.checked = self.checked
         return smaller
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new processes; see `growth.spawn`. Collective."""
+        """Return a communicator of these ranks and ``count`` new processes; see `spawn.spawn`. Collective."""
         self._check_survivable("grow")
         token = self.events.begin(self.name, "grow", "uint8", 0, UNKNOWN_BYTES, -1, 0)
         larger = self._grow(count, arguments, environment, label)
         self.events.end(token)
-        larger._looking_on = self._looking_on
+        larger._sink_cell = self._sink_cell
         larger.checked = self.checked
         return larger
 
     def abandon(self) -> None:
-        """Give back a revoked communicator and what was made from it, whatever the MPI library says to it (local)."""
-        given_back = {*self._take_descendants(), *self._revoked, self}
+        """Free a revoked communicator and those made from it, ignoring errors of the MPI library (local)."""
+        to_free = {*self._take_descendants(), *self._revoked, self}
         self._revoked.clear()
-        for each in given_back:
-            each.settled.clear()
+        for communicator in to_free:
+            communicator.settled.clear()
             with contextlib.suppress(Exception):
-                each._abandon()
+                communicator._abandon()
 
     def _check_survivable(self, what: str) -> None:
         if not self.supports("ulfm"):
@@ -125,9 +128,7 @@ class FaultTolerant(Observable, ABC):
     def _abandon(self) -> None: ...
 
 
-DETECTION_PATIENCE_S: Final = (
-    1.0  # a connection may break before the MPI library is told of the death (empirical: see below)
-)
+DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library learns of the failure (empirical)
 _POLL_S: Final = 1e-3
 _UNUSED_TAG: Final = 32766  # a tag without messages
 
@@ -135,19 +136,19 @@ _UNUSED_TAG: Final = 32766  # a tag without messages
 def is_rank_failure(
     error: BaseException, comm: Communicator | None = None, patience_s: float = DETECTION_PATIENCE_S
 ) -> bool:
-    """Whether ``error`` is the death of a rank, the revocation that follows one, or came of either (local).
+    """Whether ``error`` is a rank failure, the revocation that follows one, or was caused by either (local).
 
-    With ``comm`` also any other error of the MPI library counts when, within ``patience_s`` seconds, a member of
-    ``comm`` is known to be dead: a broken connection may be told before its cause. An interrupt is none, whatever it
-    interrupted.
+    With ``comm`` any other error of the MPI library counts as well if, within ``patience_s`` seconds, a member of
+    ``comm`` is known to have failed: a broken connection may be reported before its cause. KeyboardInterrupt never
+    counts.
     """
     if not isinstance(error, Exception):
         return False
     of_mpi = False
-    for each in _error_chain(error):
-        if isinstance(each, RankDiedError):
+    for cause in _error_chain(error):
+        if isinstance(cause, RankDiedError):
             return True
-        code = _error_class(each)
+        code = _error_class(cause)
         if code is not None:
             if code in _failure_classes():
                 return True
@@ -156,19 +157,19 @@ def is_rank_failure(
 
 
 def _error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, and those that it was raised from or while handling."""
+    """Yield ``error`` and, transitively, its ``__cause__`` and ``__context__``."""
     seen: set[int] = set()
     front: list[BaseException | None] = [error]
     while front:
-        each = front.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            front += [each.__context__, each.__cause__]
+        current = front.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            front += [current.__context__, current.__cause__]
 
 
 def _mpi() -> Any:
-    """Return mpi4py.MPI if anybody has loaded it: without it no error is one of MPI."""
+    """Return mpi4py.MPI if it is loaded: otherwise no error is one of MPI."""
     return sys.modules.get("mpi4py.MPI")
 
 
@@ -179,7 +180,7 @@ def _error_class(error: BaseException) -> int | None:
 
 def _failure_classes() -> set[int]:
     mpi = _mpi()
-    # Where a library knows none of them, mpi4py gives them the class of unknown errors.
+    # For a library without ULFM mpi4py sets these constants to ERR_UNKNOWN.
     return {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED} - {mpi.ERR_UNKNOWN}
 
 
@@ -189,17 +190,17 @@ def _has_failed(comm: Communicator, patience_s: float) -> bool:
         if time.monotonic() > limit:
             return False
         try:
-            comm.poll(tag=_UNUSED_TAG)  # the MPI library learns of a death while it progresses
-        except Exception as error:  # noqa: BLE001 - asked for what it is
+            comm.poll(tag=_UNUSED_TAG)  # the MPI library detects failures while it progresses
+        except Exception as error:  # noqa: BLE001 - classified here
             return is_rank_failure(error)
         time.sleep(_POLL_S)
     return True
 
 
 AGREEMENT_PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; this is for loaded machines
-_SLACK_S: Final = 0.5  # of the others, for the answer of rank 0
+_SLACK_S: Final = 0.5  # that the others wait longer than rank 0, for its answer
 _PAUSE_S: Final = 1e-3
-_AGREEMENT_TAG: Final = 32767  # the largest that every MPI has: nobody counts up to it
+_AGREEMENT_TAG: Final = 32767  # the largest that every MPI guarantees (MPI_TAG_UB)
 _BARRIER_TAG: Final = 32766
 _DIGEST_BYTES: Final = 16
 
@@ -207,27 +208,28 @@ _DIGEST_BYTES: Final = 16
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
     """Whether every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    Collective where it is true. Where some do not come, those that do get False, and messages stay under way: they have
-    to leave.
+    Collective where it returns true. Where some ranks do not call, those that do get False, and messages stay under
+    way: they have to leave the job.
     """
     own = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), np.uint8).copy()
     verdict = np.zeros(1, np.uint8)
+    # Point-to-point and polled: a collective could not be given up after a time limit.
     if comm.rank > 0:
         requests = [comm.isend(own, 0, _AGREEMENT_TAG), comm.irecv(verdict, 0, _AGREEMENT_TAG)]
         return _all_complete(requests, patience_s + _SLACK_S) and bool(verdict[0])
-    said = np.zeros((comm.size, _DIGEST_BYTES), np.uint8)
-    said[0] = own
+    digests = np.zeros((comm.size, _DIGEST_BYTES), np.uint8)
+    digests[0] = own
     others = range(1, comm.size)
-    heard = _all_complete([comm.irecv(said[rank], rank, _AGREEMENT_TAG) for rank in others], patience_s)
-    verdict[0] = heard and bool((said == own).all())
+    heard = _all_complete([comm.irecv(digests[rank], rank, _AGREEMENT_TAG) for rank in others], patience_s)
+    verdict[0] = heard and bool((digests == own).all())
     answers = [comm.isend(verdict, rank, _AGREEMENT_TAG) for rank in others]
     return bool(verdict[0]) and _all_complete(answers, _SLACK_S)
 
 
 def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Collective; for what is seldom done.
+    """Wait until every rank of ``comm`` has called this. Collective; all messages go to rank 0, so not for each step.
 
-    ``what`` names the call for a person. Raises DeadlineError, which names the ranks that have not come, on those that
+    ``what`` names the call in the error. Raises DeadlineError, which names the ranks that have not come, on those that
     have waited for ``patience_s`` seconds; messages stay under way then, and the job has to end.
     """
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)

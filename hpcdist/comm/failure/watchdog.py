@@ -1,6 +1,6 @@
-"""Watchdog: an operation that exceeds its deadline is shown with all stacks, and ends the job.
+"""Watchdog: an operation that exceeds its deadline ends the job, after the stacks of all ranks are written.
 
-The thread also gives the recorder's signs of life, by which a rank that was stopped is told from one that waits.
+Its thread also writes the heartbeat of the recorder, which tells a stopped rank from one that waits.
 """
 
 import faulthandler
@@ -16,17 +16,17 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.errors import FAILURE, ConfigurationError
 
-MARKER: Final = "deadline"  # file beside the records: a rank passed its deadline, the others dump their stacks too
+MARKER: Final = "deadline"  # file beside the records: a rank has passed its deadline, so all dump their stacks
 NS: Final = 1_000_000_000
 
 
 class Watchdog:
-    """Watches the operations in ``recorder``, each of which may take ``deadline_s`` seconds.
+    """Thread that enforces a deadline of ``deadline_s`` seconds on each operation in ``recorder``.
 
     Between `relax` and `tighten` they may take ``first_step_factor`` times that: in the first step ranks compile,
     allocate and connect at different speeds. Past the deadline this rank writes its stacks to ``rank-N.stacks`` beside
-    the record, tells the other ranks through a file to do the same, and leaves with exit code 1 without finalising MPI,
-    which makes the launcher end the job. Use ``deadline_s=math.inf`` for no deadline.
+    the record, makes the other ranks do the same through a marker file, and leaves with exit code 1 without finalising
+    MPI, at which the launcher ends the job. Use ``deadline_s=math.inf`` for no deadline.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Watchdog:
         self._leave = leave
         self._factor = 1.0
         self._interval_s = min(1.0, deadline_s / 10)
-        # The marker is on a file system that all ranks share: every rank asks for it, so it is asked for rarely.
+        # The marker is on a shared file system, and every rank polls it: so rarely.
         self._marker_interval_s = min(10.0, deadline_s / 10)
         self._marker = recorder.path.with_name(MARKER)
         self._old_marker = self._followed = self._identity()  # of an earlier run in this directory
@@ -53,7 +53,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch (local)."""
-        self._beat()  # a rank that is stopped before the thread first runs has promised to come again
+        self._beat()  # a rank that is stopped before the thread first runs then shows a heartbeat that is overdue
         self._thread.start()
 
     def stop(self) -> None:
@@ -77,7 +77,7 @@ class Watchdog:
         while not self._stopping.wait(self._interval_s):
             now = time.monotonic_ns()
             if now - last > (5 * self._interval_s + 1) * NS:
-                resumed = now  # the whole process was stopped (suspended job, debugger): the clocks start anew
+                resumed = now  # the whole process was stopped (suspended job, debugger): deadlines count anew
                 self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
             self._beat()
             last = now
@@ -108,11 +108,11 @@ class Watchdog:
             )
             failfast.publish(rank, f"rank {rank} waited past its deadline: exit code {FAILURE}", text)
             faulthandler.dump_traceback(failfast.STDERR, all_threads=True)
-        time.sleep(2 * self._marker_interval_s + 0.5)  # the others write their stacks now; an exit would end them
+        time.sleep(2 * self._marker_interval_s + 0.5)  # the others write their stacks now; an exit here would end them
         self._leave(FAILURE)
 
     def _announce(self, text: str) -> bool:
-        """Make the marker; whether this rank was the first."""
+        """Make the marker; return whether this rank was the first."""
         try:
             if self._old_marker is not None and self._identity() == self._old_marker:
                 self._marker.unlink(missing_ok=True)
@@ -121,11 +121,11 @@ class Watchdog:
         except FileExistsError:
             return False
         except OSError:
-            return True  # nobody can be told through this directory, so everybody speaks for himself
+            return True  # the directory is not usable, so every rank reports for itself
         return True
 
     def _follow(self) -> None:
-        """Write the stacks of this rank when another one's deadline has passed: it may be the one waited for."""
+        """Write the stacks of this rank when another one's deadline has passed: others may wait for this one."""
         marker = self._identity()
         if marker is not None and marker != self._followed:
             self._followed = marker
@@ -139,13 +139,13 @@ class Watchdog:
 
     def _identity(self) -> tuple[int, int] | None:
         try:
-            found = self._marker.stat()
+            status = self._marker.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
     def _dump(self, reason: str) -> None:
-        """Append all stacks of this process to its file; what cannot be written goes to stderr."""
+        """Append all stacks of this process to its file; they go to stderr where that fails."""
         try:
             time_utc = datetime.now(UTC).isoformat(timespec="seconds")
             _dump_to(self.stacks, f"{time_utc} rank {self.recorder.rank}: {reason}")

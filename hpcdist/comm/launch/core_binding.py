@@ -1,9 +1,9 @@
 """Core binding in a Slurm job: the number of cores that mpirun can bind each rank to (local).
 
-srun binds its ranks by what the job was given. An mpirun inside of the job is told: so many ranks on a node, so many
-cores for each. It counts cores from the first that the control group of the job allows, whatever the affinity of the
-process that started it, and ends with an error where a node has too few. So ranks are bound only where what this node
-and the variables of Slurm say leaves no doubt that each has cores of its own, and otherwise not at all.
+srun binds its ranks by the allocation. An mpirun inside of the job gets options: so many ranks on a node, so many cores
+for each. It counts cores from the first that the control group of the job allows, whatever the affinity of the process
+that started it, and fails where a node has too few. So ranks are bound only where this node and the variables of Slurm
+prove that each rank has cores of its own, and otherwise not at all.
 """
 
 import os
@@ -24,10 +24,10 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The ``cores`` that this process may use, each by those of its processors (hardware threads) that it may use.
+    """Cores that this process may use: for each, its usable processors (hardware threads).
 
-    ``packages`` has how many of them each socket has. ``confined``: the control group allows no other core; ``whole``:
-    the node has no other.
+    ``packages`` is the number of these cores by socket. ``confined``: the control group allows no other core;
+    ``whole``: the node has no other core.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -37,20 +37,20 @@ class NodeCores:
 
     @property
     def processors(self) -> int:
-        """The number of cores that this process may use."""
+        """The number of processors (hardware threads) that this process may use."""
         return sum(len(core) for core in self.cores)
 
     @property
     def per_core(self) -> int:
-        """The processors of a core."""
+        """The most processors of any core."""
         return max(len(core) for core in self.cores)
 
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Each of ``ranks_per_node`` ranks is bound to ``cores`` of its own; None: not bound.
+    """Binding of each of ``ranks_per_node`` ranks to ``cores`` cores of its own; None: not bound.
 
-    There is a ``reason`` for that, or the only rank of a node has all cores of the job there.
+    ``reason`` says why not; it is empty where the only rank of a node has all cores of the job there.
     """
 
     ranks_per_node: int | None
@@ -63,100 +63,102 @@ def in_slurm(environment: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_JOB_ID" in environment
 
 
-def ranks_per_node(ranks: int, asked: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many of the ``ranks`` each node of the job gets: as ``asked``, else as its tasks; None: unknown."""
-    if asked is not None:
-        return asked
+def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the ranks on each node of the job: ``requested``, else by Slurm's tasks per node; None: unknown."""
+    if requested is not None:
+        return requested
     tasks = expand_repeated(environment.get("SLURM_TASKS_PER_NODE", ""))
     if len(tasks) == 1:
         return ranks
     return tasks[0] if len(set(tasks)) == 1 and sum(tasks) == ranks else None
 
 
-def cpus_per_task(each: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the processors of a task of the job, where every node has them for ``each`` ranks; else None.
+def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the job's CPUs per task, if every node has that many for ``per_node`` ranks; else None.
 
-    The ranks that are started need not be the tasks that the job was submitted for.
+    The ranks that are started need not be the tasks for which the job was submitted.
     """
-    asked, given = environment.get("SLURM_CPUS_PER_TASK", ""), _job_cpus(environment)
-    if each is None or not given or not asked.isdecimal() or each * int(asked) > min(given):
+    task_cpus, job_cpus = environment.get("SLURM_CPUS_PER_TASK", ""), _job_cpus(environment)
+    if per_node is None or not job_cpus or not task_cpus.isdecimal() or per_node * int(task_cpus) > min(job_cpus):
         return None
-    return int(asked)
+    return int(task_cpus)
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable with which what an mpirun starts on each node by srun has all processors of the job there.
+    """Return the variable that gives the daemons of an mpirun, which srun starts, all CPUs of the job on their nodes.
 
-    Those who start ranks by srun export it with the processors of one task, which all ranks of a node would share.
+    Job scripts often export it with the CPUs of one task, which all ranks of a node would then share.
     """
-    given = _job_cpus(environment)
-    return {STEP: str(min(given))} if given and STEP in environment else {}
+    job_cpus = _job_cpus(environment)
+    return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
 
 def bind_ranks(
-    each: int | None,
-    asked: int | None,
+    per_node: int | None,
+    requested: int | None,
     node: NodeCores,
     environment: Mapping[str, str] = os.environ,
     *,
     apart: bool = True,
 ) -> CoreBinding:
-    """Return to how many cores each of ``each`` ranks of a node can be bound, ``asked`` or its share of them.
+    """Return the binding of ``per_node`` ranks of a node: to ``requested`` cores, or to equal shares of all.
 
-    ``apart``: the mpirun binds no rank to cores of two sockets, and ends with an error instead, as that of Open MPI.
+    ``apart``: the mpirun fails for a rank that would be bound to cores of two sockets, as that of Open MPI does.
     """
-    if each is None:
+    if per_node is None:
         return CoreBinding(None, None, "how many of them a node gets is not known; say --ranks-per-node")
-    given, whole_cores = _job_cpus(environment), _counts_cores(environment)
-    reason = _doubt(node, given, whole_cores, environment)
+    job_cpus, whole_cores = _job_cpus(environment), _counts_cores(environment)
+    reason = _doubt(node, job_cpus, whole_cores, environment)
     if reason:
-        return CoreBinding(each, None, reason)
+        return CoreBinding(per_node, None, reason)
     count, per_core = len(node.cores), 1 if whole_cores else node.per_core
-    # A core for each thread where there is room, else its processors, which is what Slurm counts.
-    cores = -(-(asked or 0) // (1 if each * (asked or 0) <= count else per_core))
-    if asked is None:  # as many as all nodes have for each of them
-        cores = min(count, min(given) // per_core) // each
-        while apart and cores > 1 and each > 1 and not _fits(each, cores, node):
+    # One core per thread where there are enough, else one processor per thread, which is what Slurm counts.
+    cores = -(-(requested or 0) // (1 if per_node * (requested or 0) <= count else per_core))
+    if requested is None:  # as many as the smallest node has for each rank
+        cores = min(count, min(job_cpus) // per_core) // per_node
+        while apart and cores > 1 and per_node > 1 and not _fits(per_node, cores, node):
             cores -= 1
-    ranks = f"{counted(each, 'rank')} x {asked} (--cpus-per-task)" if asked else counted(each, "rank")
-    if each * max(1, cores) > count:
+    ranks = f"{counted(per_node, 'rank')} x {requested} (--cpus-per-task)" if requested else counted(per_node, "rank")
+    if per_node * max(1, cores) > count:
         return CoreBinding(
-            each, None, f"{ranks} do not fit on the {counted(count, 'core')} that the job has on this node"
+            per_node, None, f"{ranks} do not fit on the {counted(count, 'core')} that the job has on this node"
         )
-    if not cores or each * cores * per_core > min(given):
+    if not cores or per_node * cores * per_core > min(job_cpus):
         return CoreBinding(
-            each, None, f"{ranks} do not fit on a node of which the job has {counted(min(given), 'CPU')}"
+            per_node, None, f"{ranks} do not fit on a node of which the job has {counted(min(job_cpus), 'CPU')}"
         )
-    if each == 1 and cores == count:
-        return CoreBinding(each, None)
-    reason = _across(each, cores, node, len(given)) if apart else ""
-    return CoreBinding(each, None, reason) if reason else CoreBinding(each, cores)
+    if per_node == 1 and cores == count:
+        return CoreBinding(per_node, None)
+    reason = _across(per_node, cores, node, len(job_cpus)) if apart else ""
+    return CoreBinding(per_node, None, reason) if reason else CoreBinding(per_node, cores)
 
 
-def _fits(each: int, cores: int, node: NodeCores) -> bool:
-    return sum(package // cores for package in node.packages) >= each
+def _fits(per_node: int, cores: int, node: NodeCores) -> bool:
+    return sum(package // cores for package in node.packages) >= per_node
 
 
-def _across(each: int, cores: int, node: NodeCores, nodes: int) -> str:
-    """Return why a rank would have cores of two sockets, or could have on another node; "" where none would."""
-    if not _fits(each, cores, node):
+def _across(per_node: int, cores: int, node: NodeCores, nodes: int) -> str:
+    """Return why a rank would get cores of two sockets, here or perhaps on another node; "" where none would."""
+    if not _fits(per_node, cores, node):
         sizes = " + ".join(map(str, node.packages))
-        return f"{counted(each, 'rank')} x {counted(cores, 'core')} do not fit on sockets of {sizes} cores undivided"
+        return (
+            f"{counted(per_node, 'rank')} x {counted(cores, 'core')} do not fit on sockets of {sizes} cores undivided"
+        )
     if cores > 1 and nodes > 1 and len(node.packages) > 1 and not node.whole:
         return "the cores of a rank may be of two sockets where the job has a part of a node; ask for whole ones"
     return ""
 
 
-def _doubt(node: NodeCores, given: list[int], whole_cores: bool, environment: Mapping[str, str]) -> str:
-    """Return why it is not known which cores are those of the job; "" where it is."""
+def _doubt(node: NodeCores, job_cpus: list[int], whole_cores: bool, environment: Mapping[str, str]) -> str:
+    """Return why the cores of the job are not known; "" where they are."""
     if "SLURM_HET_SIZE" in environment:
         return "the components of a heterogeneous job differ"
-    if "SLURMD_NODENAME" not in environment or not given:
+    if "SLURMD_NODENAME" not in environment or not job_cpus:
         return "this is no node of the job, whose cores are not known here"
     if not node.cores or not node.confined:
         return "the job has cores by affinity alone, which mpirun does not regard"
     own = environment.get("SLURM_NODEID", "0")
-    here = given[int(own)] if own.isdecimal() and int(own) < len(given) else min(given)
+    here = job_cpus[int(own)] if own.isdecimal() and int(own) < len(job_cpus) else min(job_cpus)
     seen = len(node.cores) if whole_cores else node.processors
     if seen > here:
         return f"the job has {here} of the {seen} CPUs that it sees on this node, and Slurm does not say which"
@@ -164,23 +166,23 @@ def _doubt(node: NodeCores, given: list[int], whole_cores: bool, environment: Ma
 
 
 def _counts_cores(environment: Mapping[str, str]) -> bool:
-    """Whether the CPUs of the job are cores, though these may have several hardware threads."""
+    """Whether Slurm counts cores as the CPUs of the job, even where they have several hardware threads."""
     return environment.get("SLURM_THREADS_PER_CORE") == "1" or "nomultithread" in environment.get("SLURM_HINT", "")
 
 
 def _job_cpus(environment: Mapping[str, str]) -> list[int]:
-    """Return the CPUs that the job has on each of its nodes; none where Slurm does not say."""
+    """Return the number of CPUs of the job on each of its nodes; empty where Slurm does not say."""
     return expand_repeated(environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
 
 
 def expand_repeated(text: str) -> list[int]:
-    """Return the numbers in a list of Slurm's: 4(x2),8 is 4, 4, 8; none where ``text`` is none."""
+    """Return the numbers of a Slurm list: 4(x2),8 is 4, 4, 8; empty where ``text`` is no such list."""
     numbers: list[int] = []
     for part in text.split(","):
-        found = _REPEATED.fullmatch(part.strip())
-        if found is None:
+        match = _REPEATED.fullmatch(part.strip())
+        if match is None:
             return []
-        numbers += [int(found[1])] * int(found[2] or 1)
+        numbers += [int(match[1])] * int(match[2] or 1)
     return numbers
 
 
@@ -202,7 +204,7 @@ def _package(processor: int, system: Path) -> str:
 
 
 def _online(system: Path) -> tuple[int, ...]:
-    """Return the processors of this node; none where the system does not say."""
+    """Return the online processors of this node; empty where the system does not say."""
     try:
         return parse_ranges((system / "online").read_text())
     except (OSError, ValueError):
@@ -210,29 +212,29 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the processors of each core that has several; none where the system does not say."""
+    """Return the processors of each core that has several; empty where the system does not say."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Return the ``processors`` of each core, by the first of all that it has."""
-    found: dict[int, list[int]] = {}
-    for one in sorted(processors):
-        first = one
+    """Return the ``processors`` grouped by core; the key is the first of all processors of the core."""
+    by_first: dict[int, list[int]] = {}
+    for processor in sorted(processors):
+        first = processor
         for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the older name
             try:
-                first = min(parse_ranges((system / f"cpu{one}" / "topology" / name).read_text()))
+                first = min(parse_ranges((system / f"cpu{processor}" / "topology" / name).read_text()))
                 break
             except (OSError, ValueError):
                 continue
-        found.setdefault(first, []).append(one)
-    return {first: tuple(own) for first, own in found.items()}
+        by_first.setdefault(first, []).append(processor)
+    return {first: tuple(own) for first, own in by_first.items()}
 
 
 def _allowed(usable: set[int], system: Path) -> set[int]:
     """Return the processors that this process could be bound to: all of its control group, whatever its affinity."""
     try:
-        os.sched_setaffinity(0, _online(system))  # which the kernel cuts to what is allowed
+        os.sched_setaffinity(0, _online(system))  # the kernel reduces the mask to the processors allowed
     except OSError:
         return set()
     try:

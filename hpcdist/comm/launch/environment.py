@@ -1,7 +1,9 @@
-"""Launcher variables of this process: size, rank and local rank before (or without) MPI.
+"""Environment of a rank: launcher variables, the Python to run on ranks, and the processes of this host.
 
-Read from the environment alone: for the choice of a GPU, which must precede MPI_Init, and to notice a run that fell
-apart into singletons.
+`launch_environment` reads size, rank and local rank from the environment, before (or without) MPI: for the choice of a
+GPU, which must precede MPI_Init, and to notice a run that fell apart into singletons. `interpreter_words` and
+`python_path_variables` say how ranks start Python and find hpcdist. The rest reads /proc: boot id, process tree and
+variables of processes.
 """
 
 import os
@@ -23,9 +25,9 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return what all processes under this kernel, in containers too, and no others have in common (local).
+    """Return the boot id of the running kernel, the same for all of its processes, also in containers (local).
 
-    It is another one after a reboot; where the kernel does not say, it is the name of the machine.
+    It changes with a reboot; where the kernel has none, it is the name of the machine.
     """
     try:
         return BOOT_ID.read_text().strip()
@@ -34,7 +36,7 @@ def boot_id() -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the living processes below ``pid``: its children, and what those started."""
+    """Return the living descendants of process ``pid``."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -45,21 +47,21 @@ def descendants(pid: int) -> list[int]:
                 continue  # it has just ended
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(entry.name))
-    found, front = [], [pid]
+    pids, front = [], [pid]
     while front:
         front = [child for parent in front for child in children.get(parent, ())]
-        found += front
-    return found
+        pids += front
+    return pids
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Signal ``pid``, unless it ended by itself."""
+    """Send a signal to ``pid``, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped ``pid`` (SIGSTOP, SIGTSTP), other than a debugger."""
+    """Whether ``pid`` is stopped (SIGSTOP, SIGTSTP), other than by a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -67,16 +69,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the variables that ``pid`` was started with; none where it has ended or is somebody else's."""
+    """Return the variables that ``pid`` was started with; empty where it has ended or is another user's."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return {}
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in variables)}
+    return {
+        os.fsdecode(name): os.fsdecode(value) for name, _, value in (variable.partition(b"=") for variable in variables)
+    }
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that ``pid`` is a child of, 0 where it has ended."""
+    """Return the parent of ``pid``, 0 where it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -96,7 +100,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Return what runs Python on the ranks: this one, or the words of ``python``. Raises UsageError."""
+    """Return the command words that run Python on the ranks: ``python``, by default this one. Raises UsageError."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
@@ -104,27 +108,27 @@ def interpreter_words(python: str | None) -> list[str]:
 
 
 def source_folder() -> str | None:
-    """Return the folder that holds hpcdist, be it a clone; None where this Python finds it by itself."""
+    """Return the folder that contains hpcdist, e.g. a clone; None where it is installed in this Python."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     return None if home in installed else home
 
 
 def python_path_variables() -> dict[str, str]:
-    """Return what the ranks need to import the same hpcdist as this process."""
+    """Return the variables that ranks need to import the same hpcdist as this process."""
     home, rest = source_folder(), os.environ.get("PYTHONPATH")
     if home is None:
         return {}
     return {"PYTHONPATH": os.pathsep.join([home, rest] if rest else [home])}
 
 
-RUN_DIR: Final = "HPCDIST_RUN_DIR"  # of the script that `hpcdist run --out` started
-RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that goes on from its newest checkpoint
+RUN_DIR: Final = "HPCDIST_RUN_DIR"  # run directory of a script that `hpcdist run --out` started
+RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that script resumes from its newest checkpoint
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Size of the world and place in it, as the launcher announced them; None where it says nothing."""
+    """World size, rank and local rank as the launcher announced them; None where it announces none."""
 
     launcher: str
     size: int
@@ -133,9 +137,9 @@ class LaunchEnvironment:
 
 
 _HYDRA: Final = "MPICH mpirun"
-_HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"  # which others with PMI's variables do not set
+_HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"  # other launchers with PMI's variables do not set it
 # (launcher, size, rank, local rank). Open MPI and PMI first: under mpirun in sbatch, SLURM_* describe the batch step.
-# PALS, too, has PMI's size.
+# PALS also sets PMI_SIZE.
 _VARIABLES = (
     ("Open MPI mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PALS mpiexec", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID"),
@@ -147,41 +151,41 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return what the launcher announced, or None when this process was started by hand.
+    """Return size and ranks as the launcher announced them, or None when this process was started by hand.
 
     SLURM_* count only inside a step that srun launched: the batch script itself also sees them.
     """
-    found = []
+    announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
         if launcher == "Slurm srun" and not inside_srun(environment):
             continue
         if size in environment and rank in environment:
             local = _integer(environment.get(local_rank) or environment.get("PMI_LOCAL_RANK"))
-            found.append(LaunchEnvironment(launcher, int(environment[size]), _integer(environment[rank]), local))
-    if not found:
+            announced.append(LaunchEnvironment(launcher, int(environment[size]), _integer(environment[rank]), local))
+    if not announced:
         return None
-    # srun and flux, asked for PMI, announce the world in its variables and the local rank in theirs.
-    same = [other for other in found if (other.size, other.rank) == (found[0].size, found[0].rank)]
-    own = found[0].launcher != _HYDRA or _HYDRA_LOCAL_RANK in environment
-    launcher = found[0].launcher if own else same[-1].launcher
+    # srun and flux with PMI announce the world in PMI's variables and the local rank in their own.
+    same = [other for other in announced if (other.size, other.rank) == (announced[0].size, announced[0].rank)]
+    own = announced[0].launcher != _HYDRA or _HYDRA_LOCAL_RANK in environment
+    launcher = announced[0].launcher if own else same[-1].launcher
     local_ranks = (other.local_rank for other in same if other.local_rank is not None)
-    return replace(found[0], launcher=launcher, local_rank=next(local_ranks, None))
+    return replace(announced[0], launcher=launcher, local_rank=next(local_ranks, None))
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set HOME where nobody has: without it Open MPI, and each program it brings, ends with an internal error (local).
+    """Set HOME if it is unset: without it Open MPI and its programs fail with an internal error (local).
 
-    It is the home of this user, or the folder of temporary files where the system knows none (as in a container).
+    The value is the home of this user, or the temporary folder where the system knows none (as in a container).
     """
     if "HOME" not in environment:
-        known = os.path.expanduser("~")  # asks the system, since HOME is not set
+        known = os.path.expanduser("~")  # from the user database, since HOME is not set
         environment["HOME"] = known if os.path.isabs(known) else tempfile.gettempdir()
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Whether srun started this ``rank`` of ``size`` itself, so that SLURM_LOCALID and the like are its own (local).
+    """Whether srun itself started this ``rank`` of ``size``, so that SLURM_LOCALID and the like are its own (local).
 
-    It also starts daemons of mpirun, one on each node, which leave their variables to their ranks.
+    srun also starts the daemons of mpirun, one on each node, whose variables their ranks inherit.
     """
     own = (_integer(environment.get("SLURM_STEP_NUM_TASKS")), _integer(environment.get("SLURM_PROCID")))
     return inside_srun(environment) and own == (size, rank)

@@ -1,11 +1,11 @@
-"""Exit code of a job, written to a file by its ranks, and the signals that end it before it has begun.
+"""Exit code of a job, written to a file by its ranks, and the signals that end it before its first step.
 
-Open MPI's mpirun returns 0 when it has lost a node. With user-level fault tolerance it returns 0 when all ranks were
-killed, 1 when some were and the others ended well, and may wait for ever in the finalisation of the survivors. So the
-ranks write the exit code they agreed on into the directory of `hpcdist run`, which believes that file.
+Open MPI's mpirun returns 0 when it has lost a node. With ULFM it returns 0 when all ranks were killed, 1 when some were
+and the others ended well, and may hang in the finalisation of the survivors. So the ranks write the exit code that they
+have agreed on into the directory of `hpcdist run`, which trusts that file.
 
-A start may take a minute before its first step: imports, MPI, kernels to compile. A signal to stop ends the process
-there and then, with the exit code for "start me again", since nothing was done that could be lost.
+A start may take a minute before its first step: imports, MPI, compilation of kernels. During that time a signal to stop
+ends the process at once, with the exit code for a requeue, since there is nothing to save.
 """
 
 import os
@@ -21,8 +21,8 @@ from typing import Final
 from hpcdist.errors import INTERRUPTED, REQUEUE
 from hpcdist.reporting import atomic, regular
 
-LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # of this start; where each rank also writes its process id
-SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a death
+LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # directory of this start; each rank also writes its process id there
+SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a rank failure
 SPARES: Final = "HPCDIST_SPARES"  # how many of them wait to replace one
 COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, as for a shell, with `--` before a script
 TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"  # the width of its terminal, where its stderr is one
@@ -30,8 +30,8 @@ SURVIVE_MODES: Final = ("shrink", "replace")
 EXIT_FILE: Final = "ended"
 RUN_FILE: Final = "run"
 STOPPED_FILE: Final = "stopped"
-NOTHING_TO_SAVE: Final = "at-once-"  # with its process id: the file of a rank that has nothing to save
-SEGMENTS: Final = "segments-"  # with its process id: the shared memory that the MPI of a rank has made or mapped
+NOTHING_TO_SAVE: Final = "at-once-"  # and the process id: mark of a rank that has nothing to save
+SEGMENTS: Final = "segments-"  # and the process id: names of the shared memory that the rank's MPI has mapped
 _SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_")  # of Open MPI 5 and 4, and MPICH
 STOP_CODES: Final = {
     signal.SIGINT: INTERRUPTED,
@@ -39,22 +39,22 @@ STOP_CODES: Final = {
     signal.SIGHUP: REQUEUE,
     signal.SIGUSR1: REQUEUE,
 }
-LEAVING_S: Final = 1.0  # for files that are let go, on a file system that may not answer
+LEAVING_S: Final = 1.0  # for closing files, on a file system that may not respond
 
-_starting = False  # nothing was begun: set by `leave_at_signals`, and by `stay`
+_starting = False  # before the first step: set by `leave_at_signals`, reset by `disable_leave_at_signals`
 
 
 def write_exit_code(code: int) -> None:
-    """Tell `hpcdist run` that the job ends with ``code``; the last thing a rank does (local).
+    """Write the exit ``code`` of the job for `hpcdist run`; the last action of a rank (local).
 
-    Every rank should call: which of them lives on the host of the launcher, where the directory is, is not known. All
-    say the same, unless one fails while the others leave: whoever speaks first is believed.
+    Every rank should call: the directory exists only on the host of the launcher, and it is not known which ranks run
+    there. All write the same, unless one fails while the others leave: then the first counts.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         path = Path(folder) / EXIT_FILE
         with suppress(OSError):  # on another host the directory does not exist
-            own = atomic.temporary_path(path)
+            own = atomic.temporary_path(path)  # a hard link to a complete file: appears whole, and only the first wins
             atomic.write(own, str(code))
             with suppress(FileExistsError):
                 os.link(own, path)
@@ -62,7 +62,7 @@ def write_exit_code(code: int) -> None:
 
 
 def read_exit_code(folder: Path) -> int | None:
-    """Return the code that the ranks have said, None where they have not (yet)."""
+    """Return the exit code that the ranks have written, None where there is none (yet)."""
     try:
         return int(regular.text(folder / EXIT_FILE, 64))
     except (OSError, ValueError):
@@ -70,28 +70,28 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """Tell `hpcdist run` which files in /dev/shm this process's MPI has mapped (local).
+    """Write the names of files in /dev/shm that this process's MPI has mapped, for `hpcdist run` (local).
 
-    A launcher that is killed does not remove them, and nobody else knows whose they are.
+    A launcher that is killed does not remove them, and afterwards their owner is unknown.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
             lines = Path("/proc/self/maps").read_text().splitlines()
-            found = {path for line in lines if is_segment(path := Path(line.rpartition(" ")[2]))}
-            (Path(folder) / f"{SEGMENTS}{os.getpid()}").write_text("".join(f"{path}\n" for path in sorted(found)))
+            segments = {path for line in lines if is_segment(path := Path(line.rpartition(" ")[2]))}
+            (Path(folder) / f"{SEGMENTS}{os.getpid()}").write_text("".join(f"{path}\n" for path in sorted(segments)))
 
 
 def is_segment(path: Path) -> bool:
-    """Whether ``path`` is the name of shared memory that MPI libraries make."""
+    """Whether ``path`` has the name of shared memory of an MPI library."""
     return path.parent == Path("/dev/shm") and path.name.startswith(_SEGMENT_NAMES)
 
 
 def leave_at_signals() -> None:
-    """End this process at a signal to stop, with its code of STOP_CODES, until `stay` (main thread only).
+    """End this process at a signal to stop, with its code of STOP_CODES, until `disable_leave_at_signals`.
 
-    For the imports at the start of a program: nothing but the standard library is needed. A signal that is ignored, or
-    has a handler already, keeps it.
+    Main thread only. For the imports at the start of a program: needs the standard library only. A signal that is
+    ignored, or has a handler already, is left as it is.
     """
     global _starting
     _starting = True
@@ -108,23 +108,23 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def disable_leave_at_signals() -> None:
-    """Let the handlers of `leave_at_signals` do nothing from here on: somebody else decides how this ends (local)."""
+    """Disable the handlers of `leave_at_signals`: from here on the training handles signals (local)."""
     global _starting
     _starting = False
 
 
 def ignore_signals() -> None:
-    """Ignore the signals to stop: the exit code is settled, and the end of Python takes a moment (main thread only)."""
+    """Ignore the signals to stop while Python shuts down: the exit code is decided (main thread only)."""
     for number in STOP_CODES:
         signal.signal(number, signal.SIG_IGN)
 
 
 class ImmediateExit:
-    """End of this process at the first signal to stop, whatever its main thread waits in, while it is `on` (local).
+    """End of this process at the first signal to stop, wherever its main thread waits, while it is ``on`` (local).
 
-    A handler in Python runs once the main thread is back from MPI or from a compiler. The interpreter's own handler
-    writes a byte at once, which wakes a thread here. (Code that keeps the interpreter's lock keeps that thread waiting,
-    too, as MPI_Init does; `hpcdist run` then ends the process: it knows by a file that there is nothing to save.)
+    A handler in Python runs only when the main thread is back from MPI or from a compiler. The interpreter's C handler
+    writes a byte to a pipe at once (set_wakeup_fd), which wakes a thread here. (C code that holds the GIL, as MPI_Init
+    does, delays that thread, too; `hpcdist run` then ends the process: a mark file says that there is nothing to save.)
     """
 
     def __init__(self) -> None:
@@ -135,15 +135,15 @@ class ImmediateExit:
 
     @property
     def started(self) -> bool:
-        """Whether it was on, and may be again."""
+        """Whether it has been switched on before."""
         return self._pipe is not None
 
     def before(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` before leaving: it lets go of files that others look at. What it raises is not told."""
+        """Register a ``callback`` to call before leaving, e.g. to close files. Its exceptions are ignored."""
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Leave at once from here on, or no longer (the first time: main thread only)."""
+        """Switch on or off (the first time: main thread only)."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:
@@ -151,7 +151,7 @@ class ImmediateExit:
             self._mark(on)
 
     def close(self) -> None:
-        """Stop looking at signals (main thread only)."""
+        """Switch off for good and end the thread (main thread only)."""
         self.switch(False)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before)
@@ -163,7 +163,7 @@ class ImmediateExit:
         self._pipe = reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # A child that is forked and told to end would otherwise speak for this process.
+        # A forked child that gets a signal would otherwise write to this pipe, and end this process.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="hpcdist signals", daemon=True)
         self._thread.start()
@@ -189,7 +189,7 @@ class ImmediateExit:
         os._exit(code)
 
     def _mark(self, on: bool) -> None:
-        """Let `hpcdist run` know."""
+        """Make or remove the mark file by which `hpcdist run` knows that there is nothing to save."""
         folder = os.environ.get(LAUNCH_DIR)
         if folder:
             path = Path(folder) / f"{NOTHING_TO_SAVE}{os.getpid()}"
@@ -198,14 +198,14 @@ class ImmediateExit:
 
 
 def announce_run(run_dir: Path) -> None:
-    """Tell `hpcdist run` in which directory the ranks train (local, rank 0)."""
+    """Write the run directory for `hpcdist run` (local, rank 0)."""
     _write_note(RUN_FILE, str(run_dir))
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Tell `hpcdist run` that a training has ended as it should, and how it goes on where it was stopped (rank 0).
+    """Announce to `hpcdist run` the regular end of a training, and how to resume it if it was stopped (rank 0).
 
-    Whether it was told: it shows that behind all that its launcher says.
+    Returns whether that was written: `hpcdist run` shows it after all output of the launcher.
     """
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
@@ -220,18 +220,18 @@ def _write_note(name: str, text: str) -> bool:
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return the directory of a training that ended without a word, and how a stopped one goes on; "" for none."""
-    found = ["", ""]
+    """Return the run directory of a training without a regular end, and how to resume a stopped one; "" for none."""
+    texts = ["", ""]
     for place, name in enumerate((RUN_FILE, STOPPED_FILE)):
         with suppress(OSError, ValueError):
-            found[place] = (folder / name).read_text()
-    return found[0], found[1]
+            texts[place] = (folder / name).read_text()
+    return texts[0], texts[1]
 
 
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
-    """Return the ``command``, which trains, as one that goes on, in ``run_dir`` where it names no directory.
+    """Return the training ``command`` as one that resumes, in ``run_dir`` where it names no directory.
 
-    The options are those of `train`, behind it, or, of a ``script``, which stands behind `--`, those of `hpcdist run`.
+    The options are those behind `train`, or for a ``script``, which follows `--`, those of `hpcdist run`.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)

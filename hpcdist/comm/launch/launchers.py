@@ -1,7 +1,7 @@
-"""Launchers and the command lines made for them: one `LauncherKind` a kind, with its words.
+"""Launchers and their command lines: one `LauncherKind` with its options for each, and the starters made of them.
 
-mpirun's words are those of `mpirun`, since each MPI brings one of its own. The other launchers belong to a site,
-whatever the MPI: srun (Slurm), mpiexec (PALS of HPE Cray, under PBS), ibrun (TACC) and flux. Nothing is started here.
+The options of mpirun are in `mpirun`, since each MPI has its own. The other launchers belong to a site, whatever the
+MPI: srun (Slurm), mpiexec (PALS of HPE Cray, under PBS), ibrun (TACC) and flux. Nothing is started here.
 """
 
 import os
@@ -23,7 +23,7 @@ _USER = {number: number for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Request of a start; None leaves it to the launcher. ``pmi`` is how MPI's ranks find each other."""
+    """Requested layout of a start; None leaves a number to the launcher. ``pmi`` is the kind of PMI that ranks use."""
 
     ranks: int
     ranks_per_node: int | None = None
@@ -32,17 +32,17 @@ class LaunchRequest:
 
     @property
     def nodes(self) -> int | None:
-        """The nodes that the ranks fill; None where that is left to the launcher."""
+        """The number of nodes that the ranks fill; None where that is left to the launcher."""
         return None if self.ranks_per_node is None else -(-self.ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Options of one kind of launcher: words, with a value in braces; none for what it cannot be told.
+    """Options of one kind of launcher, with values in braces; empty for what it has no option for.
 
-    ``forwards`` says which signal to it reaches ranks on other hosts as what they take for the one that was meant.
-    ``keeps_codes`` says that it returns the exit code of a rank even if it then kills others; ``teardown_s`` is how
-    long it may take to do so on all nodes.
+    ``forwards`` maps a signal meant for the ranks to the signal that, sent to the launcher, has the same effect on
+    ranks on other hosts. ``keeps_codes``: it returns the exit code of a rank even if it then kills others.
+    ``teardown_s`` is the time that it may need to kill the ranks on all nodes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LauncherKind:
 MPIRUN: Final = LauncherKind(
     "mpirun",
     ("mpirun",),
-    # Open MPI's answers SIGINT, SIGTERM and SIGHUP by killing the ranks within half a second, and passes SIGUSR1 on.
+    # Open MPI's kills the ranks within half a second at SIGINT, SIGTERM and SIGHUP, and passes SIGUSR1 on.
     forwards=_USER | {signal.SIGTERM: signal.SIGUSR1},
     keeps_codes=True,
     teardown_s=3.0,
@@ -76,20 +76,20 @@ SRUN: Final = LauncherKind(
         # profiler may write the report of another one.
         "--kill-on-bad-exit=1",
         "--wait=600",
-        # A job of `sbatch --export=NONE` would hand its ranks nothing.
+        # In a job of `sbatch --export=NONE` the ranks would get no environment.
         "--export=ALL",
         # Every rank sees all GPUs of its node: with one each, MPI could not copy from GPU to GPU directly (CUDA IPC).
         "--gpu-bind=none",
-        # A first SIGINT would be answered with a list of tasks; now the ranks get it.
+        # At a first SIGINT srun would print a list of tasks; with this the ranks get it.
         "--disable-status",
     ),
-    # Both: inside a job the number of nodes is otherwise that of the job, with its spare and lost ones.
+    # Both: otherwise the number of nodes is that of the job, with its spare and lost nodes.
     per_node=("--nodes={nodes}", "--ntasks-per-node={ranks_per_node}"),
-    # Since Slurm 22.05 a step has one core a rank, whatever the job has.
+    # Since Slurm 22.05 a step has one core per rank, whatever --cpus-per-task of the job was.
     cpus=("--cpus-per-task={cpus_per_task}",),
     pmi=("--mpi={pmi}",),
     without=("--exclude={lost}", "--nodes={nodes}"),
-    # SIGTERM and SIGHUP make srun kill the ranks. They take SIGUSR1 for the same wish: save, leave with 75.
+    # SIGTERM and SIGHUP make srun kill the ranks. To the ranks SIGUSR1 means the same: save, leave with 75.
     forwards=_USER | {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGUSR1},
 )
 
@@ -103,7 +103,7 @@ MPIEXEC: Final = LauncherKind(
     forwards=_USER | {signal.SIGTERM: signal.SIGTERM},
 )
 
-# It reads the nodes and the ranks of each from the job, binds by it, and starts srun or the mpirun of the MPI module.
+# It reads nodes and ranks per node from the job, binds ranks, and starts srun or the mpirun of the MPI module.
 IBRUN: Final = LauncherKind("ibrun", ("ibrun",))
 
 FLUX: Final = LauncherKind(
@@ -119,30 +119,30 @@ FLUX: Final = LauncherKind(
 
 KINDS: Final = {kind.name: kind for kind in (MPIRUN, SRUN, MPIEXEC, IBRUN, FLUX)}
 HET_GROUP: Final = "--het-group"  # option of srun: which components of a heterogeneous job
-# Slurm reads one of them as the memory of a step, by its number of CPUs, GPUs or nodes; 0 shares all memory of the job.
+# The memory of a step by CPU, GPU or node, of which Slurm reads one; 0 shares all memory of the job.
 _MEMORY: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
-# Where all cores of a step of Slurm are taken, srun asks again until the walltime ends.
+# Limit of srun's wait for cores: where all are taken by another step, it retries until the walltime ends.
 _PATIENCE_S: Final = 300
 
 
 def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> LauncherKind:
-    """Return the kind that ``name`` means; "auto" is $HPCDIST_LAUNCHER, which a site sets, and mpirun without it.
+    """Return the kind of launcher ``name``; "auto" is $HPCDIST_LAUNCHER, which a site sets, or else mpirun.
 
     Raises UsageError, or ConfigurationError where the variable names none.
     """
-    said = environment.get(VARIABLE) or MPIRUN.name if name == AUTO else name
-    if said in KINDS:
-        return KINDS[said]
+    chosen = environment.get(VARIABLE) or MPIRUN.name if name == AUTO else name
+    if chosen in KINDS:
+        return KINDS[chosen]
     if name == AUTO:
-        raise ConfigurationError(f"{VARIABLE}={said!r} names no launcher; {_suggestion(said, list(KINDS))}")
-    raise UsageError(f"--launcher {said!r}: unknown launcher; {_suggestion(said, [AUTO, *KINDS])}")
+        raise ConfigurationError(f"{VARIABLE}={chosen!r} names no launcher; {_suggestion(chosen, list(KINDS))}")
+    raise UsageError(f"--launcher {chosen!r}: unknown launcher; {_suggestion(chosen, [AUTO, *KINDS])}")
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for a start after the first.
+    """Return ``environment`` for a restart in the same Slurm job: steps may overlap and share all memory.
 
-    A crashed node leaves its step unended, which keeps the cores and the memory of the living nodes. Any srun, that of
-    an mpirun too, waits for them until Slurm has declared the node down, unless it may share them.
+    After a node has crashed its step does not end, and keeps the cores and the memory of the other nodes. Any srun,
+    also that of an mpirun, waits for them until Slurm has declared the node down, unless it may share them.
     """
     own = {name: value for name, value in environment.items() if name not in _MEMORY}
     return own | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
@@ -156,83 +156,83 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 class Starter(Protocol):
-    """A launcher that was chosen, and what it shall start."""
+    """A chosen launcher with the layout to start."""
 
     @property
     def kind(self) -> LauncherKind:
-        """The options that it understands."""
+        """The kind of this launcher, with its options."""
 
     @property
     def layout(self) -> LaunchRequest:
-        """The ranks that it shall start."""
+        """The requested layout."""
 
     def settings(self) -> dict[str, str]:
         """Return the variables to add for the launcher and its ranks."""
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours."""
+        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours."""
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return the variables for the launcher alone, whose files may lie in ``folder``."""
+        """Return the variables for the launcher only, not its ranks; it may keep files in ``folder``."""
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+        """Return why ranks are not bound to cores, "" where they are, or where the launcher decides."""
 
     def check(self) -> None:
-        """Raise MissingCapabilityError when it is not here."""
+        """Raise MissingCapabilityError when the launcher is not installed here."""
 
 
 @dataclass(frozen=True)
 class MpirunStarter:
-    """The mpirun of this environment. Where ``surviving``, ranks may die and others go on."""
+    """Starter by the mpirun of this environment. Where ``surviving``, the job outlives rank failures (ULFM)."""
 
-    found: mpirun.Launcher
+    launcher: mpirun.Launcher
     layout: LaunchRequest
     surviving: bool = False
     bound: core_binding.CoreBinding | None = None
 
     @property
     def kind(self) -> LauncherKind:
-        """The options that it understands: see `mpirun`."""
+        """The kind `MPIRUN`; its options come from `mpirun`."""
         return MPIRUN
 
     def settings(self) -> dict[str, str]:
         """Return the variables to add for the launcher and its ranks."""
-        return mpirun.settings(self.found, threads=self.layout.cpus_per_task or 1)
+        return mpirun.settings(self.launcher, threads=self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours."""
-        extra = mpirun.ulfm_options(self.found) if self.surviving else []
-        extra += mpirun.per_node(self.found, self.layout.ranks_per_node, self._bound(options))
-        return mpirun.command(self.found, self.layout.ranks, program, settings, [*extra, *options])
+        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours."""
+        extra = mpirun.ulfm_options(self.launcher) if self.surviving else []
+        extra += mpirun.per_node(self.launcher, self.layout.ranks_per_node, self._bound(options))
+        return mpirun.command(self.launcher, self.layout.ranks, program, settings, [*extra, *options])
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return the variables for the launcher alone, whose files may lie in ``folder``."""
-        own = mpirun.session(self.found, folder, options)
-        return own | mpirun.daemons(self.found, options) | core_binding.whole_node_step()
+        """Return the variables for the launcher only, not its ranks; it may keep files in ``folder``."""
+        own = mpirun.session(self.launcher, folder, options)
+        return own | mpirun.daemons(self.launcher, options) | core_binding.whole_node_step()
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left`` alone."""
-        return mpirun.on_hosts(self.found, left, self.layout.ranks_per_node)
+        return mpirun.on_hosts(self.launcher, left, self.layout.ranks_per_node)
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+        """Return why ranks are not bound to cores, "" where they are, or where the launcher decides."""
         bound = self._bound(options)
         return "" if bound is None else bound.reason
 
     def _bound(self, options: Sequence[str]) -> core_binding.CoreBinding | None:
-        return self.bound if mpirun.binds(self.found, options) else None
+        return self.bound if mpirun.binds(self.launcher, options) else None
 
     def check(self) -> None:
-        """Do nothing: it was found."""
+        """Do nothing: `mpirun.find` has found it."""
 
 
 @dataclass(frozen=True)
 class SiteStarter:
-    """A launcher of the site, of one of the other kinds."""
+    """Starter by a launcher of the site: every kind but mpirun."""
 
     kind: LauncherKind
     layout: LaunchRequest
@@ -242,18 +242,18 @@ class SiteStarter:
         return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours.
+        """Return the command line that starts ``program`` on all ranks; ``options`` of the launcher override ours.
 
-        The ``settings`` are in the launcher's environment, all of which its ranks get.
+        The ``settings`` are in the launcher's environment, which its ranks inherit.
         """
         kind, layout = self.kind, self.layout
-        # A heterogeneous job has said how many ranks each of its components has: here it would be said to each of them.
+        # In a heterogeneous job each component has its number of ranks: -n would apply to each of them.
         apart = kind is SRUN and any(option.startswith(HET_GROUP) for option in options)
         words = [*(() if apart else kind.ranks), *kind.always]
         words += kind.per_node if layout.ranks_per_node is not None else ()
         words += kind.cpus if layout.cpus_per_task is not None else ()
         words += kind.pmi if layout.pmi is not None else ()
-        if kind is SRUN and "SLURM_JOB_ID" in os.environ:  # outside of a job it waits for one, as long as that takes
+        if kind is SRUN and "SLURM_JOB_ID" in os.environ:  # outside of a job srun waits for an allocation instead
             words.append(f"--immediate={_PATIENCE_S}")
         return [*kind.program, *self._filled(words), *options, *program]
 
@@ -262,7 +262,7 @@ class SiteStarter:
         return [word.format_map(known) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return no variables: it keeps its files where the site likes."""
+        """Return no variables: the site decides where it keeps its files."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
@@ -275,11 +275,11 @@ class SiteStarter:
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return nothing: it binds by what the job was given."""
+        """Return "": it binds by the allocation of the job."""
         return ""
 
     def check(self) -> None:
-        """Raise MissingCapabilityError when this launcher is not here."""
+        """Raise MissingCapabilityError when this launcher is not installed here."""
         name = self.kind.program[0]
         path = shutil.which(name)
         if path is None:
@@ -288,20 +288,20 @@ class SiteStarter:
                 f"it, or choose another of {', '.join(KINDS)}"
             )
         if self.kind is MPIEXEC:
-            found = mpirun.identify(Path(path))
-            if found.vendor != mpirun.UNKNOWN:
+            launcher = mpirun.identify(Path(path))
+            if launcher.vendor != mpirun.UNKNOWN:
                 raise MissingCapabilityError(
-                    f"{path} is of {found.vendor}, not of PALS, which --launcher mpiexec speaks to; write --launcher "
-                    "mpirun, or load the site's PALS module"
+                    f"{path} is of {launcher.vendor}, not of PALS, which --launcher mpiexec speaks to; write "
+                    "--launcher mpirun, or load the site's PALS module"
                 )
 
 
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return what starts ``layout`` by a launcher of this ``kind``.
+    """Return the starter of ``layout`` by a launcher of this ``kind``.
 
-    Raises UsageError for what it cannot do, and MissingCapabilityError where there is no mpirun.
+    Raises UsageError for requests that it has no option for, and MissingCapabilityError where there is no mpirun.
     """
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
@@ -313,21 +313,21 @@ def choose_starter(
 
 
 def _mpirun(
-    found: mpirun.Launcher, layout: LaunchRequest, surviving: bool, environment: Mapping[str, str]
+    launcher: mpirun.Launcher, layout: LaunchRequest, surviving: bool, environment: Mapping[str, str]
 ) -> MpirunStarter:
-    """Return the starter of ``layout``, in a job of Slurm with the cores of the job for each rank."""
+    """Return the starter of ``layout`` by mpirun; in a Slurm job ranks are bound to the cores of the job."""
     if not core_binding.in_slurm(environment):
-        return MpirunStarter(found, layout, surviving)
+        return MpirunStarter(launcher, layout, surviving)
     each = core_binding.ranks_per_node(layout.ranks, layout.ranks_per_node, environment)
     if layout.cpus_per_task is None:
         layout = replace(layout, cpus_per_task=core_binding.cpus_per_task(each, environment))
     if surviving:  # its options do not bind
         return MpirunStarter(
-            found, layout, surviving, core_binding.CoreBinding(each, None, "ranks may come later, with --survive")
+            launcher, layout, surviving, core_binding.CoreBinding(each, None, "ranks may come later, with --survive")
         )
-    apart = found.vendor == mpirun.OPEN_MPI
+    apart = launcher.vendor == mpirun.OPEN_MPI
     bound = core_binding.bind_ranks(each, layout.cpus_per_task, core_binding.node_cores(), environment, apart=apart)
-    return MpirunStarter(found, layout, surviving, bound)
+    return MpirunStarter(launcher, layout, surviving, bound)
 
 
 def _refuse(kind: LauncherKind, layout: LaunchRequest, survive: str | None) -> None:
@@ -342,8 +342,8 @@ def _refuse(kind: LauncherKind, layout: LaunchRequest, survive: str | None) -> N
             f"the job with --ntasks-per-node={layout.ranks_per_node}"
         )
     if layout.pmi is not None and not kind.pmi:
-        told = ", ".join(name for name, other in KINDS.items() if other.pmi)
+        configurable = ", ".join(name for name, other in KINDS.items() if other.pmi)
         raise UsageError(
             f"--pmi {layout.pmi}: {kind.name} brings its own way for ranks to find each other; leave it out, or choose "
-            f"a --launcher that can be told: {told}"
+            f"a --launcher that can be told: {configurable}"
         )

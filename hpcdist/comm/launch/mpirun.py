@@ -1,7 +1,7 @@
-"""The mpirun that belongs to this environment, and the options and variables it needs to start ranks here.
+"""The mpirun of this environment: its vendor, and the options and variables with which it starts ranks here.
 
-The virtual environment's own mpirun comes first: PATH may hold that of another MPI, which would start N singletons.
-No MPI is started.
+The mpirun beside this Python comes first: PATH may hold that of another MPI, which would start N singletons. This
+module starts no MPI.
 """
 
 import os
@@ -30,18 +30,18 @@ _VENDORS = (
     (re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)", re.DOTALL), INTEL_MPI),
     (re.compile(r"HYDRA build details:\s+Version:\s+(\S+)"), MPICH),
 )
-# Where a resource manager owns the cores, neither its binding nor its count of slots is overruled.
+# Under a resource manager neither its binding nor its number of slots is overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
-_TRANSPORTS: Final = "OMPI_MCA_btl"  # an option of mpirun wins over it
+_TRANSPORTS: Final = "OMPI_MCA_btl"  # an option of mpirun overrides it
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
-# Options that Open MPI 5 refuses to be given twice: the last one is meant.
+# Options that Open MPI 5 refuses twice; here the last one counts.
 _ONCE: Final = ("--bind-to", "--map-by")
 _BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-list", "-use-hwthread-cpus"}
 _ULFM: Final = "ft_mpi_support:yes"
 _SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
-_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters that say where; mpirun refuses both
-_AGENT: Final = "prte_launch_agent"  # words that start its daemons on other nodes; they hold no blanks
+_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters of that folder; mpirun refuses both
+_AGENT: Final = "prte_launch_agent"  # command words that start its daemons on other nodes; no word has blanks
 _DAEMON: Final = "prted"
 _UNHEEDING: Final = ("env", "--block-signal=TERM")  # since coreutils 8.31
 _UNHEEDING_CODE: Final = (  # with an older one
@@ -52,7 +52,7 @@ _UNHEEDING_CODE: Final = (  # with an older one
 
 @dataclass(frozen=True)
 class Launcher:
-    """An mpirun: where it is, whose it is (UNKNOWN where it does not say), and its version."""
+    """An mpirun: path, vendor (UNKNOWN where it does not say), and version."""
 
     path: Path
     vendor: str
@@ -71,16 +71,16 @@ def find(environment: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def candidates(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return every mpirun or mpiexec that could be meant, the one to use first."""
+    """Return every mpirun and mpiexec beside this Python and on PATH, the one to use first."""
     folders = [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
-    found = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
-    return list(dict.fromkeys(Path(path) for path in found if path))
+    paths = [shutil.which(name, path=folder) for folder in folders if folder for name in NAMES]
+    return list(dict.fromkeys(Path(path) for path in paths if path))
 
 
 def identify(path: Path) -> Launcher:
-    """Ask ``path`` whose it is."""
+    """Return the launcher at ``path``, by its --version. Raises MissingCapabilityError where that does not run."""
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [path, "--version"],
             capture_output=True,
             text=True,
@@ -90,11 +90,11 @@ def identify(path: Path) -> Launcher:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingCapabilityError(f"{path} --version did not run ({error}); repair or remove this MPI") from error
-    return Launcher(path, *recognise(done.stdout + done.stderr))
+    return Launcher(path, *recognise(child.stdout + child.stderr))
 
 
 def recognise(text: str) -> tuple[str, str]:
-    """Return vendor and version from what ``mpirun --version`` or an MPI library says of itself."""
+    """Return vendor and version from the output of ``mpirun --version`` or an MPI library's version string."""
     for pattern, vendor in _VENDORS:
         match = pattern.search(text)
         if match:
@@ -112,11 +112,11 @@ def command(
 ) -> list[str]:
     """Return the command line that starts ``program`` on ``ranks`` ranks with ``settings`` in their environment.
 
-    ``extra`` are options of the launcher itself, placed last so that they win.
+    ``extra`` are options of the launcher itself, placed last so that they override ours.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
-        # The UCX one-sided component of the wheels complains at every start; windows work without it.
+        # The UCX one-sided component of the wheels prints a warning at every start; windows work without it.
         line += ["--mca", "osc", "^ucx"]
         if not any(name in environment for name in _RESOURCE_MANAGERS):
             line += ["--bind-to", "none", "--oversubscribe"]
@@ -127,20 +127,20 @@ def command(
 
 def _last_option(options: Sequence[str]) -> list[str]:
     """Return ``options`` without those of _ONCE that another one of the same name follows."""
-    kept, later = [], list(options)
+    remaining, later = [], list(options)
     while later:
         option = later.pop(0)
         if option in _ONCE and option in later:
             later.pop(0)  # with its value
         else:
-            kept.append(option)
-    return kept
+            remaining.append(option)
+    return remaining
 
 
 def ulfm_options(launcher: Launcher) -> list[str]:
-    """Return the options with which the death of a rank is an error for the others, and not the end of the job.
+    """Return the options of ULFM, with which a rank failure is an error on the others and does not end the job.
 
-    Raises MissingCapabilityError for an MPI that has no user-level failure mitigation (ULFM).
+    Raises MissingCapabilityError for an MPI without user-level failure mitigation (ULFM).
     """
     lacks = _why_no_ulfm(launcher)
     if lacks:
@@ -148,9 +148,9 @@ def ulfm_options(launcher: Launcher) -> list[str]:
             f"--survive needs Open MPI 5 with user-level failure mitigation, and {lacks}; use --restarts N instead, "
             "which starts the job again from its newest checkpoint"
         )
-    # Of its ways to send, ob1 is the one that reports a death. It does not give back the slots of the dead, so ranks
-    # that come later need some beyond those there are. Its connections must not fetch long messages (put): whoever
-    # does so from a dead rank never stops. And libfabric, which ob1 has no use for, makes each new rank sleep a second.
+    # Of the PMLs only ob1 reports rank failures. Slots of failed ranks are not freed, so spawned ranks need
+    # --oversubscribe. TCP must not use the put protocol for long messages: a transfer with a failed rank would never
+    # end. And libfabric, which ob1 does not use, delays each new rank by a second.
     return [
         *("--with-ft", "ulfm", "--mca", "pml", "ob1", "--mca", "btl_tcp_flags", "send,inplace", "--mca", "btl", "^ofi"),
         *("--oversubscribe", "--bind-to", "none"),
@@ -158,13 +158,13 @@ def ulfm_options(launcher: Launcher) -> list[str]:
 
 
 def _why_no_ulfm(launcher: Launcher) -> str:
-    """Return what ``launcher`` lacks, "" where nothing is known to be missing."""
+    """Return why ``launcher`` has no ULFM, "" where nothing is known to be missing."""
     if launcher.vendor != OPEN_MPI:
         return f"{launcher.path} is of {launcher.vendor} {launcher.version}".rstrip()
     if _major(launcher) < 5:
         return f"{launcher.path} is Open MPI {launcher.version}"
     try:
-        said = subprocess.run(
+        info = subprocess.run(
             [launcher.path.with_name("ompi_info"), "--parsable"],
             capture_output=True,
             text=True,
@@ -173,12 +173,12 @@ def _why_no_ulfm(launcher: Launcher) -> str:
             check=False,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # it is built so by default, and mpirun refuses --with-ft where it was not
-    return "" if _ULFM in said else f"{launcher.path} was built without it (see `ompi_info`)"
+        return ""  # ULFM is built by default, and otherwise mpirun refuses --with-ft
+    return "" if _ULFM in info else f"{launcher.path} was built without it (see `ompi_info`)"
 
 
 def _major(launcher: Launcher) -> int:
-    """Return the first number of its version, 0 where it has none."""
+    """Return the major version, 0 where it has none."""
     first = launcher.version.split(".")[0]
     return int(first) if first.isdecimal() else 0
 
@@ -186,11 +186,11 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable that has this mpirun (not its ranks) keep its session in ``folder``, of this start alone.
+    """Return the variable that makes this mpirun (not its ranks) keep its session directory in ``folder``.
 
-    Open MPI 5 names a session after a process id and nothing else: an mpirun that was killed leaves its session in
-    TMPDIR, and a later one that is given the same process id ends with exit code 213. None for other launchers, nor
-    where the environment, the ``options`` or a file of parameters say where sessions are.
+    Open MPI 5 names a session by process id only: an mpirun that was killed leaves its session in TMPDIR, and a later
+    one with the same process id ends with exit code 213. So each start gets a folder of its own. Empty for other
+    launchers, and where the environment, the ``options`` or a parameter file set the folder of sessions.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -202,11 +202,11 @@ def session(
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variable with which the daemons of this mpirun outlive a SIGTERM to the steps of its Slurm job.
+    """Return the variable with which the daemons of this mpirun survive a SIGTERM to the steps of its Slurm job.
 
-    So Slurm announces that it preempts a job. The daemons are such a step, and would end, and with them the job, before
-    the ranks have saved. They block the signal, and unblock it for the ranks; mpirun ends them by a message. None for
-    other launchers, whose daemons stay, nor where somebody else says how daemons are started.
+    Slurm announces a preemption by that signal. The daemons are such a step, and would end, and with them the job,
+    before the ranks have saved. So they are started with the signal blocked, and unblock it for the ranks; mpirun ends
+    them by a message. Empty for other launchers, whose daemons survive, and where the launch agent is already set.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -215,13 +215,13 @@ def daemons(
     words: tuple[str, ...] = (sys.executable, "-ISc", _UNHEEDING_CODE)
     with suppress(OSError, subprocess.TimeoutExpired):
         line = [*_UNHEEDING, "true"]
-        done = subprocess.run(line, capture_output=True, timeout=VERSION_LIMIT_S, env=dict(environment), check=False)
-        words = _UNHEEDING if done.returncode == 0 else words
+        trial = subprocess.run(line, capture_output=True, timeout=VERSION_LIMIT_S, env=dict(environment), check=False)
+        words = _UNHEEDING if trial.returncode == 0 else words
     return {} if any(" " in word for word in words) else {f"PRTE_MCA_{_AGENT}": " ".join([*words, _DAEMON])}
 
 
 def _parameters(launcher: Launcher) -> list[str]:
-    """Return the lines that set parameters of ``launcher``, for this user or for all."""
+    """Return the lines of the MCA parameter files of ``launcher``, of this user and of the installation."""
     home = Path(os.path.expanduser("~"))
     site = [launcher.path.parents[1] / "etc", launcher.path.resolve().parents[1] / "etc", Path("/etc/openmpi")]
     paths = [home / folder / "mca-params.conf" for folder in (".prte", ".openmpi")]
@@ -234,7 +234,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return what becomes of ranks when ``launcher``, without `hpcdist run`, gets a signal to stop."""
+    """Return a text: the effect on ranks of a signal to stop to ``launcher`` without `hpcdist run`."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -249,9 +249,10 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return the options that put ``ranks`` ranks on each node, each bound as ``bound`` says; none for None.
+    """Return the options that place ``ranks`` ranks on each node (None: any), each bound as ``bound`` says.
 
-    Where it says of no cores, Open MPI does not bind: it would give each rank one, whatever the number of its threads.
+    Without cores in ``bound``, Open MPI is told not to bind: by default each rank would get one core, whatever the
+    number of its threads.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
@@ -264,37 +265,37 @@ def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = 
 
 
 def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
-    """Whether ``launcher`` can be told how to bind ranks, and is not told by the ``options`` of a user."""
-    said = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
-    return launcher.vendor in (OPEN_MPI, MPICH) and not said & _BINDING
+    """Whether ``launcher`` has options for binding, and the ``options`` of the user have none of them."""
+    names = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
+    return launcher.vendor in (OPEN_MPI, MPICH) and not names & _BINDING
 
 
 def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:
-    """Return the options that use nothing but ``hosts`` of an allocation, with ``ranks`` ranks on each (None: any)."""
+    """Return the options that use only ``hosts`` of an allocation, with ``ranks`` ranks on each (None: any)."""
     if launcher.vendor == OPEN_MPI:
         return ["--host", ",".join(f"{host}:{ranks or '*'}" for host in hosts)]
     return ["-hosts", ",".join(hosts)]
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the variables to add for the launcher and its ranks: see `common_settings`, and root where we are root.
+    """Return the variables to add for the launcher and its ranks: `common_settings`, and those of Open MPI.
 
-    In a job of Slurm it starts a process of its own on each node by srun, with all cores of the job there.
+    Open MPI must be allowed to run as root, and is kept from libfabric on a workstation.
     """
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     managed = any(name in environment for name in _RESOURCE_MANAGERS)
     if launcher.vendor == OPEN_MPI and not managed and _TRANSPORTS not in environment:
-        added[_TRANSPORTS] = "^ofi"  # libfabric looks for networks for a second, which a workstation has not
+        added[_TRANSPORTS] = "^ofi"  # libfabric searches a second for networks, which a workstation does not have
     return added
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that any launcher and its ranks need: ``threads`` a rank, unless ``environment`` has them.
+    """Return the variables for any launcher and its ranks: ``threads`` per rank, unless ``environment`` sets them.
 
-    A job that was submitted with `sbatch --export=NONE` keeps its environment from all that srun starts in it, and so
-    from the ranks of those launchers that call srun.
+    In a job that was submitted with `sbatch --export=NONE` srun passes no environment on, also where a launcher calls
+    srun: there SLURM_EXPORT_ENV is set to ALL.
     """
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added

@@ -1,9 +1,9 @@
 """Standard output and standard error, guarded so that their failure does not end a training.
 
-A line may be lost, a run never. A disk that is full, a reader that has left (`| head -1`) and a closed descriptor
-(`>&-`) make every print raise. `protect` keeps that from standard error, and `tolerate` from standard output too.
-Where standard output is the product of a command, its failure stays that of the command, and `failure` tells it from
-others. A `Relay` stands between them and a program that would end.
+A full disk, a reader that has left (`| head -1`) and a closed descriptor (`>&-`) make every print raise. A lost line
+must not end a run: `protect` drops what standard error cannot write, and `tolerate` also what standard output cannot.
+Where standard output is the product of a command, its failure remains the failure of the command, and `failure` tells
+it from others. A `Relay` forwards the output of a child that would end at a write error.
 """
 
 import errno
@@ -19,7 +19,7 @@ _CHUNK_BYTES: Final = 1 << 16
 
 
 class _Descriptor(io.FileIO):
-    """The descriptor ``number``, which was ``closed_before`` or not. What a ``lossy`` one cannot write is lost."""
+    """Raw stream of the descriptor ``number``. A ``lossy`` one drops data that it cannot write."""
 
     def __init__(self, number: int, closed_before: bool) -> None:
         super().__init__(number, "wb", closefd=False)
@@ -48,9 +48,9 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Let standard error lose what it cannot write, and no file take the place of a closed descriptor (local).
+    """Let standard error drop what it cannot write, and reserve closed descriptors 0 to 2 (local).
 
-    Nothing is done to streams that somebody has replaced.
+    Otherwise the next file that is opened would get such a descriptor. Replaced streams are left as they are.
     """
     closed = _open_closed()
     for name, number in _NUMBERS.items():
@@ -63,31 +63,31 @@ def protect() -> None:
 
 
 def tolerate() -> None:
-    """Let both lose what they cannot write (local)."""
+    """Let both streams drop what they cannot write (local)."""
     protect()
     for descriptor in _descriptors.values():
         descriptor.lossy = True
 
 
 def failure() -> OSError | None:
-    """Return the last failure to write standard output, None where there was none (local)."""
+    """Return the last error of writing to standard output, None where there was none (local)."""
     return _descriptors["stdout"].failure if "stdout" in _descriptors else None
 
 
 def _open_closed() -> set[int]:
-    """Open the null device on those of the descriptors 0, 1 and 2 that are closed, and return these."""
+    """Open /dev/null on those of the descriptors 0, 1 and 2 that are closed, and return their numbers."""
     closed = set()
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             closed.add(number)
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free descriptor: this one
     return closed
 
 
 def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream on ``descriptor`` that is otherwise like the one ``before``."""
+    """Return a text stream on ``descriptor`` with the encoding and buffering of ``before``."""
     if before is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor), "utf-8", "backslashreplace", line_buffering=True)
     with suppress(OSError, ValueError):
@@ -103,10 +103,10 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Passes on what a child writes to its ``stdout`` and ``stderr``, and reads and loses it where ours take no more.
+    """Forwarder of a child's ``stdout`` and ``stderr``; keeps reading, and drops data, where ours cannot be written.
 
-    They are one pipe where ours are one file, so that lines keep their order. NUL bytes, which some help texts of Open
-    MPI's prterun end with, make a log binary for grep: they are left out, but for those of a stdout of its own.
+    Both are one pipe where ours are one file, so that lines keep their order. NUL bytes, with which some help texts of
+    Open MPI's prterun end, make a log binary for grep: they are removed, except from a separate stdout.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """Whether everything is passed on, and nobody has an end of the pipes any more."""
+        """Whether all output is forwarded, and no process has an end of the pipes open any more."""
         return not any(thread.is_alive() for thread in self._threads)
 
 

@@ -1,12 +1,11 @@
 """Supervisor of a launcher and its ranks: passes signals to the ranks, and leaves no process behind.
 
-Open MPI's mpirun answers a SIGINT by killing the ranks within half a second, MPICH's passes it on and may go on: so
-the launcher runs in a session of its own, where no Ctrl-C reaches it, and the ranks, which write their process ids
-into a directory (`comm.start`), are signalled from here. Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and
-ended.
+At a SIGINT Open MPI's mpirun kills the ranks within half a second, and MPICH's passes it on and may go on: so the
+launcher runs in a session of its own, where no Ctrl-C reaches it, and this process signals the ranks, which write their
+process ids into a directory (`comm.start`). Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
 
-A job that outlived some of its ranks says itself how it ended (`launch.exit_file`): its launcher need not know, nor
-end. While its ranks have nothing to save it is ended at once by a signal to stop.
+The ranks of a job that outlived rank failures write its exit code (`launch.exit_file`): the launcher may not know it,
+and may not end. While the ranks have nothing to save, a signal to stop ends the job at once.
 """
 
 import ctypes
@@ -36,18 +35,18 @@ from hpcdist.comm.launch.launchers import MPIRUN, LauncherKind
 from hpcdist.comm.launch.standard_streams import Relay
 from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE
 
-TEARDOWN_S: Final = 3.0  # what is left of a job gets to end before it is killed
+TEARDOWN_S: Final = 3.0  # for remaining processes of a job to end before they are killed
 TICK_S: Final = 1.0
-SOON_S: Final = 0.1  # a tick while a signal waits for ranks that are still starting
-STARTING_S: Final = 15.0  # so long; then all ranks run elsewhere, and the launcher may know how to reach them
-AT_ONCE_S: Final = 1.5  # ranks that have nothing to save get to leave by themselves
-LOOK_S: Final = 5.0  # so often for processes that somebody has stopped
-STOPPED_S: Final = 300.0  # as long as the default of communication.deadline_s, which one stopped rank meets
+SOON_S: Final = 0.1  # a tick while a signal is pending for ranks that are still starting
+STARTING_S: Final = 15.0  # a signal is pending so long; then all ranks run elsewhere, and the launcher gets it
+AT_ONCE_S: Final = 1.5  # for ranks that have nothing to save to leave by themselves
+LOOK_S: Final = 5.0  # between two looks for stopped processes
+STOPPED_S: Final = 300.0  # as the default of communication.deadline_s, which applies where some ranks are stopped
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
-# What we are told -> what the ranks are told. A terminal that closed is a wish to stop and save.
+# Signal that this process gets -> signal that the ranks get. A closed terminal (SIGHUP) means: save and stop.
 _PASSED: Final = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -56,23 +55,23 @@ _PASSED: Final = {
     signal.SIGUSR2: signal.SIGUSR2,
 }
 _WATCHED: Final = {*_PASSED, signal.SIGCHLD}
-_ENDING: Final = {*_PASSED} - {signal.SIGUSR2}  # a wish that the job ends
-# All ranks leave with such a code by themselves: hooks at exit, and profilers that write a report, take their time.
+_ENDING: Final = {*_PASSED} - {signal.SIGUSR2}  # signals that ask for the end of the job
+# With such a code all ranks leave by themselves: exit hooks, and profilers that write a report, may take their time.
 _TOGETHER: Final = (OK, REQUEUE, INTERRUPTED)
 
 
 def _watched() -> set[signal.Signals]:
-    """Return what to wait for; a signal that our parent ignores (nohup, a background job) stays ignored."""
+    """Return the signals to wait for; one that our parent ignores (nohup, a background job) stays ignored."""
     return {number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """Outcome of one start of a job: the exit code of its ranks, and the first signal to us that asked for an end."""
+    """Outcome of one start of a job: the exit code, and the first signal to us that asked for the end of the job."""
 
     code: int
-    asked: signal.Signals | None
-    agreed: bool  # the ranks said the code themselves: what single ones said before does not count
+    stop_signal: signal.Signals | None
+    agreed: bool  # the ranks wrote the code: failures of single ranks before do not count
 
 
 def watch(
@@ -92,9 +91,9 @@ def watch(
     ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is that of the
     ranks, 130 after a SIGINT, and 128 + number after another signal that ended in killing.
 
-    ``surviving`` ranks go on after a death, and their word counts, not what the launcher returns. They, and those that
-    are ``telling``, say how they end: a launcher that returns 0 without their word has lost them. (Open MPI's does so
-    when it loses a node.)
+    ``surviving`` ranks go on after a rank failure, and the exit code that they write counts, not that of the launcher.
+    They, and those that are ``telling``, write an exit code: a launcher that returns 0 without it has lost them. (Open
+    MPI's does so when it loses a node.)
 
     A ``foreign`` program need not be of hpcdist: where no rank has announced itself STARTING_S after the start, signals
     go to the processes that the launcher has started here.
@@ -104,9 +103,9 @@ def watch(
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait inside of `signals_held`; returns the signal that asked for an end meanwhile, if one did.
+    """Wait inside of `signals_held`; return the signal that asked for the end of the job meanwhile, if any.
 
-    What came since the end of a start counts, too.
+    Signals since the end of the last start count, too.
     """
     until = time.monotonic() + seconds
     while True:
@@ -119,7 +118,7 @@ def pause(seconds: float) -> signal.Signals | None:
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Hold the watched signals for `sigtimedwait`, and adopt orphans; yields the signal mask of the time before."""
+    """Block the watched signals for `sigtimedwait`, and adopt orphans; yields the previous signal mask."""
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -131,7 +130,7 @@ def signals_held() -> Iterator[set[signal.Signals]]:
 
 
 def remove_segments(launch_dir: Path) -> None:
-    """Remove the shared memory of MPI that ranks have named in ``launch_dir``: where the launcher died, it stays."""
+    """Remove the MPI shared memory that ranks have named in ``launch_dir``: a killed launcher leaves it behind."""
     for path in launch_dir.glob(f"{SEGMENTS}*"):
         with suppress(OSError, ValueError):
             for segment in map(Path, path.read_text().splitlines()):
@@ -141,12 +140,12 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 @dataclass(eq=False)
-class _Held:
-    """A signal for ranks that may still be starting: those in ``told`` have it, others get it up to ``until``."""
+class _PendingSignal:
+    """A signal for ranks that may still be starting: ``receivers`` have got it, others get it up to ``until``."""
 
     number: signal.Signals
     until: float  # of time.monotonic()
-    told: set[int] = field(default_factory=set)
+    receivers: set[int] = field(default_factory=set)
 
 
 class _Supervision:
@@ -164,15 +163,15 @@ class _Supervision:
     ) -> None:
         self._telling, self._kind, self._foreign = telling, kind, foreign
         self._launch_dir, self._grace_s, self._surviving = launch_dir, grace_s, surviving
-        self._told: signal.Signals | None = None  # the first signal that asks for an end at once
-        self._asked: signal.Signals | None = None  # the first that asks for an end
-        self._ending = False  # the ranks have said that they leave
+        self._stop_signal: signal.Signals | None = None  # the signal that began the grace period
+        self._first_signal: signal.Signals | None = None  # the first that asked for the end of the job
+        self._ending = False  # the ranks have written an exit code, and leave
         self._deadline = float("inf")
         self._killed = False
-        self._held: list[_Held] = []  # for ranks that have not announced themselves yet
-        self._void: signal.Signals | None = None  # the signal that came while there was nothing to save
-        self._stopped: set[int] = set()  # processes of the job that somebody has stopped
-        self._blocked_s = 0.0  # so long they have kept all others from going on
+        self._pending: list[_PendingSignal] = []  # for ranks that have not announced themselves yet
+        self._discard_signal: signal.Signals | None = None  # the signal that came while there was nothing to save
+        self._stopped: set[int] = set()  # processes of the job that are stopped (SIGSTOP)
+        self._blocked_s = 0.0  # seconds in which these kept the whole job from going on
         self._began = self._looked = time.monotonic()
         self._watched = _watched()
         self._trains_in_script = foreign and RUN_DIR in environment
@@ -180,7 +179,9 @@ class _Supervision:
 
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should we be killed, the launcher ends its ranks
+            libc.prctl(
+                _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
+            )  # if this process is killed, the launcher ends its ranks
 
         self._relay = Relay()
         self._process = subprocess.Popen(
@@ -196,7 +197,7 @@ class _Supervision:
 
     def run(self) -> LaunchOutcome:
         while self._process.returncode is None:
-            tick = SOON_S if self._held else TICK_S
+            tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))
             received = signal.sigtimedwait(self._watched, wait_s)
             self._reap()
@@ -205,7 +206,7 @@ class _Supervision:
                 self._on_signal(signal.Signals(received.si_signo))
             elif time.monotonic() >= self._deadline and self._process.returncode is None:
                 self._on_deadline()
-            elif self._held:
+            elif self._pending:
                 self._pass_on()
             self._look_for_stopped()
         self._end_leftovers()
@@ -214,95 +215,97 @@ class _Supervision:
         return self._outcome()
 
     def _on_deadline(self) -> None:
-        if self._void is not None and self._has_begun():  # the first step has ended meanwhile
-            number, self._void = self._void, None
+        if self._discard_signal is not None and self._has_begun():  # the first step has ended meanwhile
+            number, self._discard_signal = self._discard_signal, None
             self._deadline = float("inf")
             self._give_grace(number)
             return
-        if not self._ending and self._void is None:
+        if not self._ending and self._discard_signal is None:
             self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
         self._kill()
 
     def _look_for_the_end(self) -> None:
-        # A command that a foreign program runs speaks, too, and that program goes on.
+        # A command that a foreign program runs may write an exit code as well, while that program goes on.
         believed = self._surviving or not (self._kind.keeps_codes or self._foreign)
         code = exit_file.read_exit_code(self._launch_dir) if believed and not self._ending else None
         if code is not None and (self._surviving or code not in _TOGETHER):
-            self._ending, self._held = True, []
+            self._ending, self._pending = True, []
             self._deadline = min(self._deadline, time.monotonic() + TEARDOWN_S)
 
     def _outcome(self) -> LaunchOutcome:
-        code, said = self._process.returncode, exit_file.read_exit_code(self._launch_dir)
-        failed = any(self._launch_dir.glob("rank-*.txt"))  # a rank that could not save: 130 would promise that it did
+        code, announced = self._process.returncode, exit_file.read_exit_code(self._launch_dir)
+        failed = any(
+            self._launch_dir.glob("rank-*.txt")
+        )  # a rank that could not save: code 130 would claim that it had
         # A launcher that kills the last ranks because the first has left with 75 returns 137.
-        agreed = said is not None and (self._surviving or not self._kind.keeps_codes or code == OK)
-        if self._foreign:  # a command that the program ran may have said it: it explains a failure, and makes none
-            agreed = said not in (None, OK) and not self._kind.keeps_codes and code != OK
-        # On another host than this one they cannot say it, nor announce themselves.
-        lost = said is None and (self._surviving or (self._telling and bool(self._announced_pids())))
-        if agreed and said is not None:
-            code = said
-        elif self._void is not None and code != OK:
-            code = STOP_CODES[self._void]
-        elif self._ended_while_importing(code) and self._asked is not None:
-            code = STOP_CODES[self._asked]
-        elif self._told is signal.SIGINT and (self._killed or not failed):
+        agreed = announced is not None and (self._surviving or not self._kind.keeps_codes or code == OK)
+        if self._foreign:  # a command that the program ran may have written it: it can explain a failure, not cause one
+            agreed = announced not in (None, OK) and not self._kind.keeps_codes and code != OK
+        # Ranks on other hosts can neither write it nor announce themselves.
+        lost = announced is None and (self._surviving or (self._telling and bool(self._announced_pids())))
+        if agreed and announced is not None:
+            code = announced
+        elif self._discard_signal is not None and code != OK:
+            code = STOP_CODES[self._discard_signal]
+        elif self._ended_while_importing(code) and self._first_signal is not None:
+            code = STOP_CODES[self._first_signal]
+        elif self._stop_signal is signal.SIGINT and (self._killed or not failed):
             code = 128 + signal.SIGINT
-        elif self._killed and self._told is not None:
-            code = 128 + self._told
+        elif self._killed and self._stop_signal is not None:
+            code = 128 + self._stop_signal
         elif lost and code == OK:
             self._say("no rank was left to say how the job ended, though its launcher returned 0")
             code = FAILURE
-        return LaunchOutcome(code if code >= 0 else 128 - code, self._asked, agreed)
+        return LaunchOutcome(code if code >= 0 else 128 - code, self._first_signal, agreed)
 
     def _ended_while_importing(self, code: int) -> bool:
-        """Whether the signal that was passed on ended a script that should train, before it listened."""
-        if not self._trains_in_script or self._killed or self._asked is None or self._announced_pids():
+        """Whether the signal that was passed on ended a training script before it had a handler."""
+        if not self._trains_in_script or self._killed or self._first_signal is None or self._announced_pids():
             return False
-        return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._asked]
+        return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number in _ENDING:
-            self._asked = self._asked or number
-        self._ask(number)
+            self._first_signal = self._first_signal or number
+        self._request(number)
 
-    def _ask(self, number: signal.Signals) -> None:
-        """Pass ``number`` to the ranks, and give them their time for it."""
+    def _request(self, number: signal.Signals) -> None:
+        """Pass ``number`` to the ranks, with the grace period that it implies."""
         if self._ending:
             return  # the ranks leave already, and have no more than TEARDOWN_S for it
-        if self._told is not None and number is signal.SIGINT:
+        if self._stop_signal is not None and number is signal.SIGINT:
             self._say("interrupted again, killing the ranks")
-            self._told = number
+            self._stop_signal = number
             self._kill()
             return
         now, is_announced = time.monotonic(), bool(self._announced_pids())
         until = now + STARTING_S if is_announced else self._began + STARTING_S
         if self._foreign and not is_announced and number is signal.SIGINT:
-            until = now  # whoever presses Ctrl-C means the program that runs, whatever it is
-        self._held.append(_Held(_PASSED[number], until))
-        if self._void is None and number in _ENDING and self._nothing_to_save():
+            until = now  # Ctrl-C is meant for the program that runs, whatever it is
+        self._pending.append(_PendingSignal(_PASSED[number], until))
+        if self._discard_signal is None and number in _ENDING and self._nothing_to_save():
             self._say(f"{number.name}: there is nothing to save, ending the job")
-            self._void = number
+            self._discard_signal = number
             self._deadline = min(self._deadline, now + (AT_ONCE_S if is_announced else 0.0))
-        elif self._void is None:
+        elif self._discard_signal is None:
             self._give_grace(number)
         self._pass_on()
 
     def _give_grace(self, number: signal.Signals) -> None:
         # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
-        if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._told is None:
-            self._told = number
+        if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._stop_signal is None:
+            self._stop_signal = number
             self._deadline = time.monotonic() + self._grace_s
             again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
             self._say(f"{number.name}: the ranks save and stop at the next step{again}")
 
     def _nothing_to_save(self) -> bool:
-        """Whether a rank here says so, or none has come so far that it could; ranks elsewhere cannot say it."""
+        """Whether a rank here has the mark for it, or none has started so far; ranks elsewhere have no mark."""
         marks = [int(path.name.removeprefix(NOTHING_TO_SAVE)) for path in self._launch_dir.glob(f"{NOTHING_TO_SAVE}*")]
         if any(self._is_ours(pid) for pid in marks):
             return True
         starting = not self._announced_pids() and time.monotonic() - self._began < STARTING_S
-        return starting and not self._foreign  # of a program that announces nothing, nobody knows what it has
+        return starting and not self._foreign  # a foreign program may have something to save
 
     def _has_begun(self) -> bool:
         """Whether a rank that runs here may have something to save; one that has left keeps its mark."""
@@ -310,9 +313,9 @@ class _Supervision:
         return any(not (self._launch_dir / f"{NOTHING_TO_SAVE}{pid}").exists() for pid in running)
 
     def _look_for_stopped(self) -> None:
-        """Tell of processes that somebody has stopped. Where no rank can go on, end the job after STOPPED_S.
+        """Report stopped processes. Where no rank can go on, end the job after STOPPED_S.
 
-        It is asked to save, as by a SIGTERM, for which they are continued.
+        The end is that of a SIGTERM: stopped ranks are continued, and save.
         """
         elapsed_s = time.monotonic() - self._looked
         if elapsed_s < LOOK_S:
@@ -326,41 +329,41 @@ class _Supervision:
             names = " ".join(f"{pid} (the launcher)" if pid == launcher else str(pid) for pid in new)
             end = f"; in {STOPPED_S:g} s the job saves and ends" if blocked else ""
             self._say(f"somebody has stopped {names}; `kill -CONT {' '.join(map(str, new))}` lets it go on{end}")
-        # We may have been stopped, too, and count no time of which nothing was seen.
+        # This process may have been stopped, too: time in which it did not look does not count.
         self._blocked_s = self._blocked_s + min(elapsed_s, 2 * LOOK_S) if blocked else 0.0
-        if self._blocked_s >= STOPPED_S and self._told is None:
+        if self._blocked_s >= STOPPED_S and self._stop_signal is None:
             self._say(f"the job has been stopped for {STOPPED_S:g} s")
-            self._ask(signal.SIGTERM)
+            self._request(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        """Give what is held to the ranks of this host; ranks elsewhere agree with them to stop.
+        """Send pending signals to the ranks of this host; ranks elsewhere agree with them to stop.
 
-        A rank announces itself once it listens: before that a signal would end it, and so the job. One that announces
+        A rank announces itself once it has handlers: before, a signal would end it, and so the job. One that announces
         itself later than others gets the signal then.
         """
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
-        for held in self._held:
-            for pid in set(pids) - held.told:
-                send_signal(pid, held.number)
-                held.told.add(pid)
-                if held.number is not signal.SIGUSR2:
+        for pending in self._pending:
+            for pid in set(pids) - pending.receivers:
+                send_signal(pid, pending.number)
+                pending.receivers.add(pid)
+                if pending.number is not signal.SIGUSR2:
                     self._let_go_on(pid)
-        if self._held and self._told is not None:
+        if self._pending and self._stop_signal is not None:
             self._let_go_on(self._process.pid)
-        expired = [held for held in self._held if time.monotonic() >= held.until]
-        self._held = [held for held in self._held if held not in expired]
-        for held in expired:
-            if self._foreign and not held.told:
-                held.told = self._started_here()
-                for pid in held.told:
-                    send_signal(pid, held.number)
-            if not held.told:
-                passed = self._kind.forwards.get(held.number)
+        expired = [pending for pending in self._pending if time.monotonic() >= pending.until]
+        self._pending = [pending for pending in self._pending if pending not in expired]
+        for pending in expired:
+            if self._foreign and not pending.receivers:
+                pending.receivers = self._started_here()
+                for pid in pending.receivers:
+                    send_signal(pid, pending.number)
+            if not pending.receivers:
+                passed = self._kind.forwards.get(pending.number)
                 send_signal(self._process.pid, passed or signal.SIGTERM)
                 self._deadline = self._deadline if passed else time.monotonic() + self._kind.teardown_s
 
     def _let_go_on(self, pid: int) -> None:
-        """Continue ``pid``, which shall save, where somebody has stopped it."""
+        """Continue ``pid``, so that it can save, if it is stopped."""
         if is_stopped(pid):
             send_signal(pid, signal.SIGCONT)
 
@@ -369,23 +372,21 @@ class _Supervision:
 
     def _started_here(self) -> set[int]:
         """Return the processes of this host that the launcher has started as ranks, whatever they are."""
-        nobody = (
-            None,
-            launch_environment(),
-        )  # a launcher that is a rank itself, as of `srun --pty bash`, hands that on
+        # The variables of a launcher that is a rank itself, as in `srun --pty bash`, are inherited: those do not count.
+        inherited = (None, launch_environment())
         ours = [pid for pid in descendants(os.getpid()) if self._is_ours(pid)]
-        ranks = {pid for pid in ours if launch_environment(environment_of(pid)) not in nobody}
+        ranks = {pid for pid in ours if launch_environment(environment_of(pid)) not in inherited}
         return {pid for pid in ranks if parent_of(pid) not in ranks}
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether ``pid``, which may be meant on another host, is a rank of this job here.
+        """Whether ``pid`` on this host is a rank of this job; the id may be one of another host.
 
-        A rank need not be a descendant: in a Slurm job the launcher may start it through srun.
+        Told by a variable: a rank need not be a descendant, since the launcher may start it through srun.
         """
         return environment_of(pid).get(LAUNCH_DIR) == str(self._launch_dir)
 
     def _kill(self) -> None:
-        """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""
+        """End the launcher, by SIGTERM first so that it can end ranks on other hosts, then all that is left here."""
         self._killed, self._deadline = True, float("inf")
         send_signal(self._process.pid, signal.SIGTERM)
         self._let_go_on(self._process.pid)
@@ -393,22 +394,24 @@ class _Supervision:
         self._kill_descendants()
 
     def _end_leftovers(self) -> None:
-        """Kill what is left of the job a moment after its launcher has gone."""
+        """Kill remaining processes of the job a moment after its launcher has ended."""
         self._wait_for(lambda: not descendants(os.getpid()))
         self._kill_descendants()
 
     def _end_output(self) -> None:
-        """Wait until all output is passed on; whoever reads it slowly may end that by a signal."""
+        """Wait until all output is passed on, or a signal ends the wait."""
         until = time.monotonic() + TEARDOWN_S if descendants(os.getpid()) else float("inf")  # they may keep the pipe
         while not self._relay.ended and time.monotonic() < until:
             received = signal.sigtimedwait(_ENDING & self._watched, SOON_S)
             if received is not None:
-                self._asked = self._asked or signal.Signals(received.si_signo)
+                self._first_signal = self._first_signal or signal.Signals(received.si_signo)
                 return
 
     def _kill_descendants(self) -> None:
         until = time.monotonic() + TEARDOWN_S  # one that hangs in the kernel cannot be ended by anybody
-        while descendants(os.getpid()) and time.monotonic() < until:  # again, since one may just have started another
+        while (
+            descendants(os.getpid()) and time.monotonic() < until
+        ):  # repeated, since one may just have started another
             for pid in descendants(os.getpid()):
                 send_signal(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)

@@ -2,5 +2,5 @@
 
 Part of comm (floor 1). mpi4py is imported by `comm.start` when a job starts, never at import of these modules; it is
 handed to them as an argument.
-Begin with `communicator.MpiCommunicator` and `ulfm.is_enabled`.
+Begin with `communicator.MpiCommunicator`, and `ulfm.is_enabled` for fault tolerance.
 """

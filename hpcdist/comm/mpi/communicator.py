@@ -1,6 +1,7 @@
 """MPI communicator: the bare transport of `endpoint.Endpoint` over mpi4py.
 
-mpi4py is imported by `start`, never at import of this module.
+mpi4py is imported by `comm.start`, never at import of this module. Buffers have passed the hand-over: they are 1-D,
+contiguous, of a dtype that MPI knows, and ready to be read or written.
 """
 
 import time
@@ -31,7 +32,7 @@ class _MpiRequest:
 
 
 class _MpiMessage:
-    """A matched probe: with threads, plain Probe followed by Recv may receive another thread's message."""
+    """A matched probe (MPI_Mprobe): after a plain probe another thread could receive the message first."""
 
     def __init__(self, message: Any, status: Any, mpi: Any, handover: Handover) -> None:
         self._message, self._mpi, self._handover = message, mpi, handover
@@ -50,7 +51,7 @@ class _MpiMessage:
 
 
 class MpiCommunicator(Endpoint):
-    """Ranks of an MPI communicator that nobody else uses."""
+    """Communicator over an MPI communicator that nothing else uses."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
@@ -71,7 +72,7 @@ class MpiCommunicator(Endpoint):
         self._check_received(receive, status)
 
     def _check_received(self, message: Array, status: Any) -> None:
-        # MPI itself complains of a longer message only; a shorter one would leave old data at the end.
+        # MPI raises for a longer message only (ERR_TRUNCATE); a shorter one would leave old data at the end.
         received = status.Get_count(self._mpi.BYTE)
         if received != message.nbytes:
             raise CommunicationError(
@@ -100,7 +101,7 @@ class MpiCommunicator(Endpoint):
         return None if message is None else _MpiMessage(message, status, self._mpi, self.handover)
 
     def _idle(self, since: float) -> None:
-        time.sleep(0)  # let the other rank on this core run; MPI progressed inside Test
+        time.sleep(0)  # yield to another rank on this core; MPI has progressed inside of Test
 
     def _barrier(self) -> None:
         self._comm.Barrier()
@@ -116,9 +117,11 @@ class MpiCommunicator(Endpoint):
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
         own, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
-        if isinstance(own, np.ndarray):  # the result is left at the start of the buffer, which nobody needs any more
+        # In place, MPI leaves the result at the start of the buffer, whatever the rank. That overwrites nothing of use:
+        # only the own range is defined afterwards.
+        if isinstance(own, np.ndarray):
             self._comm.Reduce_scatter(self._mpi.IN_PLACE, message, counts, self._ops[op])
-            own[...] = message[: own.size]  # numpy moves what overlaps as it must be
+            own[...] = message[: own.size]  # numpy copies overlapping memory correctly
         else:
             result = own.copy()
             self._comm.Reduce_scatter(message, result, counts, self._ops[op])
@@ -127,7 +130,7 @@ class MpiCommunicator(Endpoint):
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         counts, starts = [part.size for part in ranges], [part.start for part in ranges]
         self._comm.Allgatherv(self._mpi.IN_PLACE, [message, counts, starts, self._typecode(message)])
-        ulfm.confirm(self._mpi, self._comm)
+        ulfm.check_completed(self._mpi, self._comm)  # with ULFM: Allgatherv may hide a rank failure
 
     def _all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
@@ -142,7 +145,7 @@ class MpiCommunicator(Endpoint):
         return self._mpi.Datatype.fromcode(message.dtype.char)
 
     def _allgather_object(self, value: Any) -> list[Any]:
-        return ulfm.objects(self._mpi, self._comm, value)
+        return ulfm.allgather_objects(self._mpi, self._comm, value)
 
     def _broadcast_object(self, value: Any, root: int) -> Any:
         return self._comm.bcast(value, root)
@@ -156,7 +159,7 @@ class MpiCommunicator(Endpoint):
 
     def _first_of_node(self) -> int:
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        first = int(node.allreduce(self.rank, self._mpi.MIN))
+        first = int(node.allreduce(self.rank, self._mpi.MIN))  # a name for the node that all of its ranks know
         node.Free()
         return first
 
@@ -167,7 +170,7 @@ class MpiCommunicator(Endpoint):
         return window.allocate(self._mpi, self._comm, nbytes)
 
     def supports(self, feature: str) -> bool:
-        """Whether the MPI library, as it was started, has ``feature``."""
+        """Whether the MPI library, as it was initialised, has ``feature`` (local)."""
         if feature == "thread_multiple":
             return bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
         if feature == "device_pointers":
@@ -175,7 +178,7 @@ class MpiCommunicator(Endpoint):
         return feature == "ulfm" and ulfm.is_enabled(self._mpi)
 
     def _revoke(self) -> None:
-        if self._comm:  # false once it was freed
+        if self._comm:  # false after it was freed
             self._comm.Revoke()
 
     def _failed(self) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Versions, build flags and environment variables have all been wrong somewhere, an answer for one operation says
 nothing of another, and a wrong yes is a segmentation fault or wrong data. So a child process (`cuda_child`) sends
-device memory and compares what arrives, operation by operation. A signal, an error, wrong data or no end within the
-limit mean no, for the operation that was under way; the rest is tried again in a new child. There are two rounds:
+device memory and compares what arrives, operation by operation. A signal, an error, wrong data or a timeout mean no for
+the operation that was under way; the rest is tried in a new child. There are two rounds:
 
 1. A world of one: the child is started by hand, without the launcher's variables, so it works in any job, under any
    launcher. What fails here fails between ranks. It proves little else, since nothing leaves the process.
@@ -12,12 +12,12 @@ limit mean no, for the operation that was under way; the rest is tried again in 
    work if they passed round 1 and the library itself says that it was built and started for CUDA; collectives are
    not.
 
-All children together have `BUDGET_S`; what is not tried by then counts as no. `HPCDIST_CUDA_AWARE` overrides: ``yes``
-and ``no`` ask nobody, ``auto`` (the default) probes.
+All children together have `BUDGET_S` seconds; operations that are not tried by then count as no. `HPCDIST_CUDA_AWARE`
+overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes.
 
-The answer is kept for later starts: one JSON file for each MPI library, GPU and settings, named by a hash of what the
-answer depends on; the whole of that stands inside, and is compared. A file that cannot be used or written costs a
-probe, and ends no job. `hpcdist doctor` always tries again, and keeps what it finds.
+The answer is cached for later starts: one JSON file for each MPI library, GPU and settings, named by a hash of this
+key, which is also stored in the file and compared. A file that cannot be used or written costs a probe, and fails no
+job. `hpcdist doctor` always probes again, and caches the answer.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from hpcdist.reporting import user_cache
 CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
 CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
-# Beside these, which libraries the loader finds: a UCX with CUDA and one without have the same MPI library above them.
+# Also variables of the loader: the same MPI library may run above a UCX with CUDA or one without.
 CACHE_SETTINGS: Final = (*user_cache.MPI_SETTINGS, "MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return what an answer depends on, for the current GPU; None where that cannot be found out (local).
+    """Return the key of a cached answer for the current GPU; None where it cannot be determined (local).
 
     ``library`` is the MPI library's own version string, ``launcher`` the path of the mpirun that starts two ranks.
     """
@@ -82,35 +82,35 @@ def _package_version(package: str) -> str:
         return "not installed"
 
 
-def cache_path(wanted: Mapping[str, Any]) -> Path:
-    """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `kept_files` does."""
-    return user_cache.directory(CACHE_KIND) / f"{user_cache.digest(wanted)}.json"
+def cache_path(key: Mapping[str, Any]) -> Path:
+    """Return the cache file of ``key``, a `cache_key` (local). Raises StorageError as `user_cache.directory` does."""
+    return user_cache.directory(CACHE_KIND) / f"{user_cache.digest(key)}.json"
 
 
-def read_cached(wanted: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the operations and the reason that were kept for ``wanted``; None where no file can be used (local)."""
+def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
+    """Return the cached operations and reason for the key ``key``; None without a usable file (local)."""
     try:
-        path = cache_path(wanted)
+        path = cache_path(key)
         content = json.loads(user_cache.read(path))
         operations, reason, since = (content[name] for name in ("operations", "reason", "created_utc"))
-        fits = content["format"] == CACHE_FORMAT and content["key"] == wanted and set(operations) <= set(OPERATIONS)
+        fits = content["format"] == CACHE_FORMAT and content["key"] == key and set(operations) <= set(OPERATIONS)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return (operations, f"{reason}; found on {since} and kept in {path}") if fits else None
 
 
-def write_cached(wanted: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Write what was found for ``wanted``; return why it could not be, "" where it was (local)."""
+def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
+    """Cache the answer for the key ``key``; return the reason where that fails, "" where it does not (local)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
-        "key": dict(wanted),
+        "key": dict(key),
         "operations": sorted(operations),
         "reason": reason,
         "created_utc": now,
     }
     try:
-        user_cache.write(cache_path(wanted), content)
+        user_cache.write(cache_path(key), content)
     except OSError as error:
         return f"not kept: {error}"
     return ""
@@ -129,7 +129,7 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(MPI.Get_library_version().strip("\\0 \\n").replace("\\n", " "))
 """  # MPI is loaded, not started
-# What launchers tell their children; a child that keeps it would join, or wait for, the world of its parent.
+# Variables of launchers: a child that keeps them would join, or wait for, the world of its parent.
 _LAUNCHERS: Final = (
     "OMPI_COMM_",
     "PMIX_",
@@ -150,7 +150,7 @@ Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # a l
 
 @dataclass(frozen=True)
 class DevicePointerSupport:
-    """The operations that take device pointers, and why those and no others."""
+    """Operations that take device pointers, and the reason for the answer."""
 
     operations: frozenset[str]
     reason: str
@@ -158,7 +158,7 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """Lines that a child printed, and the way it ended: "" for well."""
+    """Lines that a child printed, and how it ended: "" for exit code 0."""
 
     lines: tuple[str, ...]
     end: str
@@ -166,36 +166,40 @@ class ProbeOutcome:
 
 def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
     """Return ``HPCDIST_CUDA_AWARE``: "yes", "no" or "auto". Raises ConfigurationError for another value."""
-    said = environment.get(VARIABLE, "auto")
-    if said not in ANSWERS:
-        raise ConfigurationError(f"{VARIABLE}={said}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
-    return said
+    answer = environment.get(VARIABLE, "auto")
+    if answer not in ANSWERS:
+        raise ConfigurationError(f"{VARIABLE}={answer}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
+    return answer
 
 
-def detect(said: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ) -> DevicePointerSupport | None:
-    """Return the verdict of this process, None where another process of the node finds it (local).
+def detect(
+    launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
+) -> DevicePointerSupport | None:
+    """Return the answer of this process, None where another process of the node probes (local).
 
-    Called before MPI starts: where MPI has the network registered, a process had better not fork.
+    Call before MPI starts: a process whose MPI has registered memory with the network should not fork.
     """
     answer = requested_answer(environment)
     if answer == "yes":
         return DevicePointerSupport(frozenset(OPERATIONS), f"{VARIABLE}=yes")
     if answer == "no":
         return DevicePointerSupport(frozenset(), f"{VARIABLE}=no")
-    if said is None or said.size == 1:
+    if launch is None or launch.size == 1:
         return DevicePointerSupport(frozenset(), "there is one rank, and nobody to send to")
-    if said.local_rank not in (None, 0):
+    if launch.local_rank not in (None, 0):
         return None
     return probe_cached(environment)
 
 
 def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
-    """Return what all ranks may do: an operation takes device pointers if every node has seen it. Collective."""
-    found = [one for one in comm.allgather_object(verdict) if one is not None]
-    operations = frozenset.intersection(*(one.operations for one in found)) if found else frozenset()
-    # The reason of whoever allows least.
+    """Return the common answer: an operation takes device pointers if every node has seen it work. Collective."""
+    verdicts = [support for support in comm.allgather_object(verdict) if support is not None]
+    operations = frozenset.intersection(*(support.operations for support in verdicts)) if verdicts else frozenset()
+    # The reason of the most restrictive answer.
     least = min(
-        found, key=lambda one: len(one.operations), default=DevicePointerSupport(frozenset(), "no rank has probed")
+        verdicts,
+        key=lambda support: len(support.operations),
+        default=DevicePointerSupport(frozenset(), "no rank has probed"),
     )
     return DevicePointerSupport(operations, least.reason)
 
@@ -203,17 +207,17 @@ def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePoi
 def probe_cached(
     environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
 ) -> DevicePointerSupport:
-    """Return what an earlier start found with the same library and GPUs, else, or ``renewed``, probe (local)."""
+    """Return the cached answer for this library and these GPUs; without one, or if ``renewed``, probe (local)."""
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
     clean = stripped(environment)
-    said = run([sys.executable, "-P", "-c", _ASK], clean, CHILD_LIMIT_S)
+    outcome = run([sys.executable, "-P", "-c", _ASK], clean, CHILD_LIMIT_S)
     pair = _two_rank_launch(environment)
-    library = "" if said.end or not said.lines else said.lines[-1]
+    library = "" if outcome.end or not outcome.lines else outcome.lines[-1]
     key = cache_key(library, pair[0][0] if pair else "", clean)
-    found = read_cached(key) if key is not None and not renewed else None
-    if found is not None:
-        return DevicePointerSupport(frozenset(found[0]), found[1])
+    cached = read_cached(key) if key is not None and not renewed else None
+    if cached is not None:
+        return DevicePointerSupport(frozenset(cached[0]), cached[1])
     verdict = probe(environment, run=run, ends_at=ends_at)
     refused = write_cached(key, verdict.operations, verdict.reason) if key is not None else ""
     return replace(verdict, reason=f"{verdict.reason}; {refused}") if refused else verdict
@@ -253,7 +257,7 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Return what passed, why the rest did not, and what else the children said."""
+    """Run children until all ``operations`` are tried; return those that passed, failures with reasons, and notes."""
     passed: list[str] = []
     failures: dict[str, str] = {}
     notes: set[str] = set()
@@ -264,32 +268,32 @@ def _try(
             return passed, failures | dict.fromkeys(left, f"not tried, {BUDGET_S:g} s were spent"), notes
         words = [*launch, sys.executable, "-P", "-m", MODULE, *left]
         outcome = run(words, environment, min(CHILD_LIMIT_S, rest_s))
-        said = _parse_rows(outcome.lines)
-        notes |= {note for row in said for note in row.get("notes", ())}
-        passed += [row["passed"] for row in said if "passed" in row]
-        failures |= {row["failed"]: row["why"] for row in said if "failed" in row}
-        done = {*passed, *failures}
-        left = [name for name in left if name not in done]
-        if left:  # the child died in the first of them
+        rows = _parse_rows(outcome.lines)
+        notes |= {note for row in rows for note in row.get("notes", ())}
+        passed += [row["passed"] for row in rows if "passed" in row]
+        failures |= {row["failed"]: row["why"] for row in rows if "failed" in row}
+        tried = {*passed, *failures}
+        left = [name for name in left if name not in tried]
+        if left:  # the child died in the first of them: try the rest in a new child
             failures[left.pop(0)] = outcome.end or "the child ended without a word"
-        if not any("ready" in row for row in said):  # it died before: so would the next
+        if not any("ready" in row for row in rows):  # it died before the first operation: so would the next child
             return passed, failures | dict.fromkeys(left, outcome.end), notes
     return passed, failures, notes
 
 
 def _parse_rows(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows among ``lines``; one that a dying child has cut off is none."""
-    found = []
+    """Return the JSON objects among ``lines``; a line that a dying child has cut off is skipped."""
+    rows = []
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
             if isinstance(row, dict):
-                found.append(row)
-    return found
+                rows.append(row)
+    return rows
 
 
 def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
-    """Return the words that start a program on two ranks of this host, and what they need in the environment."""
+    """Return the command line that starts two ranks on this host, and the variables that it needs."""
     try:
         launcher = mpirun.find(environment)
     except MissingCapabilityError:
@@ -299,7 +303,7 @@ def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[st
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what the launcher of this job put there; settings of the MPI library stay."""
+    """Return the environment without the variables of this job's launcher; settings of the MPI library stay."""
     return {
         name: value
         for name, value in environment.items()
@@ -329,7 +333,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -
 
 
 def _kill_child(child: "subprocess.Popen[str]") -> str:
-    """End a child and the ranks that it has started, if it has; return what it had said."""
+    """End a child and the ranks that it has started; return its output so far."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(child.pid, number)
         try:

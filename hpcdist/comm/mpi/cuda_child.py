@@ -1,7 +1,7 @@
 """Child process of the CUDA-aware probe: hands GPU memory to MPI and prints what arrived.
 
-Started by `cuda_aware` as ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...``, alone or on two ranks; expected to
-die of it. Each line of rank 0 is a JSON object: first what kind of world it is, then one line for each operation.
+Started by `cuda_aware` as ``python -m hpcdist.comm.mpi.cuda_child OPERATION ...``, alone or on two ranks; it may well
+crash. Each line of rank 0 is a JSON object: first one about the world, then one for each operation.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ SIZES: Final = (16, 1 << 18)  # elements of float32: below and above every eager
 
 
 def main(operations: list[str]) -> int:
-    """Try ``operations``; what kills the process is the parent's to find out."""
+    """Try ``operations`` and print the results; a crash is noticed by the parent."""
     where = os.environ.get("HPCDIST_PROBE_DEVICE", "cpu")
     on = "cpu" if where == "cpu" else "gpu"
     if on == "gpu":
@@ -62,8 +62,8 @@ def _try(operation: Callable[..., tuple[Any, np.ndarray]], mpi: Any, comm: Any, 
     receive = backend.place(np.zeros(size * ranks, np.float32), on)
     if on == "gpu":
         device.synchronise()
-    found, expected = operation(mpi, comm, send, receive, inputs)
-    return bool(np.array_equal(backend.to_host(found), expected))
+    result, expected = operation(mpi, comm, send, receive, inputs)
+    return bool(np.array_equal(backend.to_host(result), expected))
 
 
 def _send(mpi: Any, comm: Any, send: Any, receive: Any, inputs: list[np.ndarray]) -> tuple[Any, np.ndarray]:
@@ -125,14 +125,14 @@ _OPERATIONS: Final = {
 
 
 def _says_cuda() -> bool:
-    """Whether the MPI library, asked as it runs, says that it takes device pointers."""
+    """Whether the running MPI library reports CUDA support (MPIX_Query_cuda_support)."""
     with open("/proc/self/maps") as maps:
         files = {line.split()[-1] for line in maps if "/libmpi" in line}
     for name in sorted(files):
         try:
             return bool(ctypes.CDLL(name).MPIX_Query_cuda_support())
         except (OSError, AttributeError):
-            continue  # it does not say
+            continue  # it has no such query
     return False
 
 

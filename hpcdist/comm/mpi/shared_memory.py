@@ -1,9 +1,8 @@
 """Shared memory of the ranks of a node: an anonymous mapping, or an MPI window.
 
-The window serves where processes cannot see each other's descriptors. The mapping has no name: nothing is left behind
-after SIGKILL, and it stays readable for the survivors of a dead rank. Where neither can be had, each rank gets memory
-of its own, and the block says so. Ordering of reads and writes is the caller's affair: barriers, or the flags of an
-algorithm.
+The window is used where processes cannot open each other's descriptors. The mapping has no name: nothing is left behind
+after SIGKILL, and it stays readable for the survivors of a failed rank. Where neither works, each rank gets private
+memory, and ``is_shared`` is false. The caller must order reads and writes, by barriers or the flags of an algorithm.
 """
 
 import contextlib
@@ -26,66 +25,65 @@ _SHM: Final = Path("/dev/shm")  # where MPI libraries put their windows
 
 
 class Members:
-    """The processes behind a communicator of one node, as this one sees them."""
+    """Processes of a communicator of one node, and detection of their failure."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
-        announced = ulfm.objects(mpi, comm, (os.getpid(), start_ticks(os.getpid())))
-        # In containers of their own, a number may be that of another process: its start tells them apart.
+        announced = ulfm.allgather_objects(mpi, comm, (os.getpid(), start_ticks(os.getpid())))
+        # In a container with pid namespace of its own the same id may be another process: the start time tells.
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
-        self.see_each_other = all(ulfm.objects(mpi, comm, visible))
+        self.see_each_other = all(ulfm.allgather_objects(mpi, comm, visible))
         self._processes = announced
-        self._is_told = False  # of a death, by MPI
-        self._was_seen = False  # a death, by the last check
+        self._is_notified = False  # MPI has reported a rank failure
+        self._was_seen = False  # the last check has seen a rank failure
 
     def progress(self) -> None:
-        """Let MPI progress; no message is taken, and of a death only `check_alive` tells (local).
+        """Let MPI progress; receives no message, and leaves rank failures to `check_alive` (local).
 
-        A rank that waits in shared memory would otherwise never send what another one needs to come there.
+        A rank that only spins in shared memory would never complete a send that another rank needs to get there.
         """
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         except self._mpi.Exception as error:
             if not is_rank_failure(error):
                 raise
-            self._is_told = True
+            self._is_notified = True
 
-    def are_given_up(self) -> bool:
-        """Whether their communicator was revoked, or left (local)."""
-        return ulfm.is_given_up(self._mpi, self._comm)
+    def are_revoked(self) -> bool:
+        """Whether their communicator was revoked or freed (local)."""
+        return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
         """Let MPI progress, and raise RankDiedError when a member has died (local).
 
-        The first check that sees a death returns: what the member wrote before it may be all that the caller waits
-        for, and can be read by now. However long it is ``since`` the wait began: deadlines are the watchdog's, the
-        operation is open in the record.
+        The first check that sees a failure only returns: what the failed member wrote before may be all that the caller
+        waits for, and can be read by now. ``since`` is not used: the watchdog has the deadline of the operation.
         """
         self.progress()
         dead = self._dead()
-        known, self._was_seen = self._was_seen, bool(dead) or self._is_told
+        known, self._was_seen = self._was_seen, bool(dead) or self._is_notified
         if known and self._was_seen:
-            raise RankDiedError(f"{self._described(dead)}, and this rank waited for it in shared memory", dead)
+            raise RankDiedError(f"{self._describe(dead)}, and this rank waited for it in shared memory", dead)
 
     def _dead(self) -> list[int]:
-        """Return who has ended, as the kernel shows it, and whom MPI has told of: either may be the first (local)."""
+        """Return the ranks that have ended, by the kernel or by MPI, either of which may know it first (local)."""
         dead: set[int] = set()
         if self.see_each_other:
             dead.update(rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began))
-        if self._is_told and ulfm.is_enabled(self._mpi):
+        if self._is_notified and ulfm.is_enabled(self._mpi):
             dead.update(ulfm.failed(self._mpi, self._comm))
         return sorted(dead)
 
-    def _described(self, dead: list[int]) -> str:
+    def _describe(self, dead: list[int]) -> str:
         name = self._comm.Get_name()
-        if not dead:  # MPI did not say who, or whoever revoked it knows more
+        if not dead:  # MPI reported a revocation: only the rank that revoked knows who has failed
             return f"a rank of {name} has died, or it was revoked because one had"
         processes = ", ".join(str(self._processes[rank][0]) for rank in dead)
         return f"rank {', '.join(map(str, dead))} of {name} (process {processes}) has died"
 
 
 class MappedBlock:
-    """One anonymous mapping of the node, cut into a part for each rank."""
+    """One anonymous mapping of the node, with a part for each rank."""
 
     is_shared = True
 
@@ -95,7 +93,7 @@ class MappedBlock:
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
-        """Drop the views; the mapping goes when the last array over it does."""
+        """Drop the views; the memory is unmapped with the last array over it."""
         self.views = []
 
 
@@ -106,31 +104,31 @@ class WindowBlock:
 
     def __init__(self, mpi: Any, comm: Any, sizes: list[int], members: Members) -> None:
         self._window = mpi.Win.Allocate_shared(max(1, sizes[comm.rank]), 1, comm=comm)
-        self._window.Lock_all(mpi.MODE_NOCHECK)  # MPICH lets nobody synchronise outside an epoch
+        self._window.Lock_all(mpi.MODE_NOCHECK)  # MPICH allows Win_sync only inside an epoch
         self.views = []
         for rank, size in enumerate(sizes):
             memory, _ = self._window.Shared_query(rank)
             self.views.append(np.frombuffer(memory, np.uint8)[:size])
         self.views[comm.rank][...] = 0
         self.check_alive, self.progress = members.check_alive, members.progress
-        self._are_given_up = members.are_given_up
+        self._are_revoked = members.are_revoked
         comm.Barrier()
 
     def close(self) -> None:
-        """Free the window. Collective, unless the communicator was revoked: then it can only be left as it is."""
+        """Free the window. Collective; leaves the window as it is where the communicator was revoked."""
         self.views = []
-        if not self._are_given_up():
+        if not self._are_revoked():
             self._window.Unlock_all()
             self._window.Free()
 
 
 class PrivateBlock:
-    """Memory of this rank alone, where nothing can be shared: the views of the others are empty."""
+    """Private memory, where none can be shared: the views of the other ranks are empty."""
 
     is_shared = False
 
     def __init__(self, rank: int, sizes: list[int], members: Members) -> None:
-        self.views = [np.zeros(size if other == rank else 0, np.uint8) for other, size in enumerate(sizes)]
+        self.views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
@@ -143,26 +141,26 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
 
     ``comm`` is an mpi4py communicator of one node.
     """
-    sizes = ulfm.objects(mpi, comm, nbytes)
+    sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
     mapping = _map(comm, sizes) if members.see_each_other else None
-    if all(ulfm.objects(mpi, comm, mapping is not None)):
+    if all(ulfm.allgather_objects(mpi, comm, mapping is not None)):
         assert mapping is not None
         return MappedBlock(mapping, sizes, members)
-    # An MPI library that finds too little room may die of a SIGBUS at the first touch: ask before it does.
-    if all(ulfm.objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
+    # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check before.
+    if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):
             return WindowBlock(mpi, comm, sizes, members)
     return PrivateBlock(comm.rank, sizes, members)
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Return where each rank's part begins, and behind them where the last one ends: no page belongs to two."""
+    """Return the start of each rank's part, then the end of the last; parts begin on pages, so none shares a page."""
     return list(accumulate((align_up(size, _STRIDE) for size in sizes), initial=0))
 
 
 def _map(comm: Any, sizes: list[int]) -> mmap.mmap | None:
-    """Map memory of the node's first rank into every rank; None where this one cannot open it, or it has no room."""
+    """Map a memfd of the node's first rank into every rank; None where this rank cannot, or memory is short."""
     starts = _starts(sizes)
     total = starts[-1]
     descriptor, failed = -1, False
@@ -177,18 +175,18 @@ def _map(comm: Any, sizes: list[int]) -> mmap.mmap | None:
     owner, number, identity = comm.bcast((os.getpid(), descriptor, identity), root=0)
     mapping = None
     if identity is not None:
-        # The descriptor is reached through /proc, which needs one pid namespace and the same user. What this rank
-        # cannot do is told to the others by the caller's vote.
+        # The descriptor is opened through /proc, which needs one pid namespace and the same user. Where that fails on
+        # this rank, the vote of the caller tells the others.
         with contextlib.suppress(OSError):
             own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                if _identity(own) == identity:  # and not what has this number in another process of that number
+                if _identity(own) == identity:  # the same memfd, not a descriptor of another process with that id
                     first, end = starts[comm.rank : comm.rank + 2]
                     mapping = _populated(own, first, end - first, max(total, _STRIDE))
             finally:
                 if comm.rank != 0:
                     os.close(own)
-    comm.Barrier()  # nobody closes the owner's descriptor before all have mapped it
+    comm.Barrier()  # the owner closes its descriptor only after all have mapped it
     if descriptor >= 0:
         os.close(descriptor)
     return mapping
@@ -200,14 +198,14 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
-    """Map the whole, and take the pages of the own part: near this rank's core, and not as a SIGBUS later."""
+    """Map the whole, and allocate the pages of the own part: on the NUMA node of this rank, and no SIGBUS later."""
     if size:
         os.posix_fallocate(descriptor, start, size)
     return mmap.mmap(descriptor, total)
 
 
 def available_bytes() -> float:
-    """Return how much memory this process may still take: the machine's, or what its control group leaves (local)."""
+    """Return the bytes that this process may still allocate: of the machine, or of its control group (local)."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Spawned ranks: processes that the survivors of a job start, and spares that sleep until they are needed.
 
-A new process should import whatever it needs before it calls `start.start_joined`, which starts MPI: the others wait
-for it in `spawn`. Only for an MPI that outlives the death of ranks (`Communicator.supports("ulfm")`).
+A new process should import all it needs before it calls `start.start_joined`, which starts MPI: the others wait for it
+in `spawn`. Only for an MPI with fault tolerance (`Communicator.supports("ulfm")`).
 """
 
 import os
@@ -24,7 +24,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Introduction of a rank of a communicator that has grown; of a new one only the host counts."""
+    """Properties that a rank announces in a grown communicator; a new rank knows only its host."""
 
     host: str
     name: str = ""
@@ -37,8 +37,8 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
     """Start ``count`` processes of this Python (`python -P`) with ``arguments``; return a communicator with them.
 
     Collective over ``comm``, and over the new processes by `join_parent`: their ranks follow those of ``comm``. They
-    get the variables of this job from rank 0. Raises what `deaths.is_death` knows where somebody dies meanwhile; new
-    processes that nobody takes in end by themselves.
+    get the variables of this job from rank 0. Raises an error for which `rank_failures.is_rank_failure` is true where
+    a rank dies meanwhile; new processes that cannot join end by themselves.
     """
     assert isinstance(comm, Endpoint)
     if count < 1:
@@ -48,7 +48,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
     try:
         larger.allgather_object(SpawnMember(socket.gethostname(), label, comm.checked, pointers, comm.declared_node))
     except Exception:
-        larger.revoke()  # new processes that have come through shall not wait for those who have not
+        larger.revoke()  # releases new processes that wait here for others
         raise
     return larger
 
@@ -58,7 +58,7 @@ def join_parent(mpi: Any) -> Communicator | None:
 
     Collective over both. ``mpi`` is mpi4py.MPI, started.
     """
-    bare = ulfm.joined(mpi)
+    bare = ulfm.join_parent(mpi)
     if bare is None:
         return None
     handover = Handover(device_pointers=False)
@@ -71,7 +71,7 @@ def join_parent(mpi: Any) -> Communicator | None:
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what new processes are told of ``environment`` (local)."""
+    """Return the variables of ``environment`` that new processes get (local)."""
     return {
         name: value
         for name, value in environment.items()
@@ -80,7 +80,7 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the declared node of each rank; a new one goes to the node with the fewest (local)."""
+    """Return the declared node of each rank; a new rank gets the node with the fewest ranks (local)."""
     nodes = [member.declared_node for member in members]
     known = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):
@@ -91,9 +91,9 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float = 0.05, peer: int = ANY, tag: int = ANY) -> Message:
-    """Return the first message, looking for it every so many seconds: this rank costs next to nothing (local).
+    """Return the first message, polled for every ``every_s`` seconds: a waiting spare costs little (local).
 
-    Raises what `deaths.is_death` knows when somebody dies, or the communicator is revoked. However long it takes.
+    Raises an error for which `rank_failures.is_rank_failure` is true when a rank dies or the communicator is revoked.
     """
     failfast.set_recovery_limit(None)
     while (message := comm.poll(peer, tag)) is None:

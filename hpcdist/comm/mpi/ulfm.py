@@ -1,11 +1,12 @@
-"""User-level fault mitigation (ULFM) of MPI, as Open MPI 5 has it under ``mpirun --with-ft ulfm``.
+"""User-level failure mitigation (ULFM) of MPI: revoke, shrink, agree and acknowledge, with Open MPI 5.
 
-Other libraries export the same functions, and end the process in them: nothing here is called before `is_enabled`.
+Open MPI has it under ``mpirun --with-ft ulfm``. Other libraries export the same functions, and end the process in
+them: call nothing here unless `is_enabled`.
 
-`objects` and `confirm` replace a gather that hides failures. Open MPI 5.0 chooses for few bytes an allgatherv, of a
-gather and a broadcast, that forgets their errors: when a rank dies in it, most of the others are told that it is
-complete, and have in their buffers what was there before. mpi4py's allgather of objects is made of it, too. Its
-allgather, allreduce and broadcast report the failure.
+`allgather_objects` and `check_completed` work around a gather that hides failures. For few bytes Open MPI 5.0 chooses
+an allgatherv, made of a gather and a broadcast, that drops their errors: when a rank fails in it, most of the others
+return success with stale data in their buffers. mpi4py's allgather of objects uses it, too. MPI_Allgather,
+MPI_Allreduce and MPI_Bcast report the failure.
 """
 
 import ctypes
@@ -23,11 +24,11 @@ _LIBRARY: Final = "libmpi.so.40"  # of Open MPI 4 and 5
 _SYMBOL: Final = "ompi_ftmpi_enabled"
 
 
-@functools.cache  # asked in every gather
+@functools.cache  # called in every gather
 def is_enabled(mpi: Any) -> bool:
-    """Whether the communicators of ``mpi`` (mpi4py.MPI, started) survive the death of a rank (local).
+    """Whether communicators of ``mpi`` (mpi4py.MPI, initialised) survive the failure of a rank (local).
 
-    The launcher's variable asks for it, and the library's own says whether it is so.
+    The launcher's variable requests it, and a variable of the library says whether it is enabled.
     """
     if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(VARIABLE, "0") in ("", "0", "false"):
         return False
@@ -35,11 +36,12 @@ def is_enabled(mpi: Any) -> bool:
         loaded = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return bool(ctypes.c_bool.in_dll(loaded, _SYMBOL).value)
     except (OSError, ValueError):
-        return False  # a library without it, or by another name: nobody can tell, so nothing is risked
+        return False  # no such symbol, or a library of another name: not known, and a wrong yes ends the process
 
 
 def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` that are known to be dead, ascending (local)."""
+    """Return the ranks of ``comm`` that are known to have failed, ascending (local)."""
+    # Get_failed returns a group, whose ranks are not those of the communicator.
     dead, members = comm.Get_failed(), comm.Get_group()
     ranks = mpi.Group.Translate_ranks(dead, range(dead.Get_size()), members)
     dead.Free()
@@ -47,15 +49,16 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def is_given_up(mpi: Any, comm: Any) -> bool:
-    """Whether ``comm`` was revoked, or freed: what is collective over it would never end (local)."""
+def is_revoked(mpi: Any, comm: Any) -> bool:
+    """Whether ``comm`` was revoked or freed: collective calls on it, such as freeing a window, would hang (local)."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
 def agree(mpi: Any, comm: Any, flag: bool) -> bool:
-    """Return whether all living members brought true. Collective over them."""
+    """Return whether all survivors passed true. Collective over the survivors."""
     while True:
-        # Deaths that somebody has not acknowledged are an error, on all alike: then all acknowledge, and ask again.
+        # MPI_Comm_agree returns ERR_PROC_FAILED, the same on all, while any participant has not acknowledged a failure
+        # that another knows of. So each acknowledges what it knows, and all repeat: every round learns of more.
         comm.Ack_failed()
         try:
             return bool(comm.Agree(flag))
@@ -65,41 +68,46 @@ def agree(mpi: Any, comm: Any, flag: bool) -> bool:
 
 
 def shrink(mpi: Any, comm: Any) -> Any:
-    """Return a communicator of the living members. Collective over them."""
+    """Return a communicator of the survivors. Collective over the survivors."""
     while True:
-        # Open MPI 5 forgets, when a death interrupts the making of a communicator, that it is over: what is made next
-        # from one with a larger number than that one's waits for ever. A new one made from COMM_SELF puts it right.
+        # When a failure interrupts the creation of a communicator, Open MPI 5 does not mark its allocation of a context
+        # id as ended: a later creation from a communicator with a larger id then waits for ever. Creating one from
+        # COMM_SELF, which needs no other rank, resets that state.
         mpi.COMM_SELF.Dup().Free()
-        smaller, told = None, None
+        survivors, failure = None, None
         try:
-            smaller = comm.Shrink()
+            survivors = comm.Shrink()
         except mpi.Exception as error:
-            told = error
-        # Somebody may have died in the midst: either all have the new communicator, or all try again.
-        if agree(mpi, comm, smaller is not None):
-            return smaller
-        if smaller is not None:
-            smaller.Free()
-        elif told is not None and told.Get_error_class() not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING):
-            raise told
+            failure = error
+        # A rank may fail during the shrink, which then succeeds on some and raises on others: either all survivors have
+        # the new communicator, or all repeat.
+        if agree(mpi, comm, survivors is not None):
+            return survivors
+        if survivors is not None:
+            survivors.Free()
+        elif failure is not None and failure.Get_error_class() not in (
+            mpi.ERR_PROC_FAILED,
+            mpi.ERR_PROC_FAILED_PENDING,
+        ):
+            raise failure
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
     """Return a communicator of ``comm`` and ``count`` new processes of this Python. Collective over both."""
-    # By the command `env`: daemons on other hosts have an environment of their own, and a value of MPI's information is
-    # of a few hundred characters at most.
+    # Pass variables by the command `env`: daemons on other hosts have an environment of their own, and a value of
+    # MPI_Info holds a few hundred characters at most.
     variables = [f"{name}={value}" for name, value in environment.items()]
-    where = _where(mpi, comm, os.environ)
-    between = comm.Spawn("env", [*variables, sys.executable, *arguments], count, info=where)
-    where.Free()
-    return _merged(mpi, between, late=False)
+    hint = _least_used_node(mpi, comm, os.environ)
+    intercomm = comm.Spawn("env", [*variables, sys.executable, *arguments], count, info=hint)
+    hint.Free()
+    return _merge(mpi, intercomm, late=False)
 
 
-def _where(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any:
-    """Return the hint that puts new processes on the node with the fewest living members. Collective over them.
+def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any:
+    """Return an MPI_Info that places new processes on the node with the fewest survivors. Collective over them.
 
-    Open MPI chooses any node, but a process can only join from one that has a living member already. Under Slurm alone:
-    elsewhere nobody here knows the name that the launcher has for a node.
+    Open MPI chooses any node, but a process can only join from a node that has a survivor. Only under Slurm: elsewhere
+    the launcher's names of the nodes are not known.
     """
     hint = mpi.Info.Create()
     names = comm.allgather(environment.get("SLURMD_NODENAME", ""))
@@ -108,24 +116,25 @@ def _where(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any:
     return hint
 
 
-def joined(mpi: Any) -> Any | None:
+def join_parent(mpi: Any) -> Any | None:
     """Return, in a process that `grow` started, the same communicator; None in others. Collective over both."""
-    between = mpi.Comm.Get_parent()
-    return None if between == mpi.COMM_NULL else _merged(mpi, between, late=True)
+    intercomm = mpi.Comm.Get_parent()
+    return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 
 
-def _merged(mpi: Any, between: Any, late: bool) -> Any:
-    between.Set_errhandler(mpi.ERRORS_RETURN)
-    merged = between.Merge(late)
+def _merge(mpi: Any, intercomm: Any, late: bool) -> Any:
+    # Whatever they have inherited: with the default error handler a rank failure would abort the job.
+    intercomm.Set_errhandler(mpi.ERRORS_RETURN)
+    merged = intercomm.Merge(late)
     merged.Set_errhandler(mpi.ERRORS_RETURN)
-    between.Free()
+    intercomm.Free()
     return merged
 
 
-def objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
+def allgather_objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
     """Return the picklable values of all members of ``comm`` in rank order. Collective.
 
-    Where ranks may die, all send as many bytes as the longest value has: `MPI_Allgather` will do then.
+    With ULFM all send as many bytes as the longest value has, so that MPI_Allgather can be used: see the top.
     """
     if not is_enabled(mpi):
         return list(comm.allgather(value))
@@ -134,12 +143,12 @@ def objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
     comm.Allgather(np.array([own.size]), sizes)
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: own.size] = own
-    found = np.empty((comm.size, padded.size), np.uint8)
-    comm.Allgather(padded, found)
-    return [pickle.loads(row[:size].data) for row, size in zip(found, sizes, strict=True)]
+    gathered = np.empty((comm.size, padded.size), np.uint8)
+    comm.Allgather(padded, gathered)
+    return [pickle.loads(row[:size].data) for row, size in zip(gathered, sizes, strict=True)]
 
 
-def confirm(mpi: Any, comm: Any) -> None:
-    """Raise the error of a death that happened in an allgatherv before. Collective."""
+def check_completed(mpi: Any, comm: Any) -> None:
+    """Raise the error of a rank failure that the allgatherv before has dropped. Collective."""
     if is_enabled(mpi):
         comm.Allreduce(mpi.IN_PLACE, np.zeros(1))

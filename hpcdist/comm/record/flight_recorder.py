@@ -1,8 +1,8 @@
 """Flight recorder: the last operations of a rank in a memory-mapped file that survives SIGKILL.
 
 The file is a header, one slot per kind of note, a table of texts (call sites; communicator, operation and dtype), and
-a ring of fixed records. Nothing is flushed: the pages belong to the kernel from the moment they are written, so that
-they reach the file whatever becomes of the process.
+a ring of fixed records. Nothing is flushed: written pages belong to the kernel at once, so that they reach the file
+however the process ends.
 
     header | notes | texts | ring of records      all little-endian; a number of the clock is monotonic nanoseconds
 
@@ -27,12 +27,12 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Make ``path`` anew and map it (local). Raises StorageError, which names ``what`` needs it and the ``cure``.
+    """Create ``path`` anew and map it (local). Raises StorageError, whose text has purpose ``what`` and ``cure``.
 
     The whole size is allocated at once, because a write into a hole of a mapping on a full disk would be a SIGBUS.
     """
     try:
-        path.unlink(missing_ok=True)  # truncating would be a SIGBUS for whoever still maps the old file
+        path.unlink(missing_ok=True)  # truncating would be a SIGBUS for a process that still maps the old file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -44,12 +44,12 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 
 MAGIC: Final = b"HPCDREC\0"
-MOST_BYTES: Final = 256 << 20  # that are read of a file, which has one or two million
+MOST_BYTES: Final = 256 << 20  # of a file that is read; usual files have one or two million
 VERSION: Final = 1
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
-BEAT: Final = 16  # words of 8 bytes from the start of the file: the last sign of life,
-NEXT_BEAT: Final = 17  # when the next was to come,
+BEAT: Final = 16  # words of 8 bytes from the start of the file: time of the last heartbeat,
+NEXT_BEAT: Final = 17  # interval to the next,
 TEXT_USED: Final = 18  # and the bytes used in the table of texts
 KINDS: Final = ("raised", "deadline", "finished", "frozen", "stage")
 FINAL: Final = ("raised", "deadline", "finished")
@@ -65,7 +65,7 @@ RING: Final = TEXTS + 256 * 1024
 # index from 1, start, end (0: running), sequence on the communicator, count, sent bytes, site, label, peer, tag
 RECORD: Final = struct.Struct("<QqqQqqIIii")
 END_OFFSET: Final = 16
-# Operations that one member makes with another. All others are made by every member, and so can be aligned.
+# Point-to-point operations. All others are made by every member, and so can be aligned between ranks.
 POINT_TO_POINT: Final = frozenset(
     {"send", "recv", "sendrecv", "isend", "irecv", "probe", "put", "get", "flush", "load"}
 )
@@ -111,7 +111,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RankNote:
-    """Entry of a rank about itself, and its time (wall-clock nanoseconds)."""
+    """A note of a rank about its state, with the time (wall-clock nanoseconds)."""
 
     time_ns: int
     text: str
@@ -119,7 +119,7 @@ class RankNote:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """All that the file of one rank holds; events in the order of their starts."""
+    """Content of the file of one rank; events in the order of their starts."""
 
     path: Path
     rank: int
@@ -142,18 +142,18 @@ class RankRecord:
 
     @property
     def last_sign_ns(self) -> int:
-        """Wall-clock time of the last thing this rank is known to have done."""
+        """Wall-clock time of the last sign of life: heartbeat, event or note."""
         ends = [event.ended_ns or event.started_ns for event in self.events]
         return max([self.started_ns, self.beat_ns, *ends, *(note.time_ns for note in self.notes.values())])
 
     def event(self, token: int) -> RecordedEvent | None:
-        """Return the event that the recorder's ``token`` stands for, if it has not ended."""
+        """Return the event of the recorder's ``token``, if it has not ended."""
         return next((event for event in self.open_events if event.index % self.capacity == token), None)
 
     def process_state(self) -> str | None:
-        """Return the kernel's letter for the process ("S", "T" when stopped), "" when it is gone.
+        """Return the kernel's state letter of the process ("S", "T" when stopped), "" when it has ended.
 
-        None when that cannot be known: the rank ran on another host, or its process ids are not ours.
+        None when that cannot be known: the rank ran on another host, or in another pid namespace.
         """
         if self.host != os.uname().nodename[:64] or not self.start_ticks:
             return None
@@ -233,9 +233,9 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def start_ticks(pid: int) -> int:
-    """Return when the process started, in clock ticks since boot; with the pid it names one process (local).
+    """Return the start time of the process in clock ticks since boot; with the pid it names one process (local).
 
-    0: it is gone, or nobody can tell.
+    0 where the process has ended, or that cannot be known.
     """
     try:
         return _process(pid)[1]
@@ -246,7 +246,7 @@ def start_ticks(pid: int) -> int:
 def has_ended(pid: int, began: int) -> bool:
     """Whether the process ``pid`` that started at ``began`` is known to have ended (local).
 
-    False where nobody can tell, as without a descriptor left to look with.
+    False where that cannot be known, e.g. without a free file descriptor.
     """
     try:
         return _process(pid)[1] != began
@@ -255,7 +255,7 @@ def has_ended(pid: int, began: int) -> bool:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return state and start; ("", 0) when it is gone. Raises OSError where that cannot be known."""
+    """Return state and start time; ("", 0) when it has ended. Raises OSError where that cannot be known."""
     try:
         # The name of the command may contain spaces and brackets: what follows the last bracket is regular.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -265,7 +265,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove what ranks beyond ``ranks`` have recorded, who left a job that became smaller (local)."""
+    """Remove the files of ranks ``ranks`` and above, left by a job that had more ranks (local)."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -287,7 +287,7 @@ def _sources(folder: str) -> frozenset[str]:
 class Recorder:
     """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
 
-    Any thread may report. An operation that never ends keeps its record: the ring goes round it. Raises StorageError
+    Any thread may report. An operation under way keeps its record: the ring skips it. Raises StorageError
     when the file cannot be made.
     """
 
@@ -305,7 +305,7 @@ class Recorder:
         self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
         self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
         self._sites: dict[tuple[int, ...], int] = {}
-        self._codes: list[CodeType] = []  # held, so that their ids, the keys of _sites, are not given to other code
+        self._codes: list[CodeType] = []  # kept alive: their ids are keys of _sites, and must not be reused
         self._ids = {SITE: 0, LABEL: 0}
         self._text_used = 0
         self._lock = threading.Lock()
@@ -328,7 +328,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename in inside:
             frame = frame.f_back
-        # Inside collectives/ the site is the caller's, and how it came here.
+        # Inside collectives/ the site is the line of the caller outside, "via" the line inside.
         outer = frame
         while outer is not None and outer.f_code.co_filename in algorithms:
             outer = outer.f_back
@@ -340,6 +340,8 @@ class Recorder:
             site = self._sites.get(key, -1)
             if site < 0:
                 site = self._new_site(key, [outer] if outer is frame else [outer, frame])
+        # Without a lock: `_advance` (next of itertools.count) and operations of a dict are atomic under the GIL, so
+        # two threads never get the same index. The ring skips the slots of operations under way.
         index, under_way = self._advance(), self._open
         slot = index % self.capacity
         while slot in under_way:
@@ -356,7 +358,7 @@ class Recorder:
         self._open.pop(token, None)  # only now may the record be used again
 
     def _next_free(self) -> tuple[int, int]:
-        if len(self._open) >= self.capacity // 2:  # requests that nobody waits for: forget the oldest
+        if len(self._open) >= self.capacity // 2:  # requests that are never completed: give up the oldest
             with self._lock:
                 self._open.pop(min(self._open, key=self._open.__getitem__), None)
         index = self._advance()
@@ -373,7 +375,7 @@ class Recorder:
     def _new_site(self, key: tuple[int, ...], frames: list[FrameType]) -> int:
         with self._lock:
             if key not in self._sites:
-                self._codes += [each.f_code for each in frames]
+                self._codes += [frame.f_code for frame in frames]
                 self._sites[key] = self._add_text(SITE, " via ".join(map(_describe, frames)))
             return self._sites[key]
 
@@ -390,9 +392,9 @@ class Recorder:
         return self._ids[kind]
 
     def note(self, kind: str, text: str) -> None:
-        """Keep ``text``, at most 1 KiB of it, as this rank's state; kinds are `recordfile.KINDS`.
+        """Write ``text``, at most 1 KiB of it, as the note of ``kind``, one of `KINDS`.
 
-        Of the kinds that end a rank the first note stays, because what comes later follows from it; "frozen" and
+        Of the kinds that end a rank (`FINAL`) the first note stays, because later ones follow from it; "frozen" and
         "stage" are replaced by the next.
         """
         data = text.encode()[: NOTE_BYTES - NOTE.size]
@@ -404,7 +406,7 @@ class Recorder:
             NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
 
     def beat(self, next_ns: int) -> None:
-        """Give a sign of life, and say within how many nanoseconds the next will come (0: none will)."""
+        """Write a heartbeat, and the nanoseconds within which the next will come (0: none will)."""
         self._words[BEAT] = time.monotonic_ns()
         self._words[NEXT_BEAT] = next_ns
 
@@ -413,7 +415,7 @@ class Recorder:
         return sorted((start, token) for token, start in list(self._open.items()))
 
     def describe(self, token: int) -> str:
-        """Return one line about the operation behind ``token``."""
+        """Return one line that describes the operation of ``token``."""
         event = parse(bytes(self._map), self.path).event(token)
         return "an operation that has just ended" if event is None else str(event)
 

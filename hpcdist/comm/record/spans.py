@@ -2,8 +2,8 @@
 
     header | texts | ring of spans          all little-endian; a number of the clock is monotonic nanoseconds
 
-The file stands beside the flight recorder's: that one has the messages, this one what lies between them. A span is
-written down as it ends, by one thread, and survives SIGKILL. Reading never writes, needs no MPI, and copes with a
+The file lies beside the flight recorder's: that one has the messages, this one the work between them. A span is written
+when it ends, by one thread, and survives SIGKILL. Reading never writes, needs no MPI, and copes with a
 file whose process is still writing or was killed at any moment.
 """
 
@@ -24,9 +24,9 @@ from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDSPN\0"
-MOST_BYTES: Final = 256 << 20  # that are read of a file, which has a few million
+MOST_BYTES: Final = 256 << 20  # of a file that is read; usual files have a few million
 VERSION: Final = 1
-# What the time of a rank goes into. "step" encloses a step from boundary to boundary, so it is no phase beside others.
+# Phases that share the time of a rank. "step" encloses a whole step, so it is no phase beside the others.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
 STEP: Final = PHASES.index("step")
 # magic, version, rank, world, capacity, wall clock, monotonic clock, host, boot of the host
@@ -48,7 +48,7 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did. Times are monotonic nanoseconds of its node; -1 where there is no such number."""
+    """A named interval of a rank. Times are monotonic nanoseconds of its node; -1 stands for no step, unit, ..."""
 
     phase: str
     name: str
@@ -61,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """All that the file of one rank holds; ``spans`` in the order of their ends.
+    """Content of the file of one rank; ``spans`` in the order of their ends.
 
     ``wall_ns`` and ``monotonic_ns`` are the two clocks at one moment. ``boot_id`` names the running kernel: ranks with
     the same one share the monotonic clock.
@@ -115,14 +115,14 @@ def _texts(data: bytes, used: int) -> list[tuple[str, str]]:
 
 
 def _spans(data: bytes, capacity: int, texts: list[tuple[str, str]]) -> tuple[Span, ...]:
-    found = []
+    numbered = []
     for slot in range(capacity):
         index, begin, end, step, label, microbatch, unit = SPAN.unpack_from(data, RING + slot * SPAN.size)
         if not index or index % capacity != slot or label >= len(texts):
             continue  # never written, or the writer was interrupted here
         phase, name = texts[label]
-        found.append((index, Span(phase, name, step, microbatch, unit, begin, end)))
-    return tuple(span for _, span in sorted(found, key=lambda pair: pair[0]))
+        numbered.append((index, Span(phase, name, step, microbatch, unit, begin, end)))
+    return tuple(span for _, span in sorted(numbered, key=lambda pair: pair[0]))
 
 
 CAPACITY: Final = 8192
@@ -133,12 +133,12 @@ _UNNAMED: Final = 0xFFFFFFFF
 
 
 class SpanSink(Protocol):
-    """Looks on: told of everything that the rank has done, when it is done."""
+    """Observer of a rank's work: gets each named interval when it has ended."""
 
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Note what took from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `spanfile.PHASES`."""
+        """Add the interval from ``begin_ns`` to ``end_ns`` (of `now_ns`); ``phase`` is one of `PHASES`."""
         ...
 
 
@@ -153,7 +153,7 @@ NULL_SPANS: Final[SpanSink] = _NullSpans()
 
 
 class Spans:
-    """Keeps the last ``capacity`` spans of this rank in the file ``path``, and all of them until the next `drain`.
+    """Writer of the last ``capacity`` spans of this rank to the file ``path``; also keeps them for the next `drain`.
 
     Raises StorageError when the file cannot be made.
     """
@@ -180,7 +180,7 @@ class Spans:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Note what took from ``begin_ns`` to ``end_ns`` (local)."""
+        """Add the interval from ``begin_ns`` to ``end_ns`` (local)."""
         label, code = self._labels.get((phase, name)) or self._new_label(phase, name)
         index = self._index = self._index + 1
         if microbatch > _MOST or unit > _MOST:
@@ -199,23 +199,23 @@ class Spans:
     def drain(self) -> np.ndarray:
         """Return the spans since the last call: (spans, 3) int64 of phase, begin and end in ns (local).
 
-        Those of one phase that follow without a gap are one. Phases count as in `spanfile.PHASES`; whole steps are left
-        out, and so is what exceeds the capacity.
+        Spans of one phase that follow without a gap are merged. Phases are indices of `PHASES`; whole steps are left
+        out, and so are the oldest spans beyond the capacity.
         """
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Enter a label into the table; where that is full, spans go by one that is never written."""
+        """Enter a label into the table; where that is full, spans get a label that readers skip."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used
         if start + TEXT.size + len(data) > RING:
-            return _UNNAMED, code  # a reader has no name for it, and leaves it out
+            return _UNNAMED, code  # a reader has no name for it, and skips the span
         TEXT.pack_into(self._map, start, code, len(data))
         self._map[start + TEXT.size : start + TEXT.size + len(data)] = data
         self._text_used += TEXT.size + len(data)
-        struct.pack_into("<q", self._map, TEXT_USED * 8, self._text_used)  # last: nobody sees half an entry
+        struct.pack_into("<q", self._map, TEXT_USED * 8, self._text_used)  # last: no reader sees half an entry
         self._labels[phase, name] = len(self._labels), code
         return self._labels[phase, name]
 

@@ -1,7 +1,7 @@
 """Totals of communication: event sinks that add up calls, seconds and bytes by operation.
 
-`OperationTiming` measures a training as its caller sees it. `count_traffic` counts what an algorithm sends: claims
-about volumes are asserted on that.
+`OperationTiming` measures the operations that a training calls. `count_traffic` counts the bytes that an algorithm
+sends, on which tests assert the volumes that docstrings claim.
 """
 
 import math
@@ -20,14 +20,14 @@ from hpcdist.reporting.units import format_bytes
 
 
 class MessageTraffic:
-    """Calls by operation and bytes sent as messages; every event goes on to ``inner``."""
+    """Event sink that counts calls by operation and bytes sent as messages; forwards every event to ``inner``."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         self.inner = inner
         self._lock = threading.Lock()  # a thread may send beside the rank's own messages
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0
-        self.unknown: Counter[str] = Counter()  # operations whose algorithm, and so volume, is the MPI library's
+        self.unknown: Counter[str] = Counter()  # operations whose volume only the MPI library knows
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Count an operation and pass it on."""
@@ -46,7 +46,7 @@ class MessageTraffic:
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
-    """Count what ``comm``, and the communicators made from it, send (local)."""
+    """Count the messages of ``comm`` and of the communicators made from it inside the block (local)."""
     before = comm.events
     traffic = MessageTraffic(before)
     comm.events = traffic
@@ -58,19 +58,19 @@ def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
 
 _now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
 _ITEM_BYTES: Final = {name: dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
-_STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # they end when somebody waits for them
+_STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # non-blocking: they end in a wait or test
 _STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
-_RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # what they bring, another rank has sent
+_RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # their bytes are counted by the sender
 
-# The lowest bits of a token say what its end has to do; the rest is the token of the inner sink, or a number.
+# The two lowest bits of a token say how `end` treats it; the rest is the token of the inner sink, or a number.
 _OUTERMOST, _STARTED_ONLY = 1, 2
 
 
 class OperationTotal(NamedTuple):
     """Time of a rank in one kind of operation: ended ``calls``, their ``seconds`` and ``bytes``.
 
-    ``bytes`` is the size of the buffers handed over, so that bytes over seconds is the algorithm bandwidth, whoever
-    chose the algorithm; NaN where objects travel, whose size nobody tells.
+    ``bytes`` is the size of the buffers passed in, so that bytes over seconds is the algorithm bandwidth, for native
+    algorithms too; NaN for objects, whose size is not known.
     """
 
     calls: int
@@ -79,11 +79,11 @@ class OperationTotal(NamedTuple):
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that left a rank, by the way they took.
+    """Bytes that left a rank, by their way.
 
     ``messages`` are sent by algorithms of this package. ``shared`` are buffers of operations that send none: other
-    ranks of the node read them in memory. ``unknown`` are buffers that were handed to collectives of a library: how
-    much it sends for them, it does not tell.
+    ranks of the node read them in memory. ``unknown`` are buffers passed to collectives of a library, whose volume is
+    not known.
     """
 
     messages: float = 0.0
@@ -91,13 +91,13 @@ class BytesMoved(NamedTuple):
     unknown: float = 0.0
 
     def described(self) -> str:
-        """Return the bytes that there are of each way, for people."""
+        """Return the bytes of each way as text, without zeros."""
         ways = ("in messages", "through shared memory", "by the MPI library")
         parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
         return ", ".join(parts) or "nothing"
 
     def since(self, before: "BytesMoved") -> "BytesMoved":
-        """Return what was moved since ``before``."""
+        """Return the bytes moved since ``before``."""
         return BytesMoved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
 
 
@@ -114,7 +114,7 @@ class _Kind:
 
 
 class _ThreadTotals:
-    """Sums of one thread, which no other one writes, and the outermost operation that it is in."""
+    """Sums of one thread, written by that thread only (no lock), and the outermost operation that it is in."""
 
     __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
 
@@ -129,14 +129,14 @@ class _ThreadTotals:
 
 
 class OperationTiming:
-    """Event sink that adds up calls, seconds and bytes by operation; every event goes on to ``inner``.
+    """Event sink that adds up calls, seconds and bytes by operation; forwards every event to ``inner``.
 
-    Counted is what a caller sees: the messages of which a ring allreduce is made belong to it. So an operation that
-    begins while the same thread is in another is a part of that one. Operations that are only started (isend,
+    Only outermost operations count: the messages of which a ring allreduce is made are part of it. So an operation that
+    begins while the same thread is in another one is part of that one. Non-blocking operations (isend,
     ring_iallreduce, ...) last until they are complete, and several may be under way. Any thread may report.
 
-    An operation that raises never ends, and what its thread does afterwards belongs to it: who goes on after a failure
-    makes a Timing of its own. What is sent is counted too, as `recording.Traffic` does.
+    An operation that raises never ends, and later operations of its thread count as part of it: make a new
+    `OperationTiming` to go on after a failure. Bytes sent are counted, too, as by `MessageTraffic`.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
@@ -148,7 +148,7 @@ class OperationTiming:
         self._number = counter().__next__
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Take note of the start of an operation, and pass it on."""
+        """Note the start of an operation, and pass it on."""
         try:
             mine: _ThreadTotals = self._local.mine
         except AttributeError:
@@ -174,7 +174,7 @@ class OperationTiming:
         return token << 2 | _OUTERMOST
 
     def end(self, token: int) -> None:
-        """Add the operation to its kind where it is an outermost one, and pass the end on."""
+        """Add an outermost operation to the totals, and pass the end on."""
         if not token & 3:
             self._inner_end(token >> 2)
             return
@@ -205,7 +205,7 @@ class OperationTiming:
         return mine
 
     def totals(self) -> Mapping[str, OperationTotal]:
-        """Return what all threads spent since the start, by operation (local)."""
+        """Return the totals of all threads since the start, by operation (local)."""
         added: dict[str, OperationTotal] = {}
         for mine in self._threads.copy():  # copies: the threads go on
             for op, kind in mine.kinds.copy().items():
@@ -219,11 +219,11 @@ class OperationTiming:
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:
-        """Return what left this rank since the start, by the way it took (local)."""
+        """Return the bytes that left this rank since the start, by their way (local)."""
         threads = self._threads.copy()
         return BytesMoved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
 
     @property
     def unknown_calls(self) -> int:
-        """Operations since the start whose algorithm, and so volume, is the MPI library's."""
+        """Operations since the start whose volume only the MPI library knows."""
         return sum(mine.unknown_calls for mine in self._threads.copy())

@@ -1,10 +1,10 @@
 """Communicator of ranks that are threads of one process, and of a single rank (`solo`).
 
 Messages are copied when they are sent. Reductions add in rank order. When one rank raises, the others are released
-from whatever they wait for with a CommunicationError. Ranks may also die, and the others go on: see `run_threads`.
+from their waits with a CommunicationError. Ranks may also die while the others go on: see `run_threads`.
 
-`solo` is a group of one thread: no MPI is started, and no caller needs an `if`, since messages to oneself and every
-collective work as they do among many.
+`solo` is a group of one thread: no MPI is started, and callers need no special case, since messages to oneself and
+every collective work as they do with many ranks.
 """
 
 import threading
@@ -43,19 +43,19 @@ Result = TypeVar("Result")
 
 
 class ThreadCommunicator(Endpoint):
-    """A rank that is a thread."""
+    """Communicator of a rank that is a thread of this process."""
 
     def __init__(self, group: ThreadGroup, name: str, rank: int, declared_node: int | None) -> None:
         super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
-        self._group, self._fate = group, FailureDetector(group, rank, name)
+        self._group, self._detector = group, FailureDetector(group, rank, name)
         self._meetings = self._rounds = 0
 
-    def _wait(self, told: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
-        """Wait under the lock of ``told``, which the caller holds, for ``what``, which needs ``peer`` (None: all)."""
+    def _wait(self, condition: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
+        """Wait on ``condition``, whose lock is held, until ``ready``; ``what`` needs ``peer`` (None: all ranks)."""
         limit = time.monotonic() + self._group.deadline_s
         while not ready():
-            self._fate.look(peer, what)
-            if not told.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
+            self._detector.check(peer, what)
+            if not condition.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
 
     def _until(self, ready: Callable[[], bool]) -> None:
@@ -63,38 +63,38 @@ class ThreadCommunicator(Endpoint):
             self._wait(self._group.changed, ready, None, "an iallreduce")
 
     def _post(self, peer: int, tag: int) -> PostedReceive:
-        """Begin to receive: take the first letter that fits, or stand in line for it."""
+        """Post a receive: match the first unexpected message that fits, else wait in the queue of posted receives."""
         posted = PostedReceive(peer, tag)
         with self._group.changed:
-            inbox = self._group.inbox[self.rank]
-            posted.letter = next((letter for letter in inbox if posted.matches(letter)), None)
-            if posted.letter is None:
+            unexpected = self._group.unexpected[self.rank]
+            posted.envelope = next((envelope for envelope in unexpected if posted.matches(envelope)), None)
+            if posted.envelope is None:
                 self._group.posted[self.rank].append(posted)
             else:
-                inbox.remove(posted.letter)
+                unexpected.remove(posted.envelope)
         return posted
 
     def _arrived(self, posted: PostedReceive) -> ThreadMessage:
-        """Wait for the letter of a receive."""
+        """Return the message of a posted receive, waiting for it."""
         what = f"a receive from rank {posted.peer} with tag {posted.tag}"
         with self._group.changed:
-            self._wait(self._group.changed, lambda: posted.letter is not None, posted.peer, what)
-        assert posted.letter is not None
-        return posted.letter
+            self._wait(self._group.changed, lambda: posted.envelope is not None, posted.peer, what)
+        assert posted.envelope is not None
+        return posted.envelope
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:
             raise CommunicationError(f"rank {peer} does not exist in {self.name} of {self.size} ranks")
-        self._fate.look_for_deaths(peer, "a send")
-        letter = ThreadMessage(self.rank, tag, message.view(np.uint8).copy())
+        self._detector.check_deaths(peer, "a send")
+        envelope = ThreadMessage(self.rank, tag, message.view(np.uint8).copy())
         with self._group.changed:
             line = self._group.posted[peer]
-            first = next((posted for posted in line if posted.matches(letter)), None)
+            first = next((posted for posted in line if posted.matches(envelope)), None)
             if first is None:
-                self._group.inbox[peer].append(letter)
+                self._group.unexpected[peer].append(envelope)
             else:
                 line.remove(first)
-                first.letter = letter
+                first.envelope = envelope
             self._group.changed.notify_all()
 
     def _recv(self, message: Array, peer: int, tag: int) -> None:
@@ -109,7 +109,7 @@ class ThreadCommunicator(Endpoint):
         return CompletedRequest()
 
     def _irecv(self, message: Array, peer: int, tag: int) -> Request:
-        return ReceiveRequest(self._post(peer, tag), message, self._arrived, self._fate)
+        return ReceiveRequest(self._post(peer, tag), message, self._arrived, self._detector)
 
     def _probe(self, peer: int, tag: int) -> Message:
         return ProbedMessage(self._arrived(self._post(peer, tag)), self.handover)
@@ -117,13 +117,13 @@ class ThreadCommunicator(Endpoint):
     def _poll(self, peer: int, tag: int) -> Message | None:
         wanted = PostedReceive(peer, tag)
         with self._group.changed:
-            inbox = self._group.inbox[self.rank]
-            letter = next((letter for letter in inbox if wanted.matches(letter)), None)
-            if letter is None or self._group.failed or self._group.revoked:
-                self._fate.look(peer, "a poll")
+            unexpected = self._group.unexpected[self.rank]
+            envelope = next((envelope for envelope in unexpected if wanted.matches(envelope)), None)
+            if envelope is None or self._group.failed or self._group.revoked:
+                self._detector.check(peer, "a poll")
                 return None
-            inbox.remove(letter)
-        return ProbedMessage(letter, self.handover)
+            unexpected.remove(envelope)
+        return ProbedMessage(envelope, self.handover)
 
     def _idle(self, since: float) -> None:
         if self._group.failed:
@@ -136,15 +136,18 @@ class ThreadCommunicator(Endpoint):
         self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        """Return what each rank brought, in rank order. What one has seen complete is complete for all."""
+        """Return the value of each rank, in rank order: the rendezvous of every collective.
+
+        Calls match by number, as all ranks make the same collectives in the same order.
+        """
         group, number = self._group, self._meetings
         self._meetings += 1
         with group.met:
-            self._fate.look(None, "a collective")
+            self._detector.check(None, "a collective")
             brought = group.meetings.setdefault(number, {})
             brought[self.rank] = value
             if len(brought) == self.size:
-                del group.meetings[number]  # every rank holds it
+                del group.meetings[number]  # every rank has its own reference to `brought`
                 group.met.notify_all()
             else:
                 self._wait(group.met, lambda: len(brought) == self.size, None, f"a collective on {self.name}")
@@ -162,10 +165,10 @@ class ThreadCommunicator(Endpoint):
             parts = self._group.rounds.setdefault(self._rounds, {})
             parts[self.rank] = message.copy()
             if len(parts) == self.size:
-                del self._group.rounds[self._rounds]  # every rank holds it
+                del self._group.rounds[self._rounds]  # every rank has its own reference to `parts`
             self._group.changed.notify_all()
         self._rounds += 1
-        return ReductionRequest(parts, self.size, message, op, self._until, self._fate)
+        return ReductionRequest(parts, self.size, message, op, self._until, self._detector)
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
         own = ranges[self.rank].slice
@@ -202,28 +205,28 @@ class ThreadCommunicator(Endpoint):
         return 0
 
     def _shared(self, nbytes: int) -> SharedBlock:
-        return ThreadBlock(self._everyone(np.zeros(nbytes, np.uint8)), self._fate, self._group.deadline_s)
+        return ThreadBlock(self._everyone(np.zeros(nbytes, np.uint8)), self._detector, self._group.deadline_s)
 
     def supports(self, feature: str) -> bool:
-        """Threads have no special feature but that of being threads, and mortal where they were made so."""
-        return feature == "thread_multiple" or (feature == "ulfm" and self._group.mortal)
+        """Whether ``feature`` is there: "thread_multiple" always, "ulfm" where ranks may die (`run_threads`)."""
+        return feature == "thread_multiple" or (feature == "ulfm" and self._group.fault_tolerant)
 
     def _revoke(self) -> None:
         self._group.revoked = True
         self._group.stop()
 
     def _failed(self) -> tuple[int, ...]:
-        return tuple(self._group.gone())
+        return tuple(self._group.dead_ranks())
 
     def _agree(self, flag: bool) -> bool:
-        parting = self._fate.part(flag)
-        return all(parting.brought[rank] for rank in parting.living or ())
+        agreement = self._detector.agree(flag)
+        return all(agreement.brought[rank] for rank in agreement.living or ())
 
     def _shrink(self, name: str) -> Self:
-        parting = self._fate.part(True)
-        assert parting.living is not None
-        group = self._group.child(f"{name} of the living {parting.number}", parting.living)
-        child = type(self)(group, name, parting.living.index(self.rank), self.declared_node)
+        agreement = self._detector.agree(True)
+        assert agreement.living is not None
+        group = self._group.child(f"{name} of the living {agreement.number}", agreement.living)
+        child = type(self)(group, name, agreement.living.index(self.rank), self.declared_node)
         child.handover = self.handover
         return child
 
@@ -234,7 +237,7 @@ class ThreadCommunicator(Endpoint):
         return
 
     def free(self) -> None:
-        """Nothing to give back: the group ends with its last rank."""
+        """Do nothing: the group is collected with its last rank."""
         return
 
 
@@ -244,26 +247,26 @@ def run_threads(
     ranks_per_node: int | None = None,
     deadline_s: float = DEADLINE_S,
     *,
-    mortal: bool = False,
+    fault_tolerant: bool = False,
 ) -> list[Result]:
     """Call ``function(comm)`` on ``size`` threads and return their results in rank order.
 
-    The first exception is raised here; the ranks it left waiting are released. ``ranks_per_node`` declares nodes.
-    With ``mortal`` a rank that raises `Death` dies instead: its result is None, and the others can go on as ranks of
-    an MPI with fault tolerance do (`Communicator.revoke`, `agree`, `shrink`).
+    The first exception is raised here; ranks that wait are released. ``ranks_per_node`` declares nodes.
+    With ``fault_tolerant`` a rank that raises `RankDeath` dies instead: its result is None, and the others can go on
+    as ranks of an MPI with ULFM do (`Communicator.revoke`, `agree`, `shrink`).
     """
-    group = ThreadGroup(tuple(range(size)), deadline_s, mortal=mortal)
+    group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
-        if mortal:
+        if fault_tolerant:
             register_rank(group, rank)
         try:
             node = None if ranks_per_node is None else rank // ranks_per_node
             result = function(ThreadCommunicator(group, "world", rank, node))
             results[rank] = None if rank in group.dead else result
         except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
-            if rank not in group.dead:  # the dead say nothing
+            if rank not in group.dead:  # a dead rank reports nothing
                 with group.changed:
                     group.failed.append(error)
                 group.abort()

@@ -1,7 +1,8 @@
-"""Group of ranks that are threads: shared mailboxes, meetings, requests under way, and the death of a rank.
+"""Group of ranks that are threads: message queues, collectives, requests under way, and the death of a rank.
 
-A `RankDeath` is to the others as a SIGKILL: they go on without that rank, by the agreement of the survivors.
-Reductions combine the parts in rank order, and are complete when the last part came.
+Messages match as in MPI: each rank has a queue of unexpected messages and one of posted receives. A `RankDeath` looks
+to the other ranks like a SIGKILL: the survivors agree and go on without that rank. Reductions combine the parts in
+rank order, and are complete when the last part has come.
 """
 
 import threading
@@ -20,7 +21,7 @@ from hpcdist.errors import CommunicationError, DeadlineError, RankDiedError
 
 @dataclass(eq=False)
 class ThreadMessage:
-    """A message under way: a copy of what was sent."""
+    """Envelope (source and tag) and payload of a message; the payload is a copy of the sent buffer."""
 
     source: int
     tag: int
@@ -29,31 +30,32 @@ class ThreadMessage:
 
 @dataclass(eq=False)
 class PostedReceive:
-    """A receive that waits for its letter. Receives match in the order in which they were posted, as in MPI."""
+    """A receive and the message that it has matched, if any. Receives match in the order of posting, as in MPI."""
 
     peer: int
     tag: int
-    letter: ThreadMessage | None = None
+    envelope: ThreadMessage | None = None
 
-    def matches(self, letter: ThreadMessage) -> bool:
-        """Whether ``letter`` is one that this receive takes."""
-        return self.peer in (ANY, letter.source) and self.tag in (ANY, letter.tag)
+    def matches(self, envelope: ThreadMessage) -> bool:
+        """Whether this receive takes ``envelope``."""
+        return self.peer in (ANY, envelope.source) and self.tag in (ANY, envelope.tag)
 
 
 @dataclass
 class SurvivorAgreement:
-    """A meeting of the living: what each brought, and what the first to see all of them made of it."""
+    """An agreement of the survivors: the flag of each, and the survivors at the moment of the decision."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
-    living: tuple[int, ...] | None = None  # ranks that lived when it was decided: the same for all
+    living: tuple[int, ...] | None = None  # ranks alive when it was decided, set once: so the same for all
 
 
 @dataclass
 class ThreadGroup:
-    """State that the threads of one communicator share. ``members`` are their numbers in the world, in rank order.
+    """State that the threads of one communicator share. ``members`` are their world ranks, in rank order.
 
-    ``failed`` and ``dead``, numbers in the world, are those of the whole world; ``mortal``: a rank may die alone.
+    ``failed`` (exceptions) and ``dead`` (world ranks) are shared by all groups of a world. ``fault_tolerant``: a rank
+    may die alone. All queues are guarded by ``changed``, and ``meetings`` by ``met``.
     """
 
     members: tuple[int, ...]
@@ -61,47 +63,51 @@ class ThreadGroup:
     changed: threading.Condition = field(default_factory=threading.Condition)
     failed: list[BaseException] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
-    mortal: bool = False
+    fault_tolerant: bool = False
 
     def __post_init__(self) -> None:
         self.size = len(self.members)
-        self.inbox: list[list[ThreadMessage]] = [[] for _ in range(self.size)]  # letters that nobody waits for yet
+        self.unexpected: list[list[ThreadMessage]] = [[] for _ in range(self.size)]  # arrived, not matched yet
         self.posted: list[list[PostedReceive]] = [
             [] for _ in range(self.size)
-        ]  # receives whose letter is still to come
-        self.met = threading.Condition()  # apart from `changed`, which every letter notifies
-        self.meetings: dict[int, dict[int, Any]] = {}  # number of a collective -> rank -> what it brought
-        self.rounds: dict[int, dict[int, np.ndarray]] = {}  # the same of each iallreduce
-        self.partings: dict[int, SurvivorAgreement] = {}
+        ]  # receives whose envelope is still to come
+        # A condition of its own: every message notifies `changed`, and would wake all ranks that wait in a collective.
+        self.met = threading.Condition()
+        self.meetings: dict[int, dict[int, Any]] = {}  # number of a collective -> rank -> its value
+        self.rounds: dict[int, dict[int, np.ndarray]] = {}  # number of an iallreduce -> rank -> its buffer
+        self.agreements: dict[int, SurvivorAgreement] = {}
         self.revoked = False
         self.children: dict[str, ThreadGroup] = {}
 
     def child(self, key: str, ranks: Sequence[int]) -> "ThreadGroup":
-        """Return the group of some of the members under ``key``; the first to ask makes it."""
+        """Return the group of the members ``ranks`` under ``key``; the first rank that calls makes it."""
         with self.changed:
             group = self.children.get(key)
             if group is None:
                 members = tuple(self.members[rank] for rank in ranks)
-                group = ThreadGroup(members, self.deadline_s, failed=self.failed, dead=self.dead, mortal=self.mortal)
+                group = ThreadGroup(
+                    members, self.deadline_s, failed=self.failed, dead=self.dead, fault_tolerant=self.fault_tolerant
+                )
                 self.children[key] = group
-                if group.gone():  # while it was made: nobody will come round again to say so
+                # A rank that died meanwhile: its `mark_dead` did not see this group among the children.
+                if group.dead_ranks():
                     group.stop()
         return group
 
     def abort(self) -> None:
-        """Release every thread that waits in this group or below."""
+        """Wake every thread that waits in this group or one made from it."""
         self.stop()
         for child in self._all_children():
             child.abort()
 
     def stop(self) -> None:
-        """Release every thread that waits in this group: it finds out why by itself."""
+        """Wake every thread that waits in this group; each checks for failures by itself."""
         for condition in (self.changed, self.met):
             with condition:
                 condition.notify_all()
 
     def mark_dead(self, member: int) -> None:
-        """Let every thread in this group or below that waits for ``member``, a number in the world, see its death."""
+        """Mark world rank ``member`` as dead, and wake the threads that wait in groups that it is a member of."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
@@ -112,22 +118,22 @@ class ThreadGroup:
         with self.changed:
             return list(self.children.values())
 
-    def gone(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the ranks that are dead."""
         return [rank for rank, member in enumerate(self.members) if member in self.dead]
 
 
 class _RankLife(threading.local):
-    end: Callable[[], None] | None = None  # of the rank that this thread is
+    end: Callable[[], None] | None = None  # marks the rank of this thread as dead
 
 
 _rank_life = _RankLife()
 
 
 class RankDeath(BaseException):
-    """Raised by a rank of ``run_threads(mortal=True)``: from its making on the rank is dead, and nobody hears of it.
+    """Death of a rank of ``run_threads(fault_tolerant=True)``, which raises this: dead as soon as the object is made.
 
-    Messages that it still tries to send while the exception passes through its code raise this again.
+    It is a BaseException, and messages that the rank still sends while it unwinds (cleanup code) raise it again.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -137,62 +143,64 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """Let this thread be ``member`` of the world ``group`` (local)."""
+    """Register this thread as rank ``member`` of the world ``group``, so that a `RankDeath` marks it dead (local)."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:
-    """State of the rest of ``group``, as its rank ``rank`` sees it."""
+    """Failure detection for rank ``rank`` of ``group``, and agreement among the survivors."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
-        self._parted = 0
+        self._agreements = 0
 
-    def look(self, peer: int | None, what: str) -> None:
+    def check(self, peer: int | None, what: str) -> None:
         """Raise an error where ``what`` can never be complete (local).
 
-        It needs the rank ``peer``; ANY and None need all.
+        It needs the rank ``peer``; with ANY or None it needs all.
         """
         if self._group.failed:
             raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited in {what}")
-        self.look_for_deaths(peer, what)
+        self.check_deaths(peer, what)
 
-    def look_for_deaths(self, peer: int | None, what: str) -> None:
-        """Raise Death where this rank is dead, RankDiedError where ``what`` needs one that is, or was revoked."""
+    def check_deaths(self, peer: int | None, what: str) -> None:
+        """Raise RankDeath where this rank is dead, RankDiedError where a dead rank is needed, or after a revoke."""
         group = self._group
         if not group.dead and not group.revoked:
             return
         if group.members[self.rank] in group.dead:
             raise RankDeath
-        gone = group.gone()
+        dead_ranks = group.dead_ranks()
         if group.revoked:
-            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked, and with it {what}", gone)
-        if gone and (peer is None or peer == ANY or peer in gone):
-            dead = ", ".join(map(str, gone))
-            raise RankDiedError(f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs it", gone)
+            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked, and with it {what}", dead_ranks)
+        if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
+            dead = ", ".join(map(str, dead_ranks))
+            raise RankDiedError(f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs it", dead_ranks)
 
-    def part(self, flag: bool) -> SurvivorAgreement:
-        """Meet all that live, and return what they decided: the same object for all. Collective over the living."""
+    def agree(self, flag: bool) -> SurvivorAgreement:
+        """Return the agreement of all survivors, one object for all of them. Collective over the survivors."""
         group, limit = self._group, time.monotonic() + self._group.deadline_s
         with group.changed:
-            parting = group.partings.setdefault(self._parted, SurvivorAgreement(self._parted))
-            self._parted += 1
-            parting.brought[self.rank] = flag
+            agreement = group.agreements.setdefault(self._agreements, SurvivorAgreement(self._agreements))
+            self._agreements += 1
+            agreement.brought[self.rank] = flag
             group.changed.notify_all()
-            while parting.living is None:
-                gone = group.gone()
-                if self.rank in gone:
+            while agreement.living is None:
+                # Decide by the ranks that are alive now; each death wakes all, so nobody waits for a dead rank. The
+                # first to see all flags sets `living`, under the lock: a later death does not change the decision.
+                dead_ranks = group.dead_ranks()
+                if self.rank in dead_ranks:
                     raise RankDeath
-                living = tuple(rank for rank in range(group.size) if rank not in gone)
-                if all(rank in parting.brought for rank in living):
-                    parting.living = living
+                living = tuple(rank for rank in range(group.size) if rank not in dead_ranks)
+                if all(rank in agreement.brought for rank in living):
+                    agreement.living = living
                 elif group.failed:
                     raise CommunicationError(f"rank {self.rank}: another rank failed, and does not come to agree")
                 elif time.monotonic() >= limit:
                     raise DeadlineError(f"rank {self.rank}: the living did not meet within {group.deadline_s} s")
                 else:
                     group.changed.wait(limit - time.monotonic())
-        return parting
+        return agreement
 
 
 class CompletedRequest:
@@ -207,85 +215,85 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive under way; ``arrived`` waits for its letter."""
+    """A receive under way; ``arrived`` waits for its message."""
 
     def __init__(
         self,
         posted: PostedReceive,
         message: Array,
         arrived: Callable[[PostedReceive], ThreadMessage],
-        fate: FailureDetector,
+        detector: FailureDetector,
     ) -> None:
-        self._posted, self._message, self._arrived, self._fate = posted, message, arrived, fate
+        self._posted, self._message, self._arrived, self._detector = posted, message, arrived, detector
 
     def wait(self) -> None:
-        """Return when the letter is in the message."""
+        """Return when the message has been copied into the buffer."""
         deliver(self._arrived(self._posted), self._message)
 
     def test(self) -> bool:
-        """Whether the letter has come; then it is in the message."""
-        if self._posted.letter is None:
-            self._fate.look_for_deaths(self._posted.peer, "a receive")
+        """Whether the message has come; then it has been copied into the buffer."""
+        if self._posted.envelope is None:
+            self._detector.check_deaths(self._posted.peer, "a receive")
             return False
-        deliver(self._posted.letter, self._message)
+        deliver(self._posted.envelope, self._message)
         return True
 
 
 class ProbedMessage:
-    """A letter that was taken out of the matching."""
+    """A message that a matched probe took out of the matching."""
 
-    def __init__(self, letter: ThreadMessage, handover: Handover) -> None:
-        self._letter, self._handover = letter, handover
-        self.source, self.tag, self.nbytes = letter.source, letter.tag, letter.payload.nbytes
+    def __init__(self, envelope: ThreadMessage, handover: Handover) -> None:
+        self._envelope, self._handover = envelope, handover
+        self.source, self.tag, self.nbytes = envelope.source, envelope.tag, envelope.payload.nbytes
 
     def recv(self, buffer: Array) -> None:
-        """Copy the letter into ``buffer``."""
+        """Copy the payload into ``buffer``."""
         message, finish = self._handover.incoming(buffer)
-        deliver(self._letter, message)
+        deliver(self._envelope, message)
         if finish is not None:
             finish()
 
 
 class ThreadBlock:
-    """Memory that all threads see."""
+    """Shared memory of ranks that are threads."""
 
     is_shared = True
 
-    def __init__(self, views: list[np.ndarray], fate: FailureDetector, deadline_s: float) -> None:
-        self.views, self._fate, self._deadline_s = views, fate, deadline_s
+    def __init__(self, views: list[np.ndarray], detector: FailureDetector, deadline_s: float) -> None:
+        self.views, self._detector, self._deadline_s = views, detector, deadline_s
 
     def progress(self) -> None:
         """Raise where another rank failed or died."""
-        self._fate.look(None, "shared memory")
+        self._detector.check(None, "shared memory")
 
     def check_alive(self, since: float) -> None:
         """Raise where another rank failed or died, or this one has waited too long."""
         self.progress()
         if time.monotonic() - since > self._deadline_s:
-            raise DeadlineError(f"rank {self._fate.rank}: nobody came to shared memory within {self._deadline_s} s")
+            raise DeadlineError(f"rank {self._detector.rank}: nobody came to shared memory within {self._deadline_s} s")
 
     def close(self) -> None:
         """Drop the views."""
         self.views = []
 
 
-def deliver(letter: ThreadMessage, message: Array) -> None:
-    """Copy ``letter`` into ``message``, which must have its size."""
-    if letter.payload.nbytes != message.nbytes:
+def deliver(envelope: ThreadMessage, message: Array) -> None:
+    """Copy the payload of ``envelope`` into the buffer ``message``, which must have its size."""
+    if envelope.payload.nbytes != message.nbytes:
         raise CommunicationError(
-            f"a message of {letter.payload.nbytes} bytes from rank {letter.source} (tag {letter.tag}) met a buffer "
-            f"of {message.nbytes} bytes"
+            f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) met a "
+            f"buffer of {message.nbytes} bytes"
         )
-    message.view(np.uint8)[...] = letter.payload
+    message.view(np.uint8)[...] = envelope.payload
 
 
 _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce under way: ``parts`` fills up with what each of ``size`` ranks brings.
+    """An iallreduce under way: ``parts`` collects the buffers of ``size`` ranks.
 
-    ``until`` waits for a condition, under the deadline of the group; ``fate`` tells of deaths.
+    ``until`` waits for a condition, under the deadline of the group; ``detector`` reports dead ranks.
     """
 
     def __init__(
@@ -295,20 +303,20 @@ class ReductionRequest:
         message: Array,
         op: str,
         until: Callable[[Callable[[], bool]], None],
-        fate: FailureDetector,
+        detector: FailureDetector,
     ) -> None:
         self._parts, self._size, self._message, self._op, self._until = parts, size, message, op, until
-        self._fate = fate
+        self._detector = detector
 
     def wait(self) -> None:
-        """Return when the last part has come, with the result in the message."""
+        """Return when the last part has come and the result is in the buffer."""
         self._until(lambda: len(self._parts) == self._size)
         self.test()
 
     def test(self) -> bool:
-        """Whether the last part has come; then the result is in the message."""
+        """Whether the last part has come; then the result is in the buffer."""
         if len(self._parts) < self._size:
-            self._fate.look_for_deaths(None, "an iallreduce")
+            self._detector.check_deaths(None, "an iallreduce")
             return False
         self._message[...] = reduce_in_order([self._parts[rank] for rank in range(self._size)], self._message, self._op)
         return True

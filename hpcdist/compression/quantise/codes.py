@@ -116,7 +116,7 @@ def unit(word: Any) -> Any:
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return the numbers of the elements of ``like`` (n,), on its processor; ``key`` is that of `Key.words`."""
+    """Return the numbers of the elements of ``like`` (n,), on its processor; ``key`` is that of `RandomKey.words`."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))

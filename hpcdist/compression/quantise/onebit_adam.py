@@ -126,7 +126,7 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Go back to what `warm` takes, on one rank: the variance grows on, and what it still owes is paid at once."""
+        """Return to the state that `warm` takes, on one rank: the variance grows again, and m takes in both errors."""
         assert self.is_frozen and self.ranks == 1, "the errors of several ranks are paid by what they send"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
         self.m += self.worker_error

@@ -13,7 +13,7 @@ Bytes: 4 ceil(n / block) + ceil(n bits / 8). Error of a value: at most S / (2 s)
 rounded by draws, where S is the scale of its block and s = 127 or 7. Rounded by draws it is unbiased with a variance
 of at most S^2 / (4 s^2) per value.
 
-QSGD, the levels of a bucket's 2-norm, reached by draws, so that the mean is exact.
+QSGD: levels of a bucket's 2-norm, rounded by draws, so that the mean is exact.
 
 Alistarh et al., arXiv:1610.02132. A value v of a bucket of n values is sign(v) |b| l / s, where b is the bucket, and
 l one of the two integers next to s |v| / |b|, the upper one with the probability of the fraction. The mean over the
@@ -287,7 +287,7 @@ class Blockwise(Compressor):
 
     @property
     def is_unbiased(self) -> bool:
-        """Only rounding by draws is."""
+        """Whether values are rounded by draws."""
         return self.rounding == STOCHASTIC
 
     @property
@@ -333,12 +333,12 @@ class Qsgd(Compressor):
 
     @property
     def is_unbiased(self) -> bool:
-        """It is what it is for."""
+        """True: the upper level is taken with the probability of the fraction."""
         return True
 
     @property
     def is_random(self) -> bool:
-        """Every value is drawn."""
+        """True: every value is rounded by a draw."""
         return True
 
     @property

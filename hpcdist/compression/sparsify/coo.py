@@ -111,22 +111,22 @@ def _refuse(wrong: int, n: int) -> None:
 
 
 @jit
-def _scatter(where: Any, found: Any, out: Any) -> Any:
+def _scatter(where: Any, entries: Any, out: Any) -> Any:
     wrong = 0
     for i in range(where.size):
         if 0 <= where[i] < out.size:
-            out[where[i]] = found[i]
+            out[where[i]] = entries[i]
         else:
             wrong += 1
     return wrong
 
 
 @jit
-def _add(where: Any, found: Any, scale: Any, out: Any) -> Any:
+def _add(where: Any, entries: Any, scale: Any, out: Any) -> Any:
     wrong = 0
     for i in range(where.size):
         if 0 <= where[i] < out.size:
-            out[where[i]] += scale * found[i]
+            out[where[i]] += scale * entries[i]
         else:
             wrong += 1
     return wrong

@@ -96,14 +96,14 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the largest of what is unsent to the sparse ``payload`` (8 k,), and forget it here."""
+        """Write the largest of what is unsent to the sparse ``payload`` (8 k,), and zero it in the state."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         if self.masks_velocity:
             coo.clear(payload, self.velocity)
 
     def release(self, out: Array) -> None:
-        """Write all that is unsent to ``out`` (n,), and forget it here; the velocity goes on as it is."""
+        """Write all that is unsent to ``out`` (n,), and zero it in the state; the velocity stays as it is."""
         out[...] = self.unsent
         self.unsent[...] = 0
 

@@ -51,7 +51,7 @@ class RandomK(Compressor):
 
     @property
     def is_random(self) -> bool:
-        """It is: the key names the indices."""
+        """True: the indices follow from the key."""
         return True
 
     def payload_bytes(self, n: int) -> int:

@@ -107,13 +107,13 @@ def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, 
         expected = k * (_SAMPLE / n)
         floor, _ = _kth_largest(sample, min(_SAMPLE, int(expected + 4 * expected**0.5) + 8))
         largest, places = np.empty(room, np.uint32), np.empty(room, np.int32)
-        found = _gather(words, np.uint32(floor), largest, places)
-        if found > room:  # many are equal to the floor, zeros perhaps: is it the threshold?
-            found = _gather(words, np.uint32(floor + 1), largest, places)
-            if found < k:
-                return words, everywhere, floor, k - found
-        if k <= found <= room:
-            return largest[:found], places[:found], *_kth_largest(largest[:found], k)
+        count = _gather(words, np.uint32(floor), largest, places)
+        if count > room:  # many are equal to the floor, zeros perhaps: is it the threshold?
+            count = _gather(words, np.uint32(floor + 1), largest, places)
+            if count < k:
+                return words, everywhere, floor, k - count
+        if k <= count <= room:
+            return largest[:count], places[:count], *_kth_largest(largest[:count], k)
     return words, everywhere, *_kth_largest(words, k)
 
 
@@ -128,27 +128,27 @@ def _draw(words: Any, sample: Any) -> None:
 def _gather(words: Any, floor: Any, largest: Any, places: Any) -> Any:
     # Writes the words whose magnitude is no less than floor, and where they are; returns how many there are, or one
     # more than there is room for.
-    found = 0
+    count = 0
     whole = words.size - words.size % _BLOCK
     for start in range(0, whole, _BLOCK):
         reached = False
         for i in range(_BLOCK):
             reached |= np.uint32(words[start + i] & _MAGNITUDE) >= floor
         if reached:
-            if found + _BLOCK > largest.size:
+            if count + _BLOCK > largest.size:
                 return largest.size + 1
             for i in range(_BLOCK):
-                largest[found] = words[start + i]
-                places[found] = start + i
-                found += np.uint32(words[start + i] & _MAGNITUDE) >= floor
+                largest[count] = words[start + i]
+                places[count] = start + i
+                count += np.uint32(words[start + i] & _MAGNITUDE) >= floor
     for i in range(whole, words.size):
         if np.uint32(words[i] & _MAGNITUDE) >= floor:
-            if found == largest.size:
+            if count == largest.size:
                 return largest.size + 1
-            largest[found] = words[i]
-            places[found] = i
-            found += 1
-    return found
+            largest[count] = words[i]
+            places[count] = i
+            count += 1
+    return count
 
 
 @jit
@@ -175,7 +175,7 @@ def _kth_largest(words: Any, k: Any) -> Any:
 @jit
 def _emit(words: Any, places: Any, threshold: Any, ties: Any, payload: Any, k: Any) -> Any:
     # places (words,) or, where words are all, (0,). Returns how many of the k are not finite.
-    found, bad = 0, 0
+    written, bad = 0, 0
     for start in range(0, words.size, _BLOCK):
         stop = start + _BLOCK
         if stop <= words.size:
@@ -189,11 +189,11 @@ def _emit(words: Any, places: Any, threshold: Any, ties: Any, payload: Any, k: A
             magnitude = np.uint32(words[i] & _MAGNITUDE)
             if magnitude > threshold or (magnitude == threshold and ties > 0):
                 ties -= 1 if magnitude == threshold else 0
-                payload[found] = places[i] if places.size else i
-                payload[k + found] = words[i]
-                found += 1
+                payload[written] = places[i] if places.size else i
+                payload[k + written] = words[i]
+                written += 1
                 bad += 1 if magnitude >= _INFINITE else 0
-        if found == k:
+        if written == k:
             break
     return bad
 

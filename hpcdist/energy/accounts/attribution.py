@@ -1,19 +1,19 @@
 """Attribute joules to the phases of a node's ranks, where phases are shorter than a counter's interval. Pure.
 
-A counter that has a new value ten times a second, and phases of milliseconds: no window around a phase can be
-measured. But each interval between two new values has its own mixture of phases, and so
+A counter has a new value ten times a second, and phases last milliseconds: no window around one phase can be measured.
+But each interval between two new values has its own mixture of phases, and so
 
     joules of the interval = sum over phases of watts(phase) x seconds of the phase in it
 
-is a least squares problem with a row for each interval, and watts that are not negative. For a sensor that looks only
-part of the time, a row is the mixture in what it looked at. The moment of a new value is bracketed by readings, and
-taken to be where in the brackets the watts explain the joules best. Joules by phase are watts x all seconds of the
-phase, scaled to what the counter says; what the mixtures cannot tell apart is not known, with the reason. Where
+is a least squares problem with a row for each interval, and watts that are not negative. For a part-time sensor, a row
+is the mixture in the window that it averages. The moment of a new value is bracketed by readings, and taken to be where
+in the brackets the watts explain the joules best. Joules by phase are watts x all seconds of the phase, scaled to the
+total of the counter; phases that the mixtures cannot tell apart are reported as not known, with the reason. Where
 several ranks use a source, their mixtures are averaged. What no span covers is "idle".
 
 `update_brackets`: a reading that differs from the one before says that a new value came in between. New values come
-at a steady pace: what is known of one bounds all others. Where reading and updating drift through each other, that
-leaves next to nothing open; where they are locked, the distance of two readings.
+at a steady pace, so the bounds of one bound all others. Where reading and updating drift through each other, the
+brackets become narrow; where they are locked to each other, they stay as wide as the distance of two readings.
 """
 
 import itertools
@@ -29,21 +29,21 @@ from hpcdist.energy.accounts.part_time_sensor import PowerSensor
 from hpcdist.energy.accounts.phase_shares import PHASE_NAMES, PhaseGrid, PhaseShares, RankPhases
 from hpcdist.energy.report import UPDATES
 
-PERIOD_TOLERANCE: Final = 0.02  # how far the pace may be off that is expected
-PERIODS_TRIED: Final = 9  # paces in this range
-STARTS_TRIED: Final = 5  # and moments of the first, in a period
-RESOLUTION: Final = 0.1  # of the time between readings: a shorter period need not be looked for
-MAX_SOLUTIONS: Final = 5  # answers
+PERIOD_TOLERANCE: Final = 0.02  # relative error of the expected period
+PERIODS_TRIED: Final = 9  # periods in this range
+STARTS_TRIED: Final = 5  # phases of the first new value within a period
+RESOLUTION: Final = 0.1  # of the time between readings: a shorter period is not searched for
+MAX_SOLUTIONS: Final = 5  # alternative brackets
 JITTER: Final = 0.01  # of a period: new values are not as steady as a clock
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the earliest and the latest moments (n,) of new values that were seen first at ``seen_ns`` (n,).
 
-    There is more than one answer where nobody can tell how many new values came between two that were seen.
+    There is more than one answer where it is open how many new values came between two that were seen.
 
-    ``before_ns`` (n,) are the readings before; ``update_s`` is how often a new value is expected, NaN: nobody knows.
-    Between two readings there may have been several: it is the last of them.
+    ``before_ns`` (n,) are the readings before; ``update_s`` is the expected period of new values, NaN: not known.
+    Where several came between two readings, the brackets are of the last of them.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -54,35 +54,41 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     low, high = (before_ns - seen_ns[0]).astype(np.float64), (seen_ns - seen_ns[0]).astype(np.float64)
     steps = np.arange(len(seen_ns), dtype=np.float64)
     if np.diff(seen_ns).max() > 1.5 * (seen_ns - before_ns)[1:].max():
-        # Readings in between found nothing new: they are closer than new values, of which none was missed.
+        # Some readings found nothing new, so readings are closer than new values, of which none was missed: new value k
+        # is number k.
         expected = span / (len(seen_ns) - 1)
         counts = [steps]
     else:
+        # Readings are rarer than new values. The number of new values up to each is guessed from the period and the
+        # phase of the first; guesses that contradict the brackets are dropped below.
         low = np.maximum(low, high - expected)
         guesses = sorted(
             expected * np.linspace(1 - PERIOD_TOLERANCE, 1 + PERIOD_TOLERANCE, PERIODS_TRIED),
             key=lambda pace: abs(pace - expected),
         )
         counts = [np.floor(high / pace + begin / STARTS_TRIED) for pace in guesses for begin in range(STARTS_TRIED)]
-    found = []
+    brackets = []
     for count in {count.tobytes(): count for count in counts}.values():
         bounds = _tight_bounds(low - JITTER * expected, high, count)
         if bounds is not None:
             least, most = (seen_ns[0] + np.rint(bound).astype(np.int64) for bound in bounds)
-            found.append((least, most))
-    return found[:MAX_SOLUTIONS] or [(seen_ns[0] + low.astype(np.int64), seen_ns)]
+            brackets.append((least, most))
+    return brackets[:MAX_SOLUTIONS] or [(seen_ns[0] + low.astype(np.int64), seen_ns)]
 
 
 def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the tightest bounds when new value ``count[k]`` came between ``low[k]`` and ``high[k]``; None: it cannot.
+    """Return the tightest bounds where new value ``count[k]`` came between ``low[k]`` and ``high[k]``; None: none.
 
-    With a pace between p and q, and n new values later than k: low[k + n] - n q <= moment of k <= high[k + n] - n p.
+    With a period between p (``fastest``) and q (``slowest``), and j a value n periods later than k:
+    low[j] - n q <= moment of k <= high[j] - n p. For an earlier one, n is negative and p and q change places.
     """
     apart = count[None, :] - count[:, None]  # (k, j): how many later j is
     later = apart > 0
     if not later.any():
         return None
     distance = np.where(later, apart, 1.0)
+    # The period itself is bounded by each pair: from the earliest k to the latest j, and from the latest k to the
+    # earliest j.
     slowest = np.where(later, (high[None, :] - low[:, None]) / distance, math.inf).min()
     fastest = np.where(later, (low[None, :] - high[:, None]) / distance, -math.inf).max()
     if fastest > slowest:
@@ -92,22 +98,24 @@ def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple
     return (least, most) if np.all(least <= most) else None
 
 
-MAX_PENDING: Final = 20_000  # samples of a source, for spans that tell what was done meanwhile
-COLLINEAR: Final = 1e-9  # an eigenvalue of a correlation, below which phases are always in the same proportion
+MAX_PENDING: Final = 20_000  # samples of a source that wait for the spans of their time
+COLLINEAR: Final = 1e-9  # eigenvalue of the correlation matrix below which phases are in constant proportion
 MIN_COMPONENT: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
 UPDATES_PER_BLOCK: Final = (20, 50)  # new values whose moments are looked for at once: at least, and about
 PLACEMENTS: Final = np.linspace(0, 1, 17)  # in the brackets
-MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
-FOLDS: Final = 16  # of the intervals, each left out once: how far the answer depends on those that happened to be there
-MIN_FOLDED: Final = 160  # intervals: then there is something in each
-MAX_SHARE_OF_INTERVAL: Final = 0.5  # of what is known of a phase
-CONSECUTIVE: Final = 10  # neighbours share a moment, and go into the same one
-TIMEOUT_NS: Final = 60_000_000_000  # a source that tells nothing new for longer is not waited for
+MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: with a larger standard error, a phase is not known
+FOLDS: Final = 16  # groups of intervals of the jackknife, each left out once
+MIN_FOLDED: Final = 160  # intervals for a jackknife: ten for each fold
+MAX_SHARE_OF_INTERVAL: Final = (
+    0.5  # of the squared seconds of a phase in one fold; with more, its error is not estimated
+)
+CONSECUTIVE: Final = 10  # neighbouring intervals share the moment between them, so as many go into the same fold
+TIMEOUT_NS: Final = 60_000_000_000  # a rank or source that reports nothing for longer is not waited for
 
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """Samples of a counter since the last ones: ``times_ns`` (n,) and ``energy_mj`` (n,) int64; some may come again.
+    """New samples of a counter: ``times_ns`` (n,) and ``energy_mj`` (n,) int64; the last known ones may come again.
 
     ``ranks`` are the indices of those that use it; None: all of the node.
     """
@@ -121,7 +129,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """State of a source: the sums of the least squares problem, and the samples that wait for their spans."""
+    """Least squares sums of a source, by fold, and its samples that still wait for spans."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -153,7 +161,7 @@ class _SourceSums:
 
 
 class Attribution:
-    """Collects what counters and ranks of one node tell, in bounded memory. Calls are local.
+    """Attribution of the energy of one node to phases, collected in bounded memory. Calls are local.
 
     ``sensor_of(name, kind)`` is the sensor behind a counter.
     """
@@ -179,8 +187,8 @@ class Attribution:
         self._settle(False)
 
     def _settle(self, everything: bool) -> None:
-        """Use the intervals of which all ranks have told what they did: spans are told when they end."""
-        known = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # a dedicated server tells nothing
+        """Use the intervals whose spans are known on all ranks: a span is recorded when it ends."""
+        known = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # a dedicated server has no spans
         frontier = max(min(known), max(known) - TIMEOUT_NS) if known else 0
         waiting = [sums for sums in self._sources.values() if len(sums.times_ns)]
         if not waiting:
@@ -199,9 +207,9 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return name, kind and activities of each source, as plain values; see `told`.
+        """Return name, kind and activities of each source, as plain values; see `phase_joules`.
 
-        ``final``: what waits for spans is used without them, as none will come.
+        ``final``: samples that wait for spans are used without them, as none will come.
         """
         if final:
             self._settle(True)
@@ -212,20 +220,20 @@ class Attribution:
 
 
 def _consume_intervals(
-    sums: _SourceSums, everybody: Sequence[RankPhases], grid: PhaseGrid, frontier_ns: int, everything: bool
+    sums: _SourceSums, all_ranks: Sequence[RankPhases], grid: PhaseGrid, frontier_ns: int, everything: bool
 ) -> None:
-    """Move the intervals that end before ``frontier_ns`` from what waits to the sums."""
+    """Add the intervals that end before ``frontier_ns`` to the sums, and drop their samples."""
     ready = int(np.searchsorted(sums.times_ns, frontier_ns, side="right"))
     times, energy = sums.times_ns[:ready], sums.energy_mj[:ready]
-    edges = np.flatnonzero(np.diff(energy)) + 1  # the first: what was there before, was there for nobody knows how long
+    edges = np.flatnonzero(np.diff(energy)) + 1  # the readings that saw a new value; before the first, nothing is known
     if len(edges) < 2 or (len(edges) < UPDATES_PER_BLOCK[0] and not everything):
         return
-    # The last is the first of the next ones, and the reading before it says since when it may have been there.
+    # The last new value is the first one of the next call, with the reading before it as its lower bracket.
     sums.times_ns, sums.energy_mj = sums.times_ns[edges[-1] - 1 :], sums.energy_mj[edges[-1] - 1 :]
     sums.joules += float(energy[edges[-1]] - energy[edges[0]]) / 1e3
     sums.intervals += len(edges) - 1
     sums.intervals_s += float(times[edges[-1]] - times[edges[0]]) / 1e9
-    ranks = everybody if sums.ranks is None else [everybody[rank] for rank in sums.ranks]
+    ranks = all_ranks if sums.ranks is None else [all_ranks[rank] for rank in sums.ranks]
     since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
     if since is None:
         return
@@ -244,9 +252,9 @@ def _consume_intervals(
 
 
 def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
-    """Forget samples that nothing can be learnt of: of a counter that stands still, or of one that is lost."""
+    """Drop samples that will never be used: of a counter that stands still, or of one that is lost."""
     new = np.flatnonzero(np.diff(sums.energy_mj))
-    # The reading before the first new value says since when it may have been there.
+    # The reading before the first new value is its lower bracket, and stays.
     first = int(new[0]) if len(new) else len(sums.times_ns) - 1
     if sums.times_ns[first] < frontier_ns - TIMEOUT_NS:
         first = int(np.searchsorted(sums.times_ns, frontier_ns - TIMEOUT_NS))
@@ -254,40 +262,46 @@ def _discard_stale(sums: _SourceSums, frontier_ns: int) -> None:
 
 
 def _reach_ns(sums: _SourceSums) -> int:
-    """Return how long before a new value was read it may be of."""
+    """Return how long before it was read a new value may have been measured."""
     return round(2e9 * (sums.sensor.window_s + sums.sensor.update_s))
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add a row for each interval between new values; of the guesses at these, (guesses, intervals + 1), the best."""
+    """Add a row for each interval between new values, at the placement of these that explains the joules best.
+
+    ``moments`` (placements, intervals + 1), ``joules`` (intervals,).
+    """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
     looks, use = moments[:, :-1], lengths > 0
     if sensor.window_s != sensor.update_s:
+        # The counter adds the mean of the last window x the period: the mixture is that of the window. An interval of
+        # two periods has two windows, of which one would be missing.
         looks = moments[:, 1:] - round(sensor.window_s * 1e9)
-        use = use & (lengths < 1.5 * sensor.update_s)  # of two new values, one look is not the half
+        use = use & (lengths < 1.5 * sensor.update_s)
     share = mixtures.between(looks, moments[:, 1:])
     share /= share.sum(axis=2, keepdims=True).clip(1e-9)
     table = share * (lengths * use)[:, :, None]
-    told_j = joules * use
+    used_j = joules * use
+    # Normal equations of each placement with all rows that were added before: (placements, phases, phases).
     grams = sums.gram + np.einsum("pri,prj->pij", table, table)
-    rights = sums.right + np.einsum("pri,pr->pi", table, told_j)
-    squares, rows = sums.square + (told_j**2).sum(axis=1), sums.rows + use.sum(axis=1)
-    # What the watts leave open in each, be they negative or not: the same order, at a hundredth of the cost.
+    rights = sums.right + np.einsum("pri,pr->pi", table, used_j)
+    squares, rows = sums.square + (used_j**2).sum(axis=1), sums.rows + use.sum(axis=1)
+    # The residual of each placement without the bound watts >= 0: it orders them alike, at a hundredth of the cost.
     firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(PHASE_NAMES))
     explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
     best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
     folds = (sums.intervals_used + np.arange(len(joules))) // CONSECUTIVE % FOLDS
     np.add.at(sums.grams, folds, table[best, :, :, None] * table[best, :, None, :])
-    np.add.at(sums.rights, folds, table[best] * told_j[best, :, None])
+    np.add.at(sums.rights, folds, table[best] * used_j[best, :, None])
     sums.square, sums.rows = float(squares[best]), int(rows[best])
     sums.intervals_used += len(joules)
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return by phase: joules, their standard error in J, seconds, and a reason why the joules are not to be believed.
+    """Return by phase: joules, their standard error in J, seconds, and the reason where the joules are not reliable.
 
-    The joules of all phases add up to those of the source, believed or not.
+    The joules of all phases add up to those of the source, reliable or not.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -300,30 +314,29 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
     if sums.intervals_used >= MIN_FOLDED:
         errors = np.maximum(errors, _jackknife_error(sums, used) * seconds)
     alike = _collinear_phases(gram)
-    found = {}
+    rows = {}
     for index, column in enumerate(used):
         twins = [PHASE_NAMES[used[other]] for other in alike[index] if other != index]
         reason = _doubt(sums, float(seconds[index]), len(used), twins, float(errors[index]))
-        found[PHASE_NAMES[column]] = {
+        rows[PHASE_NAMES[column]] = {
             "joules": float(fitted[index] * scale),
             "error_j": float(errors[index]),
             "seconds": float(seconds[index]),
             "reason": reason,
         }
-    return found
+    return rows
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return by how much the watts of the phases ``used`` would differ with other intervals: a standard error (used,).
+    """Return the standard error of the watts of the phases ``used`` by the jackknife over folds: (used,).
 
-    0 for a phase that is nearly all in one fold: nobody knows what it would be without.
+    0 for a phase that is nearly all in one fold: without that one, nothing would be known of it.
 
-    The jackknife over groups, which takes no error to be as large as all others nor independent of its neighbour's: a
-    phase that is seen in few intervals, all of which are read late, is not better known for all those without it.
-    (M. Quenouille 1956; J. Tukey 1958.)
+    The jackknife assumes neither equal nor independent errors: a phase that is seen in few intervals, all of which are
+    read late, is not better known for all the intervals without it. (M. Quenouille 1956; J. Tukey 1958.)
     """
     inner = np.ix_(np.arange(FOLDS), used, used)
-    grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]
+    grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
     rights = sums.right[used] - sums.rights[:, used]
     firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(used))
     watts = np.linalg.solve(firm, rights[..., None])[..., 0]
@@ -333,7 +346,11 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return for each phase those that are always there in the same proportion, it among them; [] for none."""
+    """Return for each phase those in constant proportion to it, itself among them; [] for none.
+
+    They are the large components of eigenvectors of the correlation matrix with an eigenvalue of about 0: a
+    combination of phases that no interval has any of.
+    """
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

@@ -1,7 +1,11 @@
-"""Metrics of energy: kWh of the site, emissions, cost, energy-delay products, joules to a target loss. Pure.
+"""Metrics of energy: history, kWh of the site, emissions, cost, energy-delay products, joules to a target loss.
 
 Emissions are kWh at the socket x PUE x the carbon intensity of the grid. An intensity without its source and date is
-worth nothing, so they stay together; one that varies over time comes as arrays, and a range as its two ends.
+worth nothing, so they stay together; one that varies over time comes as arrays, and a range as its two ends. All of
+these are pure.
+
+`read` returns the joules over time of each start of a run, from the tables of its metrics file; the run may be under
+way. Counters are cumulative: of many samples, evenly spread blocks and the first and last of each source are enough.
 """
 
 import math
@@ -19,14 +23,20 @@ from hpcdist.reporting import regular
 GROUP: Final = "energy"
 SAMPLES: Final = f"{GROUP}/samples"
 BLOCK: Final = 1 << 16  # rows that are read at once
-MOST_BLOCKS: Final = 1024  # of more samples, a start may seem shorter by the time that a block takes
-POINTS: Final = (64, 16384)  # of a source that stay of a block at least, and of all blocks about
+MOST_BLOCKS: Final = 1024  # with more samples, a start may appear shorter by the time of a block
+POINTS: Final = (64, 16384)  # samples of a source that are kept: of a block at least, and of all blocks about
 _COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
+J_PER_KWH: Final = 3.6e6
+NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
+NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
+NO_ENERGY: Final = "the energy is not known"
+SMOOTHED_SHARE: Final = 0.02  # of the steps: a loss is averaged over so many before it is compared with a target
+MIN_LOSSES: Final = 5  # in that window
 
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """A source in one start: joules since its first sample, ``seconds`` (n,) after it. ``gaps``: some are not known."""
+    """History of a source in one start: joules since its first sample, at ``seconds`` (n,) after that."""
 
     node: int
     kind: str
@@ -35,7 +45,7 @@ class SourceHistory:
     declared: bool
     seconds: np.ndarray
     joules: np.ndarray
-    gaps: bool = False
+    gaps: bool = False  # some joules are not known
 
     @property
     def total_j(self) -> float:
@@ -45,7 +55,7 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """One start of a run: its sources, whose nodes began at about the same time."""
+    """History of one start of a run: that of its sources, whose nodes began at about the same time."""
 
     session: int
     courses: tuple[SourceHistory, ...]
@@ -65,28 +75,28 @@ class StartHistory:
 
     @property
     def joules(self) -> float:
-        """All joules; NaN where a source is not known, or there is none."""
+        """The joules of the start; NaN where a source has gaps, or there is none."""
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
         """Return the joules until so many seconds after the begin (n,); NaN where a source is not known."""
-        found = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
+        joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
                 return np.full(len(seconds), math.nan)
-            found += np.interp(seconds, course.seconds, course.joules)
-        return found
+            joules += np.interp(seconds, course.seconds, course.joules)
+        return joules
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the starts of a run, [] where nothing was measured; ``path`` has its metrics. Raises StorageError."""
+    """Return the starts in the metrics file ``path``, [] where nothing was measured. Raises StorageError."""
     with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
         if SAMPLES not in file:
             return []
-        known, found, gaps = _sources(file), _samples(file), _gaps(file)
+        known, samples, gaps = _sources(file), _samples(file), _gaps(file)
     starts: dict[int, list[SourceHistory]] = {}
     for place, (kind, name, note, declared) in known.items():
-        rows = found.get(place, np.empty((0, 2), np.int64))
+        rows = samples.get(place, np.empty((0, 2), np.int64))
         since = rows - rows[0] if len(rows) else rows
         course = SourceHistory(
             place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps
@@ -103,7 +113,7 @@ def _places(table: dict[str, np.ndarray]) -> list[_Place]:
 
 
 def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
-    """Return kind, name, note and whether it is declared of each source; earlier versions said no more than a name."""
+    """Return (kind, name, note, declared) of each source; files of earlier versions have kind and name only."""
     table = datasets.read(file, f"{GROUP}/sources")
     about: dict[_Place, tuple[str, bool]] = {}
     if f"{GROUP}/about" in file:
@@ -127,7 +137,7 @@ def _samples(file: Any) -> dict[_Place, np.ndarray]:
     rows = min(column.shape[0] for column in columns)
     blocks = -(-rows // BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)) if blocks else ()
-    kept: dict[_Place, list[np.ndarray]] = {}
+    parts_by_source: dict[_Place, list[np.ndarray]] = {}
     for block in chosen:
         part = slice(block * BLOCK, min(rows, (block + 1) * BLOCK))
         times, session, node, source, energy = (column[part] for column in columns)
@@ -135,8 +145,8 @@ def _samples(file: Any) -> dict[_Place, np.ndarray]:
         for index, place in enumerate(places):
             own = np.flatnonzero(which.ravel() == index)
             own = own[_thinned(len(own), max(POINTS[0], POINTS[1] // len(chosen)))]
-            kept.setdefault(tuple(map(int, place)), []).append(np.stack([times[own], energy[own]], axis=1))  # type: ignore[arg-type]
-    return {place: _ordered(np.concatenate(parts)) for place, parts in kept.items()}
+            parts_by_source.setdefault(tuple(map(int, place)), []).append(np.stack([times[own], energy[own]], axis=1))  # type: ignore[arg-type]
+    return {place: _ordered(np.concatenate(parts)) for place, parts in parts_by_source.items()}
 
 
 def _thinned(count: int, most: int) -> np.ndarray:
@@ -153,30 +163,22 @@ def _text(value: bytes | str) -> str:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the joules of a run until moments (n,) ``seconds`` after the begin of the start with number ``session``.
+    """Return the joules of a run until ``seconds`` (n,) after the begin of the starts number ``session`` (n,).
 
-    Those of all starts before are in it, lost work too.
+    Those of all starts before are included, also of work that was lost.
     """
-    found = np.full(len(seconds), math.nan)
+    joules = np.full(len(seconds), math.nan)
     before = 0.0
     for start in starts:
         own = session == start.session
-        found[own] = before + start.until(seconds[own])
+        joules[own] = before + start.until(seconds[own])
         before += start.joules
-    return found
-
-
-J_PER_KWH: Final = 3.6e6
-NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
-NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
-NO_ENERGY: Final = "the energy is not known"
-SMOOTHED_SHARE: Final = 0.02  # of the steps, over which a loss is averaged before it is compared with a target
-MIN_LOSSES: Final = 5  # of them
+    return joules
 
 
 @dataclass(frozen=True)
 class CarbonIntensity:
-    """Grams of CO2 equivalents a kWh, NaN: not known; ``low`` and ``high`` of a range, else the same."""
+    """Carbon intensity: grams of CO2 equivalents per kWh, NaN: not known; ``low`` and ``high`` end a range."""
 
     g_per_kwh: float = math.nan
     source: str = ""
@@ -194,7 +196,7 @@ class CarbonIntensity:
 
 @dataclass(frozen=True)
 class Emissions:
-    """``grams`` of CO2 equivalents with the ends of their range; NaN and a ``reason`` where not known."""
+    """Emissions in ``grams`` of CO2 equivalents with the ends of their range; NaN and a ``reason`` where not known."""
 
     grams: float
     low: float
@@ -220,10 +222,10 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean intensity in g/kWh that ``joules`` (n,) met between ``begins_s`` and ``ends_s`` (n,); its ends.
+    """Return mean, least and most intensity in g/kWh of ``joules`` (n,), used from ``begins_s`` to ``ends_s`` (n,).
 
-    ``g_per_kwh`` (m,) holds between ``edges_s`` (m + 1,), of the same clock. Power is taken to be even within each of
-    the n pieces. The ends are the least and the most that any of them met. NaN where a piece lies outside.
+    ``g_per_kwh`` (m,) holds between ``edges_s`` (m + 1,), of the same clock. Power is taken to be constant within each
+    of the n pieces. NaN where a piece lies outside of the edges.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -241,7 +243,7 @@ def over_time(
 
 
 def delay_products(energy_j: float, seconds: float) -> tuple[float, float]:
-    """Return energy x delay in J s, and energy x delay squared in J s^2: what neither speed nor thrift alone improves.
+    """Return energy x delay in J s, and energy x delay squared in J s^2.
 
     R. Gonzalez and M. Horowitz, IEEE J. Solid-State Circuits 31, 1996; the square weighs time as voltage scaling does
     (A. Martin, M. Nystroem, P. Penzes, 2001).
@@ -251,7 +253,7 @@ def delay_products(energy_j: float, seconds: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """Costs of a loss: the ``step`` (interpolated), joules and seconds until it was reached; NaN with a reason."""
+    """Energy to a target loss: the ``step`` (interpolated), joules and seconds until then; NaN with a reason."""
 
     joules: float
     seconds: float
@@ -277,10 +279,10 @@ def to_target(
     *,
     smooth: bool = True,
 ) -> EnergyToTarget:
-    """Return what it took until a loss was at or below ``target``; arrays (n,), of sums in ``seconds`` and ``joules``.
+    """Return step, seconds and joules until a loss was at or below ``target``; arrays (n,), the last two of sums.
 
-    The ``losses`` of training are smoothed, as one lucky batch reaches nothing; those of validations are not. Between
-    the step before and the one that reached it, the moment is interpolated.
+    With ``smooth``, for training, the losses are smoothed, so that one easy batch is not taken for the target; losses
+    of validations are not. Between the step before and the one that reached it, the moment is interpolated.
     """
     known = np.isfinite(losses)
     steps, losses, seconds, joules = (values[known] for values in (steps, losses, seconds, joules))
@@ -313,9 +315,9 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return what ``energy_j`` over ``seconds`` means, as JSON values: None where not known, with the reason beside."""
+    """Return the figures of ``energy_j`` over ``seconds`` as JSON values: None where not known, with a reason."""
     intensity = intensity or CarbonIntensity()
-    found = emissions(energy_j, pue, intensity)
+    emitted = emissions(energy_j, pue, intensity)
     product, square = delay_products(energy_j, seconds)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
     return {
@@ -325,9 +327,9 @@ def figures(
         "energy_kwh": json_number(kwh(energy_j)),
         "pue": pue,
         "facility_kwh": json_number(kwh(energy_j, pue)),
-        "emissions_g": json_number(found.grams),
-        "emissions_spread_g": None if math.isnan(found.low) else [found.low, found.high],
-        "emissions_reason": found.reason or None,
+        "emissions_g": json_number(emitted.grams),
+        "emissions_spread_g": None if math.isnan(emitted.low) else [emitted.low, emitted.high],
+        "emissions_reason": emitted.reason or None,
         "carbon_g_per_kwh": json_number(intensity.g_per_kwh),
         "carbon_source": intensity.source or None,
         "carbon_date": intensity.date or None,
@@ -338,7 +340,7 @@ def figures(
 
 
 def json_number(value: float) -> float | None:
-    """NaN is not JSON: what is not known is null."""
+    """Return ``value`` as a JSON number; None, which is null, for what is not finite."""
     return float(value) if math.isfinite(value) else None
 
 

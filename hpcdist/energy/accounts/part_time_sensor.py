@@ -1,14 +1,22 @@
-"""Part-time power sensors: a table of known ones, and the energy of a load that they have seen only in part.
+"""Part-time power sensors: a table of known ones, and estimates of the energy of a load seen only in part.
 
 On an A100 or H100 the power sensor takes the mean of 25 ms and shows it for 100 ms. The draw of a GPU in the other
-75 ms is not seen; where steps of a training take as long as the sensor's period, or a simple fraction or multiple of
-it, the same part of each step is seen again and again, and power times time may be off by more than half. (Z. Yang,
+75 ms is not measured; where steps of a training take as long as the sensor's period, or a simple fraction or multiple
+of it, the same part of each step is seen again and again, and power times time may be off by more than half. (Z. Yang,
 K. Adamek and W. Armour, "Part-time Power Measurements: nvidia-smi's Lack of Attention", arXiv 2312.02741, SC24
 doi 10.1109/SC41406.2024.00028. They repeat the load 32 times with eight delays, evenly spread over the period.)
 
-The remedy is to know what the job did while the sensor looked. Steps are alike: all that was seen is folded over the
+The remedy is to know what the job did in the windows of the sensor. Steps are alike: all readings are folded over the
 position in the step, and solved for the power there (`estimate`). It needs every position to be seen: `SensorShift`
-tells when to wait for a moment before a step, so that it is.
+delays some steps a little, so that it is.
+
+`solve` is non-negative least squares from sums that can be collected piece by piece, with standard errors; watts are
+not negative:
+
+    minimise |A x - y|^2  over x >= 0,   known by  gram = A^T A,  right = A^T y,  square = y^T y  and the rows of A
+
+By the active set method of C. Lawson and R. Hanson, Solving Least Squares Problems, 1974, chapter 23, in the form of
+R. Bro and S. de Jong, J. Chemometrics 11, 1997, which needs no more than these sums.
 """
 
 import math
@@ -25,7 +33,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """``values`` (n,) and their ``covariance`` (n, n), which forgets that they cannot be negative: an upper bound."""
+    """Solution ``values`` (n,) and their ``covariance`` (n, n), an upper bound: it ignores that they are >= 0."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -34,15 +42,18 @@ class NnlsSolution:
 def solve(
     gram: np.ndarray, right: np.ndarray, square: float, rows: float, penalty: np.ndarray | None = None
 ) -> NnlsSolution:
-    """Return the solution. ``penalty`` (n, n), positive semidefinite, is added to ``gram`` for what ``A`` leaves open.
+    """Return the solution of minimal residual over x >= 0 (local).
 
-    ``rows`` is the number of independent ones: fewer than those of A, where these overlap.
+    ``penalty`` (n, n), positive semidefinite, is added to ``gram`` for what ``A`` leaves open. ``rows`` is the number
+    of independent rows: fewer than those of A, where these overlap.
     """
     whole = gram if penalty is None else gram + penalty
+    # Unknowns in units in which the diagonal is 1, so that one tolerance suits all of them.
     scale = 1 / np.sqrt(np.maximum(np.diag(whole), np.finfo(np.float64).tiny))
     scaled, target = whole * np.outer(scale, scale), right * scale
     values = _active_set(scaled, target) * scale
     inverse = np.linalg.pinv(scaled, rcond=TOLERANCE, hermitian=True) * np.outer(scale, scale)
+    # The residual |A x - y|^2 from the sums, and the degrees of freedom that the penalty leaves.
     left = max(0.0, square - 2 * values @ right + values @ gram @ values)
     used = min(float(np.trace(inverse @ gram)), rows - 1)
     variance = left / (rows - used) if rows > 1 else np.inf
@@ -50,28 +61,33 @@ def solve(
 
 
 def _active_set(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return x >= 0 of minimal x^T gram x - 2 x^T right, by the algorithm of Lawson and Hanson.
+
+    ``passive`` are the unknowns that are free; all others are 0.
+    """
     free = np.linalg.lstsq(gram, right, rcond=TOLERANCE)[0]
     if free.min(initial=0.0) >= 0:
         return np.asarray(free)
     values, passive = np.zeros_like(right), np.zeros(len(right), bool)
     slack = TOLERANCE * max(1.0, float(np.abs(right).max(initial=0.0)))
     for _ in range(MAX_ROUNDS * len(right)):
+        # The negative gradient: an unknown at 0 with a positive one would lower the residual if it were free.
         slope = np.where(passive, -np.inf, right - gram @ values)
         if slope.max() <= slack:
             break
         passive[slope.argmax()] = True
         while True:
-            wanted = np.zeros_like(values)
-            wanted[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], right[passive], rcond=TOLERANCE)[0]
-            blocked = passive & (wanted <= 0)
+            candidate = np.zeros_like(values)
+            candidate[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], right[passive], rcond=TOLERANCE)[0]
+            blocked = passive & (candidate <= 0)
             if not blocked.any():
                 break
-            # As far as nobody becomes negative; who gets to zero stays there.
-            way = np.min(values[blocked] / np.maximum(values[blocked] - wanted[blocked], TOLERANCE))
-            values = values + way * (wanted - values)
+            # Go towards the solution as far as no unknown becomes negative; those that reach 0 leave the free ones.
+            way = np.min(values[blocked] / np.maximum(values[blocked] - candidate[blocked], TOLERANCE))
+            values = values + way * (candidate - values)
             passive &= values > TOLERANCE * max(1.0, float(values.max()))
             values[~passive] = 0.0
-        values = wanted
+        values = candidate
     return values
 
 
@@ -93,15 +109,17 @@ _AVERAGED: Final = re.compile(
 )
 AVERAGE_S: Final = 1.0
 UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of the time"
-OPEN_SHARE: Final = 0.02  # of the time of the steps; what nobody ever saw is drawn from its neighbours up to there
-MIN_UPDATES: Final = 8  # updates
+OPEN_SHARE: Final = (
+    0.02  # of the time of the steps; up to so much, positions never seen are taken from their neighbours
+)
+MIN_UPDATES: Final = 8
 MAX_BINS: Final = 96
 STIFFNESS: Final = 1e-4  # of the profile, against the mean weight of what was seen of a bin
 
 
 @dataclass(frozen=True)
 class PowerSensor:
-    """A sensor that has a new value every ``update_s`` seconds: the mean of the last ``window_s`` before."""
+    """Power sensor with a new value every ``update_s`` seconds: the mean of the last ``window_s`` before."""
 
     update_s: float
     window_s: float
@@ -109,11 +127,11 @@ class PowerSensor:
 
     @property
     def seen_share(self) -> float:
-        """The share of the time that it looks at."""
+        """The share of the time that lies in its windows."""
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return the sensor as it was seen to be updated; one that looks all of the time still does."""
+        """Return the sensor with the observed period of updates; one without blind time stays without."""
         if not update_s > 0:  # NaN, too
             return self
         return replace(self, update_s=update_s, window_s=update_s if self.window_s == self.update_s else self.window_s)
@@ -136,8 +154,8 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 class WorkIntervals:
     """Work of a job, in ns of one clock: its ``steps``, and ``others`` by name; the rest is idle.
 
-    A step is a row of at least two increasing times: its begin, moments that all steps have and that may come sooner
-    or later (as the end of the backward), and its end. Nothing overlaps.
+    A step is a row of at least two increasing times: its begin, moments that all steps have at positions that vary
+    (as the end of the backward), and its end. Nothing overlaps.
     """
 
     steps: np.ndarray  # (steps, edges) int64
@@ -146,9 +164,9 @@ class WorkIntervals:
 
 @dataclass(frozen=True)
 class EnergyEstimate:
-    """Joules of a load, NaN with a ``reason`` where they are not known; ``error_j`` is a standard error.
+    """Estimate of the joules of a load, NaN with a ``reason`` where not known; ``error_j`` is a standard error.
 
-    ``by_phase``: joules of "step", of what else was told, and of "idle". ``profile_w``: watts over the step, in bins of
+    ``by_phase``: joules of "step", of each of the others, and of "idle". ``profile_w``: watts over the step, in bins of
     equal shares of the time between two of its edges. ``seen_share``: of the time of steps, in all positions together.
     """
 
@@ -161,7 +179,7 @@ class EnergyEstimate:
 
 
 def naive_j(power_w: np.ndarray, update_s: float) -> float:
-    """Return the sum of power x time that a sensor which looks part of the time invites to."""
+    """Return the plain sum of power x time, which is wrong for a part-time sensor (for comparison)."""
     return float(np.sum(power_w)) * update_s
 
 
@@ -170,14 +188,14 @@ def estimate(
 ) -> EnergyEstimate:
     """Return the energy between ``begin_ns`` and ``end_ns``, of updates (n,) at which ``power_w`` (n,) became visible.
 
-    The moments of the updates have to be known to a small part of the window: whoever polls, polls as often.
+    The moments of the updates have to be known to a small part of the window, so polling has to be as frequent.
 
-    It cannot work where power is no function of the position in the step: bursts at random, steps of different kinds
-    (give those that differ as ``others``), a power that drifts as the chip warms up while one position is looked at
-    early and another late. What is shorter than the window is smeared over it, which leaves the sum as it is. Nor does
-    it know of a gain that is off, 5 % from board to board, nor of a sensor that answers late.
+    It does not work where power is no function of the position in the step: random bursts, steps of different kinds
+    (give those that differ as ``others``), a power that drifts as the chip warms up while one position is seen early
+    and another late. What is shorter than the window is smeared over it, which leaves the sum as it is. An error of the
+    gain, 5 % from board to board, and a delay of the sensor are not corrected.
     """
-    # From the begin on: a float has no room for the nanoseconds of a wall clock.
+    # Times since the begin: a float64 does not hold the nanoseconds of a wall clock.
     work = WorkIntervals(work.steps - begin_ns, {name: spans - begin_ns for name, spans in work.others.items()})
     updates_ns, begin_ns, end_ns = updates_ns - begin_ns, 0, end_ns - begin_ns
     inside = (updates_ns - round(sensor.window_s * 1e9) >= begin_ns) & (updates_ns <= end_ns)
@@ -201,7 +219,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Cells:
-    """Disjoint pieces of time in order: ``labels`` below ``bins`` are positions in a step, then others, then idle."""
+    """Cells: disjoint intervals in order. ``labels`` below ``bins`` are positions in a step, then others, then idle."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -233,6 +251,8 @@ def _bins(lengths: np.ndarray, bin_s: float, most: int) -> list[int]:
 
 
 def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int]) -> _Cells:
+    """Return the time from ``begin_ns`` to ``end_ns`` as cells; ``bins`` are those of each part of a step."""
+    # Each part of a step, between two of its edges, is cut evenly: (steps, bins of the part) begins.
     edges = [work.steps[:, part : part + 1] + np.diff(work.steps)[:, part : part + 1] * (np.arange(count) / count)
              for part, count in enumerate(bins)]  # fmt: skip
     inner = np.concatenate([*edges, work.steps[:, -1:]], axis=1)  # (steps, bins + 1)
@@ -248,6 +268,7 @@ def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int])
     begin, end, label = begin[order], end[order], label[order]
     if np.any(end < begin) or np.any(begin[1:] < end[:-1] - 1):
         raise ValueError("steps and others overlap, or end before they begin; give what was done when, one by one")
+    # What lies between two neighbours is idle.
     free_begin, free_end = np.append(begin_ns, end), np.append(begin, end_ns)
     idle = free_end > free_begin
     begin, end = np.append(begin, free_begin[idle]), np.append(end, free_end[idle])
@@ -258,11 +279,16 @@ def _cells(work: WorkIntervals, begin_ns: int, end_ns: int, bins: Sequence[int])
 
 
 def _overlaps(cells: _Cells, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, labels and seconds of all parts of cells that lie in a window."""
+    """Return the parts of cells that lie in windows: the window's number, the cell's label, and seconds, each (parts,).
+
+    Cells are ordered and disjoint, so those of window k are a range, from ``first[k]`` to ``last[k]``.
+    """
     first = np.searchsorted(cells.ends, starts, side="right")
     last = np.searchsorted(cells.begins, ends, side="left")
     counts = np.maximum(last - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
+    # The ranges of all windows one behind the other, without a loop: the place in that list, minus where the range of
+    # the window begins in it, plus the first cell of the window.
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
     seconds = np.minimum(cells.ends[index], ends[rows]) - np.maximum(cells.begins[index], starts[rows])
     return rows, cells.labels[index], np.maximum(seconds, 0) / 1e9
@@ -286,7 +312,8 @@ def _solved(
     used = np.flatnonzero(spent > 0)
     table = table[:, used]
     gram = table.T @ table
-    # Positions next to each other differ little, the last and the first too; nothing is said of the level.
+    # A penalty on differences of neighbouring bins, the last and the first too, as a step follows a step: the Laplacian
+    # of a ring, which leaves their mean free.
     stiffness = np.zeros((unknowns, unknowns))
     ring = np.arange(cells.bins)
     np.add.at(stiffness, (ring, ring), 2.0)
@@ -305,7 +332,7 @@ def _solved(
     for index, name in enumerate(cells.names, start=cells.bins):
         if spent[index] > 0:
             by_phase[name] = math.nan if name in names else float(joules[index])
-    # Where nobody looked, it may have been anything between the least and the most that was seen.
+    # The power in time that no window covers may be anything between the least and the most that was seen.
     open_s = open_share * float(spent[: cells.bins].sum()) + float(spent[blind].sum())
     error = math.hypot(math.sqrt(spent[used] @ solution.covariance @ spent[used]), open_s * float(np.ptp(power_w)) / 2)
     if spent[blind].sum() > OPEN_SHARE * spent.sum():
@@ -315,11 +342,11 @@ def _solved(
 
 
 class SensorShift:
-    """Waits before steps, so that a part-time sensor sees all positions in ``steps`` steps equally often.
+    """Shift of the begins of steps, so that a part-time sensor sees all positions in ``steps`` steps equally often.
 
-    The period of the sensor is cut into slots of half a window. A step may begin in each of them so often; one that
-    would begin in a slot that is full waits for the next that is not. Steps that drift through the period by themselves
-    hardly ever wait; steps in step with it wait for less than one period, all in all.
+    The period of the sensor is cut into slots of half a window, each with room for an equal share of the steps. A step
+    that would begin in a full slot waits for the next slot with room. Steps that drift through the period by themselves
+    hardly ever wait; steps locked to the period wait for less than one period in total.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
@@ -328,9 +355,9 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return how long to wait before the step that could begin now (local); it is taken to begin then.
+        """Return the seconds to wait before the step that could begin now (local); it is counted as begun then.
 
-        ``now_ns`` is of a monotonic clock. Steps beyond those that were announced do not wait.
+        ``now_ns`` is of a monotonic clock. Steps beyond the number of the constructor do not wait.
         """
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

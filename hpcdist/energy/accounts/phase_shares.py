@@ -1,9 +1,9 @@
 """Shares of phases in the time of a node's ranks, and the joules of training by activity. Pure.
 
-`PhaseShares` gives the seconds of each phase between two moments, from spans without overlaps. `job_activities` makes
-activities of the job of what `attribution` found node by node: computing, communication, update, data, the rest and
-idle; sums over its sources and its starts, that add up to the joules of training. The windows around checkpoints and
-validation are measured and are not attributed.
+`PhaseShares` has the seconds of each phase between two moments, from spans without overlaps. `job_activities` sums the
+results of `attribution` over the sources of a job and its starts: computing, communication, update, data, the rest and
+idle, which add up to the joules of training. The windows around checkpoints and validation are measured directly and
+are not attributed.
 """
 
 import math
@@ -24,7 +24,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans`` (n, 3) of phase, begin and end in order and without overlaps: what began later is inside."""
+    """Return ``spans`` (n, 3) of phase, begin and end in order and disjoint: where two overlap, the later one."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -32,7 +32,9 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
     edges = np.unique(spans[:, 1:])
     owner = np.full(len(edges) - 1, -1)
     first, last = np.searchsorted(edges, spans[:, 1]), np.searchsorted(edges, spans[:, 2])
-    for index, (start, stop) in enumerate(zip(first, last, strict=True)):
+    for index, (start, stop) in enumerate(
+        zip(first, last, strict=True)
+    ):  # in the order of begins: later ones overwrite
         owner[start:stop] = index
     held = owner >= 0
     return np.stack([spans[owner[held], 0], edges[:-1][held], edges[1:][held]], axis=1)
@@ -57,7 +59,7 @@ class RankPhases:
         self._replace(flatten_spans(np.concatenate([self.spans, spans])))
 
     def forget(self, before_ns: int) -> None:
-        """Let go what ended before."""
+        """Drop the spans that ended before."""
         self._replace(self.spans[self.spans[:, 2] > before_ns])
 
     def _replace(self, spans: np.ndarray) -> None:
@@ -68,16 +70,17 @@ class RankPhases:
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
         """Return the seconds of each phase before each moment: (moments, phases); only differences mean anything."""
-        found = np.zeros((len(moments_ns), STEP))
+        seconds = np.zeros((len(moments_ns), STEP))
         for code, begins, ends, sums in self._by_code:
+            # Spans that have begun by then in full, minus what of the last one lies behind the moment.
             at = np.searchsorted(begins, moments_ns, side="right")
             inside = np.maximum(0, ends[np.maximum(at - 1, 0)] - moments_ns) * (at > 0)
-            found[:, code] = (sums[at] - inside) / 1e9
-        return found
+            seconds[:, code] = (sums[at] - inside) / 1e9
+        return seconds
 
 
 class PhaseGrid:
-    """The seconds of phases before the moments of a fine grid, of each of ``ranks``: looked up, not searched."""
+    """Table of the seconds of phases up to the moments of a fine grid, for each of ``ranks``."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -92,7 +95,7 @@ class PhaseGrid:
 
 
 class PhaseShares:
-    """The seconds of phases in any interval: ``table`` (moments, phases) of sums up to the moments of a grid."""
+    """Seconds of phases in any interval, from ``table`` (moments, phases) of sums up to the moments of a grid."""
 
     def __init__(self, table: np.ndarray, begin_ns: int, pitch_ns: int) -> None:
         self._table, self._begin_ns, self._pitch_ns = table, begin_ns, pitch_ns
@@ -104,19 +107,17 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds of each of `NAMES` in each interval: (..., names)."""
-        found = np.empty((*begins.shape, len(PHASE_NAMES)))
-        found[..., :STEP] = self._before(ends) - self._before(begins)
-        found[..., STEP] = np.maximum((ends - begins) / 1e9 - found[..., :STEP].sum(axis=-1), 0.0)
-        return found
+        """Return the seconds of each of `PHASE_NAMES` in each interval: (..., names)."""
+        seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
+        seconds[..., :STEP] = self._before(ends) - self._before(begins)
+        seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
+        return seconds
 
 
 MEASURED_PHASES: Final = ("checkpoint", "validation")  # measured directly, by windows of their own
 ACTIVITIES: Final = tuple(name for name in PHASE_NAMES if name not in MEASURED_PHASES)
 NO_SPANS: Final = "nobody told what the ranks did when: set telemetry.trace to true"
-NEGLIGIBLE_SHARE: Final = (
-    0.02  # of all training: of a start with less, doubts are no reason to forget what the others have told
-)
+NEGLIGIBLE_SHARE: Final = 0.02  # of all training: doubts about a start with less do not make the sums unknown
 TOO_SHORT: Final = "the counters had not two new values while it was known what the ranks did"
 MODEL_REASON: Final = "a model follows how busy a device was now and then: it says nothing of what took milliseconds"
 
@@ -131,58 +132,60 @@ def job_activities(
     """Return ``joules``, ``error_j`` and ``seconds`` by activity; NaN where not known, with a ``reason`` by activity.
 
     ``rows`` are those of `Attribution.rows` of all nodes, of which ``kinds`` count. ``training_j`` are the joules of
-    training in this start, NaN for a ``reason``. ``earlier`` is the `state` of the starts of this run before this one.
+    training in this start, NaN for a ``reason``. ``earlier`` is the `activities_state` of the starts before this one.
     """
-    found = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
-    whole = math.fsum(phase["joules"] for phase in found.values())
+    activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
+    whole = math.fsum(phase["joules"] for phase in activities.values())
     scale = training_j / whole if whole > 0 else math.nan
     before_j = math.fsum(phase["joules"] or 0.0 for phase in (earlier or {}).values())
     little = before_j > 0 and training_j <= NEGLIGIBLE_SHARE * (training_j + before_j)
-    wider = 1 + training_j / before_j if little and not found else 1.0  # what nobody told is as the rest was
-    if not found and not little:
+    wider = (
+        1 + training_j / before_j if little and not activities else 1.0
+    )  # the shares of the other starts hold for this one
+    if not activities and not little:
         reason = reason or (TOO_SHORT if rows else NO_SPANS)
     if earlier is not None and not earlier:
         reason = reason or EARLIER_START + NO_SPANS
-    told: dict[str, dict[str, Any]] = {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}}
+    totals: dict[str, dict[str, Any]] = {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}}
     for name in ACTIVITIES:
-        if name in found or name in (earlier or {}):
-            own = found.get(name, _ZERO)
+        if name in activities or name in (earlier or {}):
+            own = activities.get(name, _ZERO)
             before = (earlier or {}).get(name, _ZERO)
             joules = own["joules"] * scale if own["joules"] else 0.0
             doubt = None if little else own["reason"]
             why = reason or doubt or (_earlier_reason(before.get("reason")) if before["joules"] is None else None)
             error_j = joules if little else own["error_j"] * scale if own["error_j"] else 0.0
-            told["seconds"][name] = own["seconds"] + before["seconds"]
-            told["joules"][name] = math.nan if why else joules + before["joules"] * wider
-            told["error_j"][name] = math.nan if why else math.hypot(error_j, before["error_j"])
+            totals["seconds"][name] = own["seconds"] + before["seconds"]
+            totals["joules"][name] = math.nan if why else joules + before["joules"] * wider
+            totals["error_j"][name] = math.nan if why else math.hypot(error_j, before["error_j"])
             if why:
-                told["reason"][name] = why
-    return told | {"unknown": reason}
+                totals["reason"][name] = why
+    return totals | {"unknown": reason}
 
 
 _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None}
 
 
 def _earlier_reason(reason: str | None) -> str:
-    """Return why an earlier start did not know; what it had from one before is not said twice."""
+    """Return the reason of an earlier start, with the prefix of earlier starts once."""
     return EARLIER_START + (reason or "not known").removeprefix(EARLIER_START)
 
 
-def activities_state(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps, as JSON values: what is not known is None."""
+def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the activities as a checkpoint keeps them, as JSON values: what is not known is None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
-            "error_j": None if math.isnan(joules) else told["error_j"][name],
-            "seconds": told["seconds"][name],
-            "reason": told["reason"].get(name),
+            "error_j": None if math.isnan(joules) else totals["error_j"][name],
+            "seconds": totals["seconds"][name],
+            "reason": totals["reason"].get(name),
         }
-        for name, joules in told["joules"].items()
+        for name, joules in totals["joules"].items()
     }
 
 
 def restored_activities(read: Any) -> dict[str, Any]:
-    """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
+    """Return an `activities_state` that was read from a file, checked. Raises ValueError or TypeError otherwise."""
     if not isinstance(read, dict) or not all(isinstance(row, dict) for row in read.values()):
         raise TypeError(f"activities are {str(read)[:40]}, expected an object of objects")
     phases = {}
@@ -199,17 +202,19 @@ def restored_activities(read: Any) -> dict[str, Any]:
 
 def _sum_sources(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the activities over the sources of ``kinds``: sums of joules, seconds of the source that has most."""
-    found: dict[str, dict[str, Any]] = {}
+    sums: dict[str, dict[str, Any]] = {}
     counted = [row for row in rows if row["kind"] in kinds]
     for row in counted:
         for name, phase in row["activities"].items():
-            whole = found.setdefault(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
+            whole = sums.setdefault(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
             whole["joules"] += phase["joules"]
             whole["error_j"] = math.hypot(whole["error_j"], phase["error_j"])
             if whole["reason"] is None and phase["reason"] is not None:
                 whole["reason"] = f"{row['name']}: {phase['reason']}"
     # All of one source: the longest of each phase, of different ranks, would add up to more than the time there was.
-    longest = max(counted, key=lambda row: sum(one["seconds"] for one in row["activities"].values()), default=None)
+    longest = max(
+        counted, key=lambda row: sum(activity["seconds"] for activity in row["activities"].values()), default=None
+    )
     for name, phase in longest["activities"].items() if longest is not None else ():
-        found[name]["seconds"] = phase["seconds"]
-    return found
+        sums[name]["seconds"] = phase["seconds"]
+    return sums

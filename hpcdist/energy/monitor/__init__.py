@@ -1,6 +1,6 @@
 """Monitor the energy of a running job: sampler thread, windows of phases, tables of a file, live figures.
 
-Middle part of `hpcdist.energy`: imports `sources`, `report`, comm and hdf5. `watch` does the same for one machine
-without a job.
+Floor 5, middle part of `hpcdist.energy`: imports `sources`, `report`, comm and hdf5. `monitor.EnergyWatch` does the
+same for one machine without a job.
 Begin with `monitor.EnergyMonitor` and `sampler.EnergySampler`.
 """

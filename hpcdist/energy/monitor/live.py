@@ -1,4 +1,4 @@
-"""Live power and utilisation of a job, from the latest rows of its nodes: for streams and screens. No sensor."""
+"""Live power and utilisation of a job, from the latest rows of its nodes. Reads no sensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ DIRECTIONS: Final = {"sent": COLUMNS.index("sent_bytes"), "received": COLUMNS.in
 
 
 class MeanPower:
-    """Mean watts of the sources of a node between calls of `by_kind`, from the energy that they counted."""
+    """Mean power of the sources of a node between calls of `by_kind`, from the energy that they counted."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
@@ -23,7 +23,7 @@ class MeanPower:
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
         """Return the watts of each source since the last call; NaN where that is not known."""
         gaps = set(drained.gaps[:, 1].tolist())
-        found = []
+        means = []
         for source in range(sources):
             own = drained.samples[drained.samples[:, 1] == source]
             watts = math.nan
@@ -33,20 +33,20 @@ class MeanPower:
                 self._last[source] = now_ns, now_mj
                 if now_ns > then_ns and source not in gaps:
                     watts = (now_mj - before_mj) * 1e6 / (now_ns - then_ns)
-            found.append(watts)
-        return found
+            means.append(watts)
+        return means
 
     def by_kind(self, kinds: Sequence[str], drained: DrainedSamples) -> dict[str, float]:
         """Return the watts of all sources of a kind since the last call; ``kinds`` is that of each source."""
         watts = self.by_source(len(kinds), drained)
         return {
-            kind: math.fsum(one for one, other in zip(watts, kinds, strict=True) if other == kind)
+            kind: math.fsum(power for power, source_kind in zip(watts, kinds, strict=True) if source_kind == kind)
             for kind in dict.fromkeys(kinds)
         }
 
 
 class LiveFigures:
-    """The last figures of all nodes."""
+    """Latest figures of all nodes."""
 
     def __init__(self) -> None:
         self._rows: Sequence[NodeRows] = ()
@@ -61,7 +61,7 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[place]) for name, place in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return watts by kind; NaN where a node lacks what it should have. The node's kind: where all have it."""
+        """Return watts by kind; NaN where a node lacks a kind it should have. "node" only where all nodes have it."""
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         if not all(NODE in row.watts for row in self._rows):
             kinds.pop(NODE, None)
@@ -73,13 +73,13 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return the mean share over time and nodes by resource, without those that nobody knows."""
+        """Return the mean share over time and nodes by resource; those that no node knows are left out."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}
-        means = np.array([_means(one) for one in shares])
-        found = dict(zip(SHARES, _means(means).tolist(), strict=True))
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        means = np.array([_means(node_shares) for node_shares in shares])
+        by_resource = dict(zip(SHARES, _means(means).tolist(), strict=True))
+        return {name: value for name, value in by_resource.items() if not math.isnan(value)}
 
     def network(self) -> dict[str, float]:
         """Return the bytes in each direction; NaN where a node cannot tell, nothing before the first look."""

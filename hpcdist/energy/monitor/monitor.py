@@ -1,7 +1,7 @@
-"""Energy monitor of a job: one rank of each node reads the sensors, and windows say what was done meanwhile.
+"""Energy monitor of a job: one rank of each node reads the sensors, and windows attribute joules to phases.
 
-`EnergyMonitor.window("training")` is a context manager; the joules of a window "checkpoint" inside it are not counted
-as training's. `hpcdist energy watch` needs no job: one process reads this machine, watts now and joules in all.
+`EnergyMonitor.window` is a context manager: inside of ``window("training")``, the joules of a ``window("checkpoint")``
+are not counted as training's. `EnergyWatch` needs no job: one process reads this machine, for `hpcdist energy watch`.
 """
 
 import math
@@ -19,7 +19,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.failure.rank_failures import barrier_with_deadline
 from hpcdist.comm.launch.environment import boot_id
-from hpcdist.energy import report
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import live, tables
@@ -41,7 +40,7 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """Power since the last look: watts by source and by kind, their total, and shares by resource."""
+    """Power of one interval of `EnergyWatch`: watts by source and by kind, their total, and shares by resource."""
 
     seconds: float
     watts: Mapping[str, float]
@@ -51,7 +50,7 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Measures from construction to `finish`. Raises MissingCapabilityError where there is nothing to read.
+    """Watch over one machine from construction to `finish`. Raises MissingCapabilityError without any source.
 
     GPUs are those that CUDA_VISIBLE_DEVICES names, and all of them where it names none. ``output`` is a file that gets
     the samples, in the tables of `hpcdist.energy.monitor.tables`; what is there already is kept, and this is one
@@ -79,24 +78,24 @@ class EnergyWatch:
         self._windows.enter(WINDOW, *self._look())
 
     def missing(self) -> dict[str, str]:
-        """Return by kind why it is not measured."""
+        """Return for each kind that is not measured the reason."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def _look(self) -> tuple[int, list[int | None]]:
-        found = self.sampler.read()
+        reading = self.sampler.read()
         for source in self.sampler.gaps_since_edge():
             self._windows.forget(source)
-        return found
+        return reading
 
     def moment(self) -> WatchInterval:
-        """Return what was drawn since the last call, and keep the samples in ``output``."""
+        """Return the power since the last call, and append the samples to ``output``."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
         kinds = dict.fromkeys(track.kind for track in tracks)
         by_kind = {
-            kind: math.fsum(one for one, track in zip(watts, tracks, strict=True) if track.kind == kind)
+            kind: math.fsum(power for power, track in zip(watts, tracks, strict=True) if track.kind == kind)
             for kind in kinds
         }
         busy_s, lasted_s = self.sampler.overhead()
@@ -106,14 +105,14 @@ class EnergyWatch:
         self._keep(row)
         return WatchInterval(
             (now_ns - self._began_ns) / 1e9,
-            {track.name: one for track, one in zip(tracks, watts, strict=True)},
+            {track.name: power for track, power in zip(tracks, watts, strict=True)},
             by_kind,
             by_kind.get(NODE, math.fsum(by_kind.values())),
             self._present.utilisation(),
         )
 
     def _keep(self, row: tables.NodeRows) -> None:
-        """Append the samples. Whatever is being measured must not end because a disk is full."""
+        """Append the samples. A full disk ends the output, never the command that is being measured."""
         if self._output is None:
             return
         try:
@@ -123,7 +122,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """End, keep the last samples, and return what was used: as `hpcdist.energy.report.merge`, and ``seconds``."""
+        """End, append the last samples, and return the report as `hpcdist.energy.report.merge`, with ``seconds``."""
         self._windows.leave(*self._look())
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -135,20 +134,20 @@ class EnergyWatch:
                 self.sources.close()
 
     def _report(self) -> dict[str, Any]:
-        found = [
+        sources = [
             SourceResult(t.name, t.kind, t.pace.update_s, t.failed_reads, t.explain(), t.about.note, t.about.declared)
             for t in self.sampler.tracks
         ]
         missing, unused = self.sources.missing, frozenset(self.sources.unused)
         busy_s, lasted_s = self.sampler.overhead()
         own = NodeContribution(
-            0, found, self._windows.phases(), self._windows.totals(), missing, frozenset(), unused, busy_s, lasted_s
+            0, sources, self._windows.phases(), self._windows.totals(), missing, frozenset(), unused, busy_s, lasted_s
         )
-        return report.merge([own])
+        return reports.merge([own])
 
 
 def _claim_visible(environment: Mapping[str, str]) -> GpuClaim:
-    """Return the GPUs to look at, or why they cannot be."""
+    """Return the claim to the visible GPUs, or to none with the reason."""
     try:
         with nvml.NvmlDriver() as driver:
             named = nvml.gpus_in_use(driver, None, environment) if environment.get(nvml.VISIBLE) else ()
@@ -172,7 +171,7 @@ def _no_synchronisation() -> None:
 
 
 class EnergyMonitor:
-    """Measures between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
+    """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
     ``bus_id`` is the PCI address of the GPU on which this rank computes (None: the processor), and ``synchronise``
     waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
@@ -208,11 +207,11 @@ class EnergyMonitor:
         self._leaders = comm.split(0 if self._leads else None, comm.rank, "energy")
         self._sources, look = NodeSources(), None
         if self._leads:
-            claims = [one for name, one, _ in ranks if name == host]
+            claims = [claim for name, claim, _ in ranks if name == host]
             self._sources = open_node_sources(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
             look = self._look_of(claims) if config.utilisation_s else None
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
-        self.measures = any(found for _, found in measured)  # somewhere in the job: the same on every rank
+        self.measures = any(can_measure for _, can_measure in measured)  # on any node: the same on every rank
         self._watches = self.measures or config.utilisation_s > 0
         self._synchronise = synchronise if (self._node, True) in measured else _no_synchronisation
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
@@ -227,7 +226,7 @@ class EnergyMonitor:
             barrier_with_deadline(self._comm, what, self._deadline_s)
 
     def _look_of(self, claims: Sequence[GpuClaim]) -> Callable[[], np.ndarray]:
-        processes = [one.process for one in claims if one.process is not None]
+        processes = [claim.process for claim in claims if claim.process is not None]
         return NodeUtilisation(processes, self._sources.sensors).look
 
     def __enter__(self) -> "EnergyMonitor":
@@ -238,18 +237,18 @@ class EnergyMonitor:
         self.stop()
 
     def start(self) -> None:
-        """Begin to sample (local)."""
+        """Start the sampler thread (local)."""
         self.sampler.start()
 
     def stop(self) -> None:
-        """End the sampler and give the sensors back; what was measured stays (local)."""
+        """Stop the sampler and close the sensors; what was measured stays (local)."""
         self._stopped = True
         if self.sampler.stop():
             self._sources.close()
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Give what is used inside to ``phase``, but for what windows inside take (local; every rank should call)."""
+        """Attribute the energy used inside to ``phase``, without inner windows (local; every rank should call)."""
         if not self._leads:
             self._synchronise()
             yield
@@ -263,16 +262,18 @@ class EnergyMonitor:
 
     def _look(self) -> tuple[int, list[int | None]]:
         self._synchronise()
-        found = self.sampler.read()
+        reading = self.sampler.read()
         for source in self.sampler.gaps_since_edge():
             self._windows.forget(source)
-        return found
+        return reading
 
     def report(self) -> dict[str, Any]:
         """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
         self._meet("Monitor.report")
         contributions = self._comm.allgather_object(self._contribution() if self._leads else None)
-        return reports.merge([one for one in contributions if one is not None], self._earlier)
+        return reports.merge(
+            [contribution for contribution in contributions if contribution is not None], self._earlier
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, so that the next start of the run goes on counting. Collective.
@@ -315,7 +316,7 @@ class EnergyMonitor:
     def intervals(self) -> list[SourceSamples]:
         """Return the samples of each source of this node since the last call, the last one of that call first (local).
 
-        Empty on all but the first rank of a node. Samples are let go when two calls of `collect` have passed.
+        Empty on all but the first rank of a node. Samples are dropped when two calls of `collect` have passed.
         """
         return self.sampler.intervals()
 
@@ -344,19 +345,19 @@ class EnergyMonitor:
         return rows
 
     def power(self) -> dict[str, float]:
-        """Return the mean watts of the job between the last two calls of `collect`, by kind, on first ranks of nodes.
+        """Return the mean power in W between the last two calls of `collect`, by kind, on first ranks of nodes (local).
 
-        NaN where a node that has to do with the kind could not read it; empty before the first `collect` (local).
+        NaN where a node that uses the kind could not read it; empty before the first `collect`.
         """
         return self._present.power()
 
     def utilisation(self) -> dict[str, float]:
-        """Return how busy the nodes were meanwhile, their mean by resource (`utilisation.SHARES`), on first ranks.
+        """Return the mean utilisation over the same time and all nodes, by resource, on first ranks of nodes (local).
 
-        What no node knows is left out (local).
+        Resources are `utilisation.SHARES`; what no node knows is left out.
         """
         return self._present.utilisation()
 
     def network(self) -> dict[str, float]:
-        """Return the bytes "sent" and "received" by all nodes since this start, by whomever, on first ranks (local)."""
+        """Return the bytes "sent" and "received" by all processes of all nodes since this start (local)."""
         return self._present.network()

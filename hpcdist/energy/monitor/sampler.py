@@ -1,7 +1,7 @@
 """Sampler thread: reads the counters at intervals, so that no wrap is missed, and keeps each sample.
 
 It sleeps nearly all of the time, makes no MPI call, and ends with its owner. Reads at the edges of windows come from
-the caller's thread. It also keeps the power of the sources that report it, and looks at how busy the node is.
+the caller's thread. The sampler also keeps the power of the sources that report it, and the utilisation of the node.
 """
 
 import sys
@@ -20,7 +20,7 @@ GIVE_UP_NS: Final = 2_000_000_000
 EDGE_ATTEMPTS: Final = 3
 EDGE_PAUSE_S: Final = 0.01
 HANG_TIMEOUT_S: Final = 5.0  # a driver that has not answered for so long is not waited for
-MAX_ROWS: Final = 1 << 15  # of a kind, that wait for `drain`: at more, every second one goes (5 MB)
+MAX_ROWS: Final = 1 << 15  # of each list that waits for `drain`: of more, every second one is dropped (5 MB)
 Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 
@@ -28,8 +28,8 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 class DrainedSamples:
     """Samples (n, 3) int64 of time in ns, source, energy in mJ; ``powers`` (n, 3) the same in mW.
 
-    ``gaps`` (n, 2) of time and source: between the sample at that time and the one before it is not known what was
-    used. ``looks`` are times in ns (n,), ``shares`` (n, columns) float64 what was seen then.
+    ``gaps`` (n, 2) of time and source: the energy between the sample at that time and the one before is not known.
+    ``looks`` are times in ns (n,), ``shares`` (n, columns) float64 the utilisation then.
     """
 
     samples: np.ndarray
@@ -41,7 +41,7 @@ class DrainedSamples:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """The samples of one source: ``times_ns`` (n,) int64 of the node's monotonic clock, ``energy_mj`` (n,) int64.
+    """Samples of one source: ``times_ns`` (n,) int64 of the node's monotonic clock, ``energy_mj`` (n,) int64.
 
     ``known`` (n-1,) bool: whether the difference between two samples is what was used between them.
     """
@@ -59,10 +59,10 @@ def _to_stderr(message: str) -> None:
 
 
 class EnergySampler:
-    """Reads ``counters`` every ``interval_s`` seconds between `start` and `stop`.
+    """Sampler of ``counters``: reads them every ``interval_s`` seconds between `start` and `stop`.
 
-    Every ``look_s`` seconds it calls ``look`` -> (columns,) float64 (None: never). ``tell`` hears once of each source
-    that fails.
+    Every ``look_s`` seconds it calls ``look`` -> (columns,) float64 (None: never). It calls ``tell`` once for each
+    source that fails.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EnergySampler:
         self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample; nothing happens without something to read."""
+        """Start the thread, where there is something to read."""
         if self.tracks or self._look is not None:
             self._began_ns = time.monotonic_ns()
             self._thread.start()
@@ -122,7 +122,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the sources that do not know what was used since the last call, though they can be read now."""
+        """Return the sources with a gap since the last call: they can be read, but some energy was not counted."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
@@ -160,7 +160,7 @@ class EnergySampler:
         return value
 
     def _bound(self) -> None:
-        """Let go of what nobody has asked for in a long time: counters go on counting, so that no energy is lost."""
+        """Thin what was not drained for long. Counters are cumulative, so no energy is lost with a sample."""
         if len(self._samples) > MAX_ROWS:
             self._samples, self._gaps = _halved(self._samples, self._gaps)
         if len(self._recent) > MAX_ROWS:
@@ -201,14 +201,14 @@ class EnergySampler:
 
     def _look_around(self, look: Callable[[], np.ndarray]) -> None:
         try:
-            found = look()
+            shares = look()
         except Exception as error:  # noqa: BLE001 - whatever a look raises, the energy goes on being counted
             if not self._look_failure:
                 self._look_failure = f"{type(error).__name__}: {error}"
                 self._tell(f"the utilisation of this node cannot be read: {self._look_failure}")
             return
         with self._lock:
-            self._looks.append((time.monotonic_ns(), found))
+            self._looks.append((time.monotonic_ns(), shares))
             if len(self._looks) > MAX_ROWS:
                 del self._looks[::2]
 
@@ -223,7 +223,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return what was seen since the last call. What nobody asked `intervals` for goes with the next one."""
+        """Return all samples since the last call. Those not taken by `intervals` until the next call are dropped."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -243,19 +243,19 @@ class EnergySampler:
     def intervals(self) -> list[SourceSamples]:
         """Return the samples of each source since the last call, the last one of that call first.
 
-        Who never calls costs no memory: what two calls of `drain` have seen is let go.
+        Where it is never called no memory is used: what two calls of `drain` have seen is dropped.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps
             self._recent = list({row[1]: row for row in rows}.values())
             self._recent_known, self._recent_gaps = 0, set()
-        found = []
+        sources = []
         for source, track in enumerate(self.tracks):
             own = [row for row in rows if row[1] == source]
             times, energy = (np.array([row[place] for row in own], np.int64) for place in (0, 2))
             known = np.array([row[:2] not in gaps for row in own[1:]], bool)
-            found.append(SourceSamples(track.name, track.kind, track.about, times, energy, known))
-        return found
+            sources.append(SourceSamples(track.name, track.kind, track.about, times, energy, known))
+        return sources
 
 
 def _halved(rows: list[Row], gaps: set[tuple[int, int]]) -> tuple[list[Row], set[tuple[int, int]]]:

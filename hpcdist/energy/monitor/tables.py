@@ -1,13 +1,13 @@
-"""Tables of raw samples and windows in a metrics file, in the group ``energy``.
+"""Tables of raw energy samples and windows in a metrics file, in the group ``energy``.
 
     sources      kind and name of each source of a node
-    about        of each source: device, whose power it tells, what is special about it
+    about        of each source: device, scope of its power, what is special about it
     samples      energy, as read: whole nanoseconds and millijoules
-    powers       power of the sources that tell it, in milliwatts
+    powers       power of the sources that report it, in milliwatts
     gaps         samples before which an unknown amount of energy was used
-    windows      joules of what was done when
+    windows      phase, begin, end and joules of each window
     utilisation  how busy a node was: see `hpcdist.energy.sources.utilisation`
-    sampler      what reading cost, so far
+    sampler      processor time that reading took so far
 
 Where there is no source, there are only the last two. Files of earlier versions have sources, samples and windows
 only; an append to them adds the others. `hpcdist.energy.accounts.energy_metrics` reads them.
@@ -110,10 +110,10 @@ _OF_SOURCES: Final = tuple(name for name in TABLES if name not in _OF_NODES)
 
 @dataclass(frozen=True)
 class NodeRows:
-    """Tables of one node: its sources as (kind, name, about), what its sampler has seen, and closed windows.
+    """Rows of one node: its sources as (kind, name, about), the samples of its sampler, and closed windows.
 
     ``busy_s`` of ``lasted_s`` seconds went into reading, at ``now_ns`` of its clock. ``watts`` are by kind since the
-    last time, NaN where they are not known, and ``lacking`` the kinds that it should have and has not.
+    last collection, NaN where they are not known, and ``lacking`` the kinds that it should have and does not.
     """
 
     node: int
@@ -129,11 +129,11 @@ class NodeRows:
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     """Append the rows of ``nodes`` to an open file (local). The sources of a session are written once."""
-    wanted = [*(_OF_SOURCES if any(node.sources for node in nodes) else ()), *_OF_NODES]
-    for name in wanted:
+    tables = [*(_OF_SOURCES if any(node.sources for node in nodes) else ()), *_OF_NODES]
+    for name in tables:
         if f"{GROUP}/{name}" not in file:
             datasets.create(file, f"{GROUP}/{name}", TABLES[name])
-    known = "sources" not in wanted or session in datasets.read(file, f"{GROUP}/sources")["session"]
+    known = "sources" not in tables or session in datasets.read(file, f"{GROUP}/sources")["session"]
     for node in nodes:
         if not known:
             _extend(file, "sources", session, node.node, _sources(node))
@@ -185,7 +185,7 @@ def _words(most: int, words: Iterable[str]) -> np.ndarray:
 
 
 def _windows(node: NodeRows) -> dict[str, np.ndarray]:
-    """One row for each window and source."""
+    """Return one row for each window and source."""
     rows = [(window, source) for window in node.windows for source in range(len(node.sources))]
     return {
         "begin_mono_ns": np.array([window.begin_ns for window, _ in rows], np.int64),

@@ -1,6 +1,6 @@
 """Windows of phases and the energy of each. Windows nest, and the innermost one gets the joules.
 
-Pure: the caller passes the time and what the sources read.
+Pure: the caller passes the time and the values of the sources at every edge.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class PhaseWindow:
-    """One stay in a phase. ``own_ns`` and ``mj`` (by source) are without the windows inside it.
+    """Window of time in a phase. ``own_ns`` and ``mj`` (by source) are without the windows inside it.
 
     ``mj`` is NaN where a source could not be read at an edge.
     """
@@ -24,10 +24,10 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """The windows of one rank. ``total_mj`` by source is what all windows took together.
+    """Windows of one rank. ``total_mj`` is the energy of all windows together, by source.
 
-    What was closed is kept as sums, and whole until somebody takes it: see `take`. An edge at which a source fails
-    leaves the windows on both of its sides unknown, but not their sum.
+    Closed windows are kept as sums, and singly until `take`. An edge at which a source fails leaves the windows on both
+    of its sides unknown, but not their sum.
     """
 
     def __init__(self, sources: int) -> None:
@@ -54,12 +54,12 @@ class PhaseWindows:
         self._sum(self._sums, window)
 
     def take(self) -> list[PhaseWindow]:
-        """Return the windows that were closed since the last call, and let them go."""
+        """Return the windows that were closed since the last call, and drop them."""
         taken, self.closed = self.closed, []
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Give what was used since the last edge to the innermost window."""
+        """Attribute what was used since the last edge to the innermost window."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -68,10 +68,12 @@ class PhaseWindows:
             self._attribute(source, value, inner)
 
     def forget(self, source: int) -> None:
-        """Tell that what ``source`` has counted since the last edge is not all that was used: that is not known."""
+        """Mark the energy of ``source`` since the last edge as unknown: its counter has missed some of it."""
         self._last[source] = None
 
     def _attribute(self, source: int, value: int | None, inner: PhaseWindow | None) -> None:
+        # A failed edge is bridged: the difference over it belongs to several windows, or to none, so each of them is
+        # unknown. The total still gets it where all of that time was inside windows.
         last, bridged = self._last[source], self._inside[source] or self._outside[source]
         inside, outside = self._inside[source] or inner is not None, self._outside[source] or inner is None
         if value is None:
@@ -95,10 +97,10 @@ class PhaseWindows:
 
         Windows that are still open count, but not as the shortest: they are not yet what they will be.
         """
-        found = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
+        phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
-            self._sum(found, window)
-        return found
+            self._sum(phases, window)
+        return phases
 
     def _sum(self, phases: dict[str, dict[str, Any]], window: PhaseWindow) -> None:
         nothing = {"seconds": 0.0, "windows": 0, "shortest_s": math.inf, "mj": [0.0] * len(self._last)}

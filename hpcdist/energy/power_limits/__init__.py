@@ -1,5 +1,6 @@
-"""Power limits and clocks of GPUs and processors: changed for a while, journalled, and always put back.
+"""Power limits and clocks of GPUs and processors: changed temporarily, journalled, and always restored.
 
-Imports `sources` (NVML and RAPL), comm and errors. Runs only when a user asks for it (`hpcdist bench power`).
+Floor 5, inside energy: imports `sources` (NVML and RAPL), comm and errors. Runs only when a user asks for it
+(`hpcdist bench power`).
 Begin with `apply.limited` and `devices.DeviceLimit`.
 """

@@ -1,14 +1,14 @@
-"""Apply power limits and clocks for a while, and put them back whatever happens.
+"""Apply power limits and clocks temporarily, and restore them however the process ends.
 
     with nvml.NvmlDriver() as driver:
         requested = [(limit, 250.0) for limit in devices.gpu_limits(driver, uuids, devices.GPU_POWER)]
         with apply.limited(requested) as in_force:
             ...  # trains under 250 W
 
-The former limits are put back at the end of the block: by an exception, a signal, or the end of the process too.
-After a SIGKILL, `put_back` does it from the record that was written before the first change.
+The former limits are restored at the end of the block, also after an exception, a signal, or at the end of the process.
+After a SIGKILL, `put_back` restores them from the journal record that was written before the first change.
 
-Signals are held back while a limit is changed or put back (`defer_signals`) and become an exception in between
+Signals are deferred while a limit is changed or restored (`defer_signals`) and raise an exception in between
 (`raise_on_signals`). Python runs handlers in the main thread only; elsewhere no handler is changed, and limits are
 put back at the end of the process.
 """
@@ -22,19 +22,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.energy.power_limits import devices
-from hpcdist.energy.power_limits import journal as kept
+from hpcdist.energy.power_limits import devices, journal
 from hpcdist.energy.power_limits.devices import CPU_POWER, CpuPowerLimit, DeviceLimit, check_value, is_equal_limit
 from hpcdist.energy.power_limits.journal import ChangedLimit, JournalRecord
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import HpcdistError, MissingCapabilityError
 
-# What ends a process that does not answer: SIGINT raises KeyboardInterrupt already.
+# Signals that end a process without a handler; SIGINT raises KeyboardInterrupt already.
 FATAL_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class EndedBySignal(BaseException):
-    """A signal came that would have ended the process on the spot."""
+    """Exception in the place of a signal that would have ended the process at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -51,7 +50,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Answer signals that come inside at the end of it, as they would have been answered (local)."""
+    """Defer signals that come inside to the end of the block, where their own handlers get them (local)."""
     if not _in_main_thread():
         yield
         return
@@ -73,9 +72,9 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Make exceptions of the signals that would end this process without a word; it ends by them all the same.
+    """Raise `EndedBySignal` inside for signals that would end this process; at the end, it still ends by the signal.
 
-    ``last`` is called before it does: what is undone by then may be undone once more.
+    ``last`` is called before that; it may have been called already.
     """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
@@ -95,33 +94,32 @@ def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
         os.kill(os.getpid(), ended.number)
 
 
-RequestedLimits = tuple[
-    DeviceLimit, float | None
-]  # what to limit, and to how much in its unit; None: to what holds already
+# A limit and its value in the unit of the device; None: the value that is set already.
+RequestedLimits = tuple[DeviceLimit, float | None]
 
 
 class TemporaryLimits:
-    """Some limits, changed by this process. Driven by `limited`."""
+    """Limits that this process changes and restores. Driven by `limited`."""
 
-    def __init__(self, wanted: Sequence[RequestedLimits], folder: Path) -> None:
+    def __init__(self, requested: Sequence[RequestedLimits], folder: Path) -> None:
         self.in_force: tuple[float | None, ...] = ()
         self._folder, self._owner = folder, os.getpid()
         self._path: Path | None = None
-        self._left: list[tuple[DeviceLimit, ChangedLimit]] = []  # to be put back
+        self._left: list[tuple[DeviceLimit, ChangedLimit]] = []  # changed, and not restored yet
         self._wanted: list[tuple[DeviceLimit, ChangedLimit]] = []
-        for knob, value in wanted:
+        for knob, value in requested:
             if value is not None:
                 check_value(knob, value)
             before = knob.now()
-            asked = before if value is None else round(value * knob.per_unit)
-            self._wanted.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, asked)))
+            target = before if value is None else round(value * knob.per_unit)
+            self._wanted.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, target)))
 
     def begin(self) -> None:
-        """Write the record and set the limits. Where one cannot be set, the others are put back and it is raised."""
+        """Write the record and set the limits. Where one cannot be set, the others are restored and it raises."""
         changes = [change for _, change in self._wanted]
-        with kept.locked_journal(self._folder):
-            refuse_changed(kept.records(self._folder)[0], changes)
-            self._path = kept.write(self._folder, changes)
+        with journal.locked_journal(self._folder):
+            refuse_changed(journal.records(self._folder)[0], changes)
+            self._path = journal.write(self._folder, changes)
         try:
             for knob, change in self._wanted:
                 knob.put(change.asked)
@@ -133,9 +131,9 @@ class TemporaryLimits:
         self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
 
     def end(self) -> None:
-        """Put back what is not yet, and remove the record; once more does nothing.
+        """Restore the limits that are still changed, and remove the record; a second call does nothing.
 
-        Raises MissingCapabilityError where a limit could not be put back, after the others have been: the record then
+        Raises MissingCapabilityError where a limit could not be restored, after the others have been: the record then
         names it.
         """
         if os.getpid() != self._owner:
@@ -151,22 +149,23 @@ class TemporaryLimits:
                 reasons.append(f"{knob.name} is not what it was before ({error}): {knob.cure(change.before)}")
         self._left = failed
         if failed:
-            self._path = kept.write(self._folder, [change for _, change in failed], self._path)
-            raise MissingCapabilityError(f"{'; '.join(reasons)}; or later: {kept.RESTORE_COMMAND}")
+            self._path = journal.write(self._folder, [change for _, change in failed], self._path)
+            raise MissingCapabilityError(f"{'; '.join(reasons)}; or later: {journal.RESTORE_COMMAND}")
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
 
 
 @contextmanager
-def limited(wanted: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices inside; yields what is in force on each, in its unit (None: nobody can tell) (local).
+def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
+    """Limit devices inside of the block; yields the limit in force on each, in its unit (None: not known) (local).
 
     ``folder`` is that of the records (default: the user's). Signals that would end the process end it at the end of
-    this. Raises ConfigurationError for a value out of range, MissingCapabilityError where nobody may change it, another
-    process does, or it does not hold, StorageError where no record can be written; nothing is changed then.
+    this. Raises ConfigurationError for a value out of range, MissingCapabilityError where it may not be changed, where
+    another process changes it, or where it does not hold, and StorageError where no record can be written; nothing is
+    changed then.
     """
-    change = TemporaryLimits(wanted, kept.directory() if folder is None else folder)
+    change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # should an exception come between what is below
     try:
         with raise_on_signals(change.end):
@@ -186,8 +185,8 @@ def limited(wanted: Sequence[RequestedLimits], folder: Path | None = None) -> It
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
     """Raise MissingCapabilityError, with the cure, where this process may not change ``knobs`` (local).
 
-    The only way to know is to try: it sets the power limits that hold already, and frees clocks, as the end of every
-    change of them does.
+    The only way to know is to try: it sets the power limits that are set already, and unlocks clocks, as the end of
+    every change does.
     """
     with limited([(knob, None) for knob in knobs], folder):
         pass
@@ -195,10 +194,10 @@ def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) ->
 
 def _verify(knob: DeviceLimit, value: int | None) -> None:
     """Raise MissingCapabilityError where ``knob`` shows another limit than was set."""
-    found = knob.now()
-    if value is not None and found is not None and not is_equal_limit(found / knob.per_unit, value / knob.per_unit):
+    shown = knob.now()
+    if value is not None and shown is not None and not is_equal_limit(shown / knob.per_unit, value / knob.per_unit):
         raise MissingCapabilityError(
-            f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, and {found / knob.per_unit:g} {knob.unit} is "
+            f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, and {shown / knob.per_unit:g} {knob.unit} is "
             "what it shows: firmware, or a service of this machine, keeps it"
         )
 
@@ -218,21 +217,22 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
             )
         raise MissingCapabilityError(
             f"the limits of {devices} are still those of a process that was killed ({record.pid}, "
-            f"{record.created_utc}); put them back first: {kept.RESTORE_COMMAND}"
+            f"{record.created_utc}); put them back first: {journal.RESTORE_COMMAND}"
         )
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Put back what killed processes of this machine have left changed, and say so; return whether all is well (local).
+    """Restore what killed processes of this machine have left changed; return whether all could be restored (local).
 
-    A limit that somebody has changed since is left as it is. Records of other machines, on a shared home, are too.
+    ``say`` gets a line for each. A limit that another process has changed since is left as it is, and so are records of
+    other machines, on a shared home.
     """
     if not folder.is_dir():
         say("nothing was left changed")
         return True
     well = True
-    with kept.locked_journal(folder), ExitStack() as stack:
-        records, unreadable = kept.records(folder)
+    with journal.locked_journal(folder), ExitStack() as stack:
+        records, unreadable = journal.records(folder)
         for line in unreadable:
             say(line)
             well = False
@@ -246,7 +246,7 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
 def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None]) -> bool:
     if not record.is_of_this_start:
         if record.host != os.uname().nodename:
-            say(f"{record.path.name}: of {record.host}; run `{kept.RESTORE_COMMAND}` there")
+            say(f"{record.path.name}: of {record.host}; run `{journal.RESTORE_COMMAND}` there")
             return True
         say(f"{record.path.name}: {record.host} was started again since, which puts limits back")
         record.path.unlink(missing_ok=True)
@@ -268,10 +268,10 @@ def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None
 
 
 def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
-    """Put one limit back, unless somebody has changed it since; return what was done."""
+    """Restore one limit, unless another process has changed it since; return what was done."""
     knob: DeviceLimit
     if change.kind in devices.GPU_LIMIT_KINDS:
-        stack.enter_context(nvml.NvmlDriver())  # counted: handles are good until the last is closed
+        stack.enter_context(nvml.NvmlDriver())  # NVML counts inits: handles are valid until the last shutdown
         knob = devices.GPU_LIMIT_KINDS[change.kind](change.device)
     elif change.kind == CPU_POWER:
         knob = CpuPowerLimit(Path(change.place), change.device)

@@ -21,7 +21,7 @@ ROUNDING: Final = 0.5  # of a unit: RAPL keeps eighths of a watt, NVML whole mW
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Range of a device, in W or MHz; None is what it does not tell. ``values``: only these."""
+    """Range that a device allows, in W or MHz; None: it does not say. ``values``: only these are allowed."""
 
     least: float | None = None
     most: float | None = None
@@ -30,7 +30,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """One limit of one device. ``device`` and ``place`` are what a record knows it by; ``name`` is for people."""
+    """Protocol of one limit of a device. A record identifies it by ``device`` and ``place``; ``name`` is for people."""
 
     kind: str
     device: str
@@ -40,19 +40,19 @@ class DeviceLimit(Protocol):
     per_unit: int  # of the driver's own in one of ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return what may be asked for. Raises MissingCapabilityError where there is no such limit."""
+        """Return the range that may be set. Raises MissingCapabilityError where there is no such limit."""
 
     def now(self) -> int | None:
-        """Return what is set, in the driver's unit; None where the driver does not tell. Raises like `allowed`."""
+        """Return the value that is set, in the driver's unit; None where it cannot be read. Raises like `allowed`."""
 
     def in_force(self) -> float | None:
-        """Return the limit that holds, in W or MHz; None where nobody can tell."""
+        """Return the limit in force, in W or MHz; None where it cannot be read."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit, in the driver's unit; None: free it. Raises MissingCapabilityError with the reason."""
+        """Set the limit, in the driver's unit; None: unlock it. Raises MissingCapabilityError with the reason."""
 
     def cure(self, value: int | None) -> str:
-        """Return the command by which a person would put ``value``."""
+        """Return the shell command that sets ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
@@ -72,16 +72,16 @@ def check_value(knob: DeviceLimit, value: float) -> None:
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
-    """Return what is allowed as people write it."""
+    """Return the allowed range as text."""
     least = "more than 0" if allowed.least is None else f"{allowed.least:g}"
     if allowed.most is None:
         return f"{least} {unit} and more (it does not tell the most)"
     return f"{least} to {allowed.most:g} {unit}"
 
 
-def is_equal_limit(one: float | None, other: float | None) -> bool:
-    """Whether two limits, in W or MHz, are the same but for what devices round; what is not known is."""
-    return one is None or other is None or abs(one - other) <= ROUNDING
+def is_equal_limit(first: float | None, second: float | None) -> bool:
+    """Whether two limits, in W or MHz, are equal up to the rounding of devices; an unknown one equals any."""
+    return first is None or second is None or abs(first - second) <= ROUNDING
 
 
 GPU_POWER: Final = "nvml-power"
@@ -90,7 +90,7 @@ HIGHEST_PERFORMANCE_STATE: Final = 0  # the performance state of a GPU at work
 
 
 class GpuPowerLimit:
-    """The power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware keeps to."""
+    """Power limit of a GPU (nvmlDeviceSetPowerManagementLimit): an average that its firmware enforces."""
 
     kind, place, unit, per_unit = GPU_POWER, "", "W", 1000
     what: Final = "power limit"
@@ -117,12 +117,12 @@ class GpuPowerLimit:
             _refused(self.name, self.what, error)
 
     def in_force(self) -> float | None:
-        """Return the least of all limits of the GPU, in W: the enforced one where the driver tells it."""
+        """Return the least of all limits of the GPU, in W: the enforced one where the driver shows it."""
         try:
             return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
         except self._nvml.NVMLError:
-            found = self.now()
-            return None if found is None else found / self.per_unit
+            limit = self.now()
+            return None if limit is None else limit / self.per_unit
 
     def put(self, value: int | None) -> None:
         """Set the limit in mW."""
@@ -137,9 +137,10 @@ class GpuPowerLimit:
 
 
 class GpuClockLimit:
-    """The clock of a GPU, locked at one frequency (nvmlDeviceSetGpuLockedClocks).
+    """Locked clock of a GPU, at one frequency (nvmlDeviceSetGpuLockedClocks).
 
-    The driver does not tell whether clocks are locked, so an earlier lock cannot be put back: at the end they are free.
+    The driver does not say whether clocks are locked, so an earlier lock cannot be restored: at the end they are
+    unlocked.
     """
 
     kind, place, unit, per_unit = GPU_CLOCK, "", "MHz", 1
@@ -168,15 +169,15 @@ class GpuClockLimit:
             return LimitRange()
 
     def now(self) -> int | None:
-        """Return None: nobody can tell."""
+        """Return None: the driver has no such query."""
         return None
 
     def in_force(self) -> float | None:
-        """Return None: nobody can tell."""
+        """Return None: the driver has no such query."""
         return None
 
     def put(self, value: int | None) -> None:
-        """Lock the clock at ``value`` MHz, or free it."""
+        """Lock the clock at ``value`` MHz, or unlock it."""
         try:
             if value is None:
                 self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
@@ -191,7 +192,7 @@ class GpuClockLimit:
 
 
 def _gpu(uuid: str) -> tuple[Any, str]:
-    """Return the handle of a GPU and what to call it. Raises MissingCapabilityError."""
+    """Return the handle of a GPU and its name for messages. Raises MissingCapabilityError."""
     binding = nvml.load_pynvml()
     try:
         handle = binding.nvmlDeviceGetHandleByUUID(uuid)
@@ -201,7 +202,7 @@ def _gpu(uuid: str) -> tuple[Any, str]:
 
 
 def _refused(name: str, what: str, error: Exception) -> NoReturn:
-    """Raise what the driver's ``error`` means for a person."""
+    """Raise the MissingCapabilityError or ConfigurationError that explains ``error`` of the driver."""
     binding = nvml.load_pynvml()
     if isinstance(error, binding.NVMLError_NoPermission):
         raise MissingCapabilityError(
@@ -222,7 +223,7 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the knobs of some GPUs, each once, which work while ``driver`` is open.
+    """Return the limits of some GPUs, each once; they work while ``driver`` is open.
 
     Raises MissingCapabilityError for one in MIG mode, or not visible.
     """
@@ -241,7 +242,7 @@ LONG_TERM: Final = "long_term"
 
 
 class CpuPowerLimit:
-    """The long-term power limit of a processor package: an average over ``window_s``, above which bursts may go."""
+    """Long-term power limit of a processor package: an average over ``window_s``, which bursts may exceed."""
 
     kind, unit, per_unit = CPU_POWER, "W", 1_000_000
 
@@ -253,7 +254,7 @@ class CpuPowerLimit:
 
     @property
     def window_s(self) -> float | None:
-        """Return over how many seconds the limit is an average; None where the kernel does not tell."""
+        """The seconds over which the limit is an average; None where the kernel does not say."""
         value = self._text(f"constraint_{self._number()}_time_window_us")
         return int(value) / 1e6 if value.isdecimal() else None
 
@@ -268,7 +269,7 @@ class CpuPowerLimit:
             return ""
 
     def allowed(self) -> LimitRange:
-        """Return the most that the kernel tells; some machines show 0, which is no limit of the limit."""
+        """Return the maximum that the kernel shows; some machines show 0, which means that there is none."""
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
@@ -292,13 +293,13 @@ class CpuPowerLimit:
 
     def in_force(self) -> float | None:
         """Return what the kernel shows, in W."""
-        found = self.now()
-        return None if found is None else found / self.per_unit
+        limit = self.now()
+        return None if limit is None else limit / self.per_unit
 
     def put(self, value: int | None) -> None:
         """Write the limit in uW."""
         try:
-            # No O_CREAT: where the file has gone, none of ours must stand in its place.
+            # No O_CREAT: where the file has gone, an ordinary one must not be made in its place.
             with open(self._limit, "r+") as file:
                 file.write(f"{value}\n")
                 file.truncate()
@@ -312,18 +313,18 @@ class CpuPowerLimit:
             ) from None
 
     def cure(self, value: int | None) -> str:
-        """Return the command of a shell."""
+        """Return the shell command."""
         return f"echo {value} | sudo tee {self._limit}"
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
     """Return the limits of all processor packages under ``root``. Raises MissingCapabilityError where it shows none."""
     zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
-    found = [CpuPowerLimit(root, zone) for zone in zones]
-    found = [one for one in found if "(package" in one.name]
-    if not found:
+    limits = [CpuPowerLimit(root, zone) for zone in zones]
+    limits = [limit for limit in limits if "(package" in limit.name]
+    if not limits:
         there = "shows no processor package" if root.is_dir() else "does not exist"
         raise MissingCapabilityError(
             f"{root} {there}: there is no power limit of a processor to change; {UNPRIVILEGED_HINT}"
         )
-    return found
+    return limits

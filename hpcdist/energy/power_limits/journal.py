@@ -1,8 +1,8 @@
 """Journal of power limits and clocks before a change: a file that outlives the process that changed them.
 
-It is written before the first change and removed after the last limit was put back, in a folder of the user's state
+It is written before the first change and removed after the last limit was restored, in a folder of the user's state
 (``$XDG_STATE_HOME/hpcdist/limits``): a record that is left there is of a process that was killed. A restart of the
-machine puts limits back by itself, so a record counts until then only.
+machine resets limits by itself, so a record is valid until then only.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ RESTORE_COMMAND: Final = "hpcdist bench power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """One limit of one device, in the unit of its driver (mW, MHz, uW); ``before`` is None where nobody can tell.
+    """Changed limit of one device, in the unit of its driver (mW, MHz, uW); ``before`` None: it cannot be read.
 
     ``place`` is the directory in which Linux shows the zones of RAPL, "" for a GPU.
     """
@@ -40,13 +40,13 @@ class ChangedLimit:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The devices that no two sweeps may change at once."""
+        """The kind and device that no two sweeps may change at once."""
         return self.kind, self.device
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Changes of one process, and which process that was."""
+    """Record of the changes of one process, with the identity of that process."""
 
     path: Path
     host: str
@@ -131,15 +131,15 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
     """Return the records in ``folder``, the oldest first, and a line for each file that cannot be read as one."""
-    found, unreadable = [], []
+    readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(_record(path, json.loads(user_cache.read(path))))
+            readable.append(_record(path, json.loads(user_cache.read(path))))
         except FileNotFoundError:
             continue  # its process has just put everything back
         except (OSError, ValueError, KeyError, TypeError) as error:
             unreadable.append(f"{path}: cannot be read as a record of limits: {error}")
-    return sorted(found, key=lambda record: record.created_utc), unreadable
+    return sorted(readable, key=lambda record: record.created_utc), unreadable
 
 
 def _record(path: Path, content: Any) -> JournalRecord:
@@ -147,9 +147,13 @@ def _record(path: Path, content: Any) -> JournalRecord:
         raise ValueError(f"format {content['format']!r}, expected {FORMAT}: it is of another version of hpcdist")
     changes = tuple(
         ChangedLimit(
-            str(one["kind"]), str(one["device"]), str(one["place"]), _whole(one["before"]), _whole(one["asked"])
+            str(change["kind"]),
+            str(change["device"]),
+            str(change["place"]),
+            _whole(change["before"]),
+            _whole(change["asked"]),
         )
-        for one in content["changes"]
+        for change in content["changes"]
     )
     texts = {name: str(content[name]) for name in ("host", "boot_id", "started", "created_utc")}
     return JournalRecord(path=path, pid=int(content["pid"]), changes=changes, **texts)

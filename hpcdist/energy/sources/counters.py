@@ -1,4 +1,4 @@
-"""Energy counters: wraps unrolled, failures counted, the update interval observed, power integrated.
+"""Energy counters: the protocol, and readers that unroll wraps, count failures, and integrate power.
 
 A counter counts energy since some moment before the job; only differences mean anything. Counters step: NVIDIA's and
 Cray's about ten times a second, RAPL's a thousand times. A difference over less than two steps is noise.
@@ -23,9 +23,10 @@ MAX_FILE_BYTES: Final = 1 << 16
 
 
 def read_text(path: str | Path) -> str:
-    """Return what the file says now (local). Raises OSError."""
+    """Return the content of a small file of the kernel (local). Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        # Files of /proc and /sys have the size 0, so they are read until nothing comes any more.
         parts = [os.read(handle, MAX_FILE_BYTES)]
         while parts[-1]:
             parts.append(os.read(handle, MAX_FILE_BYTES))
@@ -49,21 +50,21 @@ MAX_GAP_NS: Final = 30_000_000_000  # a process that was stopped for longer may 
 
 
 class SensorReadError(Exception):
-    """A sensor did not answer."""
+    """Failure of one read of a sensor."""
 
 
 class CounterResetError(SensorReadError):
-    """A counter has begun anew: what it counted before and after does not belong together."""
+    """Reset of a counter: differences between reads before it and after it mean nothing."""
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Traits of a source that a reader of its joules has to know.
+    """Properties of a source that qualify its joules.
 
     ``model`` is the name of the device, ``ranks`` how many of this job use it (0: it belongs to the whole node), and
     ``power_field`` and ``power_scope`` say what its watts are: "instant" or "average" as the sensor has them, "usage"
     where the driver does not say, of the "gpu", the "module" around it, or the "node". ``note`` is empty for a counter
-    of energy that nobody else uses; ``declared`` marks the joules of a model.
+    of energy that no other job shares; ``declared`` marks the joules of a model.
     """
 
     model: str = ""
@@ -75,9 +76,9 @@ class SourceInfo:
 
 
 class EnergyCounter(Protocol):
-    """Cumulative energy; ``per_mj`` counts are a millijoule. ``span`` is where it wraps to 0 (None: it never does).
+    """Protocol of a cumulative counter of energy. It wraps to 0 at ``span`` counts (None: never); ``per_mj`` are a mJ.
 
-    ``gaps`` counts the stretches of time over which it does not know what was used, each of them within one read.
+    ``gaps`` is the number of intervals between two reads over which the energy used is not known.
     """
 
     name: str
@@ -92,28 +93,28 @@ class EnergyCounter(Protocol):
         ...
 
     def read(self) -> int:
-        """Return the counter (local). Raises ReadError."""
+        """Return the counter (local). Raises SensorReadError."""
         ...
 
     def power_mw(self) -> int | None:
-        """Return the power in mW, None where the source tells none (local). Raises ReadError."""
+        """Return the power in mW, None where the source reports none (local). Raises SensorReadError."""
         ...
 
 
 class NoPowerReading:
-    """Base of a counter that knows its energy at every read, and no power."""
+    """Base of a counter that has no gaps, and no reading of power."""
 
     about = SourceInfo()
     gaps = 0
 
     def power_mw(self) -> int | None:
-        """Return None: no power is told."""
+        """Return None: there is no reading of power."""
         return None
 
 
 @dataclass
 class UpdateInterval:
-    """Update interval of a counter, as far as polling shows: an upper bound."""
+    """Update interval of a counter as polling shows it: an upper bound."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -121,7 +122,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Take a read, as long as the pace is not settled."""
+        """Take a read, as long as the interval is not settled."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -144,7 +145,7 @@ class UpdateInterval:
 
 
 class CounterReader:
-    """A counter that is being read: its energy in mJ without wraps, how often it failed, and why it was given up."""
+    """Reader of a counter: its energy in mJ without wraps, the number of failed reads, and why it was given up."""
 
     def __init__(self, counter: EnergyCounter) -> None:
         self.name, self.kind = counter.name, counter.kind
@@ -165,7 +166,7 @@ class CounterReader:
 
     @property
     def gaps(self) -> int:
-        """Stretches of time so far of which the energy is not known, though it was read before and after."""
+        """Number of intervals so far over which the energy used is not known."""
         return self._counter.gaps
 
     def read(self, now_ns: int) -> int | None:
@@ -189,7 +190,7 @@ class CounterReader:
         return self._unrolled // self._counter.per_mj
 
     def power_mw(self) -> int | None:
-        """Return the power in mW; None where the source tells none, or fails (local)."""
+        """Return the power in mW; None where the source reports none, or fails (local)."""
         try:
             return self._counter.power_mw()
         except Exception:  # noqa: BLE001 - as above
@@ -201,7 +202,11 @@ class CounterReader:
         self.failure = why
 
     def _unroll(self, raw: int, now_ns: int) -> None:
-        """Add what the counter counted since the last read."""
+        """Add what the counter counted since the last read.
+
+        A value below the last one means that it wrapped, taken to be once: `MAX_GAP_NS` between reads is less than a
+        period of any known counter. Without a known range a smaller value cannot be explained, and the counter is lost.
+        """
         span = self._counter.span
         if self._raw is None:
             self._unrolled = raw
@@ -211,13 +216,13 @@ class CounterReader:
         elif raw >= self._raw:
             self._unrolled += raw - self._raw
         elif span is not None:
-            self._unrolled += raw + span - self._raw
+            self._unrolled += raw + span - self._raw  # up to the end of its range, and from 0 on
         else:
             self.lost = self.lost or f"it went back from {self._raw} to {raw} and its range is not known"
         self._raw, self._read_ns = raw, now_ns
 
     def explain(self) -> str:
-        """Return what went wrong with this source; empty when nothing did."""
+        """Return what went wrong with this source; "" when nothing did."""
         if self.lost:
             return f"{self.name}: {self.lost}"
         if self.gaps:
@@ -234,7 +239,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """The integral of ``power_mw`` in pJ from the first read on. ``label`` leads what is noted of it."""
+    """Counter that integrates ``power_mw`` from the first read on, in pJ. Its note begins with ``label``."""
 
     per_mj = 10**9
     span: int | None = None
@@ -255,10 +260,10 @@ class IntegratedPower:
         self._power_mw, self._clock_ns = power_mw, clock_ns
         self._bridge_ns = round(max(BRIDGE_S, BRIDGED_INTERVALS * interval_s) * 1e9)
         self._last: tuple[int, int] | None = None
-        self._twice_pj = 0
+        self._twice_pj = 0  # sum of (a + b) dt of the trapezia: whole numbers, so that no rounding adds up
 
     def read(self) -> int:
-        """Return the energy so far in pJ. Raises ReadError, and counts a gap when it lasted too long."""
+        """Return the energy so far in pJ, and count a gap after too long a time. Raises SensorReadError."""
         power = self._power_mw()
         now_ns = self._clock_ns()
         if self._last is not None:
@@ -266,7 +271,7 @@ class IntegratedPower:
             if now_ns - then_ns > self._bridge_ns:
                 self.gaps += 1
             else:
-                self._twice_pj += (power + before) * (now_ns - then_ns)  # mW x ns
+                self._twice_pj += (power + before) * (now_ns - then_ns)  # mW x ns = pJ
         self._last = now_ns, power
         return self._twice_pj // 2
 

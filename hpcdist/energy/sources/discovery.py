@@ -23,7 +23,7 @@ NO_GPU: Final = f"the job uses none: run.device = 'cpu', and {nvml.VISIBLE} name
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """The GPUs that one rank uses; ``reason`` says why they are not known. ``process`` is the rank, for its node."""
+    """Claim of one rank to GPUs, by UUID; ``reason`` says why they are not known. ``process`` is the rank's own."""
 
     gpus: tuple[str, ...] = ()
     reason: str = ""
@@ -32,11 +32,11 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """The counters of a node; ``missing`` says by kind why there are none, or not all that are needed.
+    """Open sources of a node: its counters; ``missing`` says by kind why there are none, or not all that are needed.
 
     ``needed`` are the kinds without which a total would be too small: a job that uses GPUs is not measured without
-    theirs. ``unused`` are those of which the ranks of this node have nothing, and so nothing to measure. ``sensors``
-    tell how busy the GPUs are.
+    theirs. ``unused`` are those that no rank of this node uses, so that there is nothing to measure. ``sensors`` read
+    how busy the GPUs are.
     """
 
     counters: list[EnergyCounter] = field(default_factory=list)
@@ -47,7 +47,7 @@ class NodeSources:
     driver: nvml.NvmlDriver | None = None
 
     def close(self) -> None:
-        """Give the sensors back."""
+        """Close the driver; counters and sensors must not be read any more."""
         if self.driver is not None:
             self.driver.close()
             self.driver = None
@@ -57,8 +57,8 @@ def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
     """Return the GPUs that this rank uses; ``bus_id`` is the PCI address of the one it computes on (local)."""
-    asked = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
-    if not asked or (bus_id is None and nvml.VISIBLE not in environment):
+    needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
+    if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
         return GpuClaim(process=process)
     try:
         with nvml.NvmlDriver() as driver:
@@ -73,90 +73,91 @@ def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computin
 
     ``computing``: the ranks compute on GPUs.
     """
-    found = NodeSources()
+    sources = NodeSources()
     claims = list(claims)
     ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
     reasons = [claim.reason for claim in claims if claim.reason]
-    if config.wants("nvml") or config.sources == "declared":  # else nobody asked for GPUs
-        found.needed |= {"gpu"} if ranks or computing else set()
-        found.unused |= set() if ranks or reasons else {"gpu"}
+    if config.wants("nvml") or config.sources == "declared":  # else GPUs are not to be measured
+        sources.needed |= {"gpu"} if ranks or computing else set()
+        sources.unused |= set() if ranks or reasons else {"gpu"}
     no_gpu = reasons[0] if reasons else "" if ranks else NO_GPU
-    _open(found, ranks)
+    _open(sources, ranks)
     if config.sources == "declared":
-        _add_declared(found, config, ranks, no_gpu)
-        return found
+        _add_declared(sources, config, ranks, no_gpu)
+        return sources
     if config.wants("nvml"):
-        _add_gpus(found, config, ranks, no_gpu)
+        _add_gpus(sources, config, ranks, no_gpu)
     else:
-        found.missing["gpu"] = f"energy.sources = {config.sources!r}"
+        sources.missing["gpu"] = f"energy.sources = {config.sources!r}"
     if config.wants("rapl"):
         zones, missing = rapl.find(Path(config.powercap))
-        found.counters += zones
-        found.missing |= missing
+        sources.counters += zones
+        sources.missing |= missing
     else:
-        found.missing |= dict.fromkeys(("cpu", "dram"), f"energy.sources = {config.sources!r}")
+        sources.missing |= dict.fromkeys(("cpu", "dram"), f"energy.sources = {config.sources!r}")
     if config.wants("cray"):
-        _add_cray(found, config)
-    return found
+        _add_cray(sources, config)
+    return sources
 
 
-def _open(found: NodeSources, ranks: Mapping[str, int]) -> None:
-    """Open the driver for the GPUs that are used, and what tells how busy they are; without it, others say why."""
+def _open(sources: NodeSources, ranks: Mapping[str, int]) -> None:
+    """Open the driver and the sensors of the GPUs in use; without a driver, `_add_gpus` notes the reason."""
     try:
         if ranks:
-            found.driver = nvml.NvmlDriver()
-            found.sensors = [found.driver.sensor(uuid) for uuid in sorted(ranks)]
+            sources.driver = nvml.NvmlDriver()
+            sources.sensors = [sources.driver.sensor(uuid) for uuid in sorted(ranks)]
     except MissingCapabilityError:
-        found.sensors = []
+        sources.sensors = []
 
 
-def _add_gpus(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
+def _add_gpus(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
     if no_gpu:
-        found.missing["gpu"] = no_gpu
+        sources.missing["gpu"] = no_gpu
         return
     try:
-        driver = found.driver = found.driver or nvml.NvmlDriver()
-        found.counters += [driver.counter(uuid, ranks[uuid], config.interval_s) for uuid in sorted(ranks)]
+        driver = sources.driver = sources.driver or nvml.NvmlDriver()
+        sources.counters += [driver.counter(uuid, ranks[uuid], config.interval_s) for uuid in sorted(ranks)]
     except MissingCapabilityError as error:
-        found.missing["gpu"] = str(error)
+        sources.missing["gpu"] = str(error)
 
 
-def _add_cray(found: NodeSources, config: EnergyConfig) -> None:
-    """Add the counter of the whole node, and as its parts what the node itself does not know better.
+def _add_cray(sources: NodeSources, config: EnergyConfig) -> None:
+    """Add the counter of the whole node and its parts, each kind from one source.
 
-    Of the processors and memories those of the Cray, of the GPUs the driver's own, which are of this job's alone.
+    Processors and memory are taken from the Cray in the place of RAPL; GPUs from their driver where it has them, which
+    counts those of this job alone.
     """
     counters, missing = pm_counters.find(Path(config.pm_counters))
     if not counters:
         if config.sources == "cray":
-            found.missing |= missing
+            sources.missing |= missing
         return
     kinds = {counter.kind for counter in counters}
-    found.counters = [counter for counter in found.counters if counter.kind == "gpu" or counter.kind not in kinds]
-    better = {counter.kind for counter in found.counters}
-    found.counters += [counter for counter in counters if counter.kind not in better]
-    for counter in found.counters:
-        found.missing.pop(counter.kind, None)
+    sources.counters = [counter for counter in sources.counters if counter.kind == "gpu" or counter.kind not in kinds]
+    better = {counter.kind for counter in sources.counters}
+    sources.counters += [counter for counter in counters if counter.kind not in better]
+    for counter in sources.counters:
+        sources.missing.pop(counter.kind, None)
 
 
-def _add_declared(found: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
-    found.missing["dram"] = "the declared model has no memory"
+def _add_declared(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, int], no_gpu: str) -> None:
+    sources.missing["dram"] = "the declared model has no memory"
     if config.cpu_tdp_w > 0:
-        found.counters.append(utilisation.TdpProcessors(config.cpu_tdp_w, config.idle_fraction))
+        sources.counters.append(utilisation.TdpProcessors(config.cpu_tdp_w, config.idle_fraction))
     else:
-        found.missing["cpu"] = "energy.cpu_tdp_w = 0"
+        sources.missing["cpu"] = "energy.cpu_tdp_w = 0"
     if no_gpu or not config.gpu_tdp_w:
-        found.missing["gpu"] = no_gpu or "energy.gpu_tdp_w = 0"
+        sources.missing["gpu"] = no_gpu or "energy.gpu_tdp_w = 0"
         return
     try:
-        driver = found.driver = found.driver or nvml.NvmlDriver()
+        driver = sources.driver = sources.driver or nvml.NvmlDriver()
         for uuid in sorted(ranks):
             about, sensor = driver.about(uuid, ranks[uuid]), driver.sensor(uuid)
-            found.counters.append(
+            sources.counters.append(
                 utilisation.tdp_gpu(sensor, about, config.gpu_tdp_w, config.idle_fraction, config.interval_s)
             )
     except MissingCapabilityError as error:
-        found.missing["gpu"] = str(error)
+        sources.missing["gpu"] = str(error)
 
 
 MODEL_NOTE: Final = (

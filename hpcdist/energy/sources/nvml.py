@@ -1,8 +1,8 @@
-"""NVIDIA GPUs through NVML: the GPUs of this job, their energy counters and power. The one door to pynvml.
+"""NVIDIA GPUs through NVML: the GPUs of this job, their energy counters and power. Only this module loads pynvml.
 
 A GPU is known by its UUID, since the indices of CUDA are not those of NVML; `cuda_visible` resolves
-CUDA_VISIBLE_DEVICES to UUIDs and is pure. pynvml is imported at the first use, never at import; when it is missing,
-the reason is kept.
+CUDA_VISIBLE_DEVICES to UUIDs and is pure. pynvml is imported at the first use, never at import; where it is missing,
+`load_pynvml` raises MissingCapabilityError.
 """
 
 import functools
@@ -22,7 +22,7 @@ INSTANCE = "MIG-"
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """A GPU of this node, in the order of NVML (that of the PCI bus). ``partitioned``: it is in MIG mode."""
+    """GPU of this node, in the order of NVML (that of the PCI bus). ``partitioned``: it is in MIG mode."""
 
     uuid: str
     name: str
@@ -35,10 +35,10 @@ def cuda_visible(
     """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES names, in its order; none when it is not set.
 
     As CUDA reads it: comma separated indices or (beginnings of) UUIDs, ended by the first that names no GPU. A MIG
-    instance stands for the GPU that it is a part of: ``parent`` tells which. Raises MissingCapabilityError where the
+    instance stands for the GPU that it is a part of: ``parent`` returns that. Raises MissingCapabilityError where the
     indices cannot be understood.
     """
-    seen: list[str] = []
+    seen: list[str] = []  # entries so far: one that comes twice ends the list, as one that names no GPU
     chosen: list[str] = []
     for entry in (environment.get(VISIBLE) or "").split(","):
         name = entry.strip()
@@ -53,12 +53,13 @@ def cuda_visible(
 
 
 def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str, str]) -> str | None:
-    """Return the UUID that ``entry`` means, None for none."""
+    """Return the UUID that ``entry`` of CUDA_VISIBLE_DEVICES names, None where it names no GPU."""
     if entry.startswith("GPU-"):
         fits = [gpu.uuid for gpu in gpus if gpu.uuid.startswith(entry)]
         return fits[0] if len(fits) == 1 else None
     if not (entry.isascii() and entry.isdigit()) or int(entry) >= len(gpus):
         return None
+    # CUDA's default order is by speed (FASTEST_FIRST), NVML's that of the bus: the same where all GPUs are alike.
     if environment.get(ORDER) != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
         raise MissingCapabilityError(
             f"{VISIBLE} names a GPU by index, and CUDA numbers unlike GPUs by speed; export {ORDER}=PCI_BUS_ID, "
@@ -68,7 +69,7 @@ def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str
 
 
 MIG_NOTE: Final = "MIG: of all its instances together, also those of others"
-# What to ask for the power, best first: the name of the field, its scope, and how we call both.
+# Fields of power, best first: the constant of NVML, its scope (0: the GPU, 1: the module), and the names of both here.
 POWER_FIELDS: Final = (
     ("NVML_FI_DEV_POWER_INSTANT", 0, "instant", "gpu"),
     ("NVML_FI_DEV_POWER_AVERAGE", 0, "average", "gpu"),
@@ -88,7 +89,7 @@ def load_pynvml() -> ModuleType:
 
 
 class GpuSensor:
-    """Power and use of a GPU. Which of its watts are read is settled at construction: see `POWER_FIELDS`."""
+    """Sensor of a GPU's power, utilisation and memory. The field of power is chosen once: see `POWER_FIELDS`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
         self.uuid = uuid
@@ -105,19 +106,19 @@ class GpuSensor:
         except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound):
             return "", "", None
         except self._nvml.NVMLError:
-            pass  # it has some, and fails now
+            pass  # there is such a reading, which fails now
         return *USAGE, None
 
     def _value(self, field: tuple[int, int]) -> int | None:
-        """Return a field in mW, None where the GPU has none such."""
+        """Return the value of a field of power in mW, None where the GPU does not have it."""
         try:
-            found = self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0]
+            reply = self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0]
         except self._nvml.NVMLError:
             return None
-        return int(found.value.uiVal) if found.nvmlReturn == self._nvml.NVML_SUCCESS else None
+        return int(reply.value.uiVal) if reply.nvmlReturn == self._nvml.NVML_SUCCESS else None
 
     def power_mw(self) -> int:
-        """Return the power now. Raises ReadError."""
+        """Return the power now. Raises SensorReadError."""
         if self._field is not None:
             value = self._value(self._field)
             if value is None:
@@ -126,13 +127,13 @@ class GpuSensor:
         return int(self._ask(self._nvml.nvmlDeviceGetPowerUsage))
 
     def use(self) -> float:
-        """Return the share of the last moments in which a kernel ran, 0 to 1. Raises ReadError."""
+        """Return the share of the driver's last sample period in which a kernel ran, 0 to 1. Raises SensorReadError."""
         return float(self._ask(self._nvml.nvmlDeviceGetUtilizationRates).gpu) / 100
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, by whomever, and those there are. Raises ReadError."""
-        found = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
-        return int(found.used), int(found.total)
+        """Return the bytes of memory in use by any process, and those there are. Raises SensorReadError."""
+        info = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
+        return int(info.used), int(info.total)
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         try:
@@ -142,7 +143,7 @@ class GpuSensor:
 
 
 class GpuCounter:
-    """The energy counter of a GPU, in mJ since the driver was loaded; Volta and later have one."""
+    """Energy counter of a GPU, in mJ since the driver was loaded; Volta and later have one."""
 
     kind = "gpu"
     per_mj = 1
@@ -154,19 +155,19 @@ class GpuCounter:
         self._nvml, self._handle, self._sensor = nvml, handle, sensor
 
     def read(self) -> int:
-        """Return the counter in mJ. Raises ReadError."""
+        """Return the counter in mJ. Raises SensorReadError."""
         try:
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError as error:
             raise SensorReadError(f"the driver says: {error}") from None
 
     def power_mw(self) -> int | None:
-        """Return the power in mW, None where this GPU tells none. Raises ReadError."""
+        """Return the power in mW, None where this GPU has no such reading. Raises SensorReadError."""
         return self._sensor.power_mw() if self._sensor.field else None
 
 
 class NvmlDriver:
-    """The NVIDIA driver, as long as it is open. Raises MissingCapabilityError, with the reason, where there is none."""
+    """NVIDIA driver, open until `close`. Raises MissingCapabilityError, with the reason, where there is none."""
 
     def __init__(self) -> None:
         self._nvml = load_pynvml()
@@ -227,19 +228,19 @@ class NvmlDriver:
             raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
 
     def sensor(self, uuid: str) -> GpuSensor:
-        """Return what tells power and use of a GPU. Raises MissingCapabilityError."""
+        """Return the sensor of power and utilisation of a GPU. Raises MissingCapabilityError."""
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return what has to be known of a GPU that so many ``ranks`` use, whatever is read of it."""
+        """Return the properties of a GPU that so many ``ranks`` use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy of a GPU that so many ``ranks`` use, having read it once.
+        """Return the energy counter of a GPU that so many ``ranks`` use, having read it once.
 
-        Its counter; where it has none (before Volta), its power is integrated, read every ``interval_s`` seconds.
+        Where the GPU has none (before Volta), its power is integrated, read every ``interval_s`` seconds.
         A GPU in MIG mode has one counter for all of its instances, and so one source. Raises MissingCapabilityError.
         """
         handle, gpu = self._look_up(uuid)
@@ -253,15 +254,15 @@ class NvmlDriver:
                 raise MissingCapabilityError(why) from None
             return IntegratedPower(uuid, "gpu", sensor.power_mw, about, interval_s)
         except self._nvml.NVMLError:
-            pass  # it has one, which fails now: reads will be counted as failed
+            pass  # there is one, which fails now: its reads will be counted as failed
         return GpuCounter(self._nvml, handle, about, sensor)
 
 
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this rank uses (local).
+    """Return the UUIDs of the GPUs that this rank uses (local). Raises MissingCapabilityError.
 
-    That is the one at ``bus_id``, where it computes. A rank that computes on the processor (None) still holds the GPUs
-    that CUDA_VISIBLE_DEVICES names, and nobody else can use them meanwhile. Raises MissingCapabilityError.
+    For a rank that computes on a GPU that is the one at ``bus_id``. A rank that computes on the processor (None) still
+    holds the GPUs that CUDA_VISIBLE_DEVICES names: no other job can use them meanwhile.
     """
     if bus_id is not None:
         return (driver.at(bus_id),)

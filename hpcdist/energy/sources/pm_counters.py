@@ -28,7 +28,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """The files of one node, read together. ``capped``: the power cap has been changed since the beginning."""
+    """Files of one node, read as one snapshot. ``capped``: the power cap has been changed since construction."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -41,16 +41,17 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Read these files too, all at one freshness."""
+        """Add these files to those that are read at one freshness."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
     def value(self, file: str) -> int:
-        """Return what ``file`` says, in uJ or uW, as of the last renewal.
+        """Return the value of ``file``, in uJ or uW, as of the last renewal.
 
-        Raises ReadError where it cannot be read, or nothing has been renewed for long; LostError where the counters
-        have begun anew.
+        Raises SensorReadError where it cannot be read, or nothing has been renewed for long, and CounterResetError
+        where the controller was restarted.
         """
+        # As a seqlock: the values are of one renewal where freshness is the same before they are read and afterwards.
         for _ in range(ATTEMPTS):
             before = self._read("freshness")
             if before == self._freshness:
@@ -70,13 +71,13 @@ class PmCounterFiles:
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
             raise SensorReadError(f"{self._directory} stands still at freshness {before} for {waited_ns / 1e9:.0f} s")
-        found = self._values[file]
-        if isinstance(found, SensorReadError):
-            raise found
-        return found
+        value = self._values[file]
+        if isinstance(value, SensorReadError):
+            raise value
+        return value
 
     def _number(self, name: str) -> int | SensorReadError:
-        """Return what a file says; one that fails does not take the others with it."""
+        """Return the value of a file, or the error: one that fails does not fail the others."""
         try:
             words = self._read(name).split()
         except SensorReadError as error:
@@ -96,7 +97,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """One of the counters, in uJ; its range is not known, so that it is given up should it go back."""
+    """Counter of a Cray node, in uJ. Its range is not known, so a counter that goes back is given up."""
 
     per_mj = 1000
     span: int | None = None
@@ -113,18 +114,18 @@ class PmCounter:
         return replace(self._about, note=CAPPED) if self._group.capped else self._about
 
     def read(self) -> int:
-        """Return the counter in uJ. Raises ReadError."""
+        """Return the counter in uJ. Raises SensorReadError."""
         return self._group.value(self._energy)
 
     def power_mw(self) -> int | None:
-        """Return the power in mW; None where there is no such file. Raises ReadError."""
+        """Return the power in mW; None where there is no such file. Raises SensorReadError."""
         return self._group.value(self._power) // 1000 if self._power else None
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the counters of the node that can be read, its total first, and why there is none (local).
+    """Return the counters of the node that can be read, its total first, or why there is none (local).
 
-    Without the total the others are worth nothing to whoever asks for the node: then there is none.
+    Without the total of the node none is returned: the others are parts of it.
     """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is no Cray, or its node does not show its counters"}

@@ -1,4 +1,4 @@
-"""RAPL: the energy counters of processors and their memory, which Linux shows under /sys/class/powercap.
+"""RAPL energy counters of processors and their memory, which Linux shows under /sys/class/powercap.
 
 Only the zones "package" and "dram" are read: "core" and "uncore" are parts of a package, and "psys" contains it all.
 Since CVE-2020-8694 the kernel lets only root read them, unless the site allows it.
@@ -13,7 +13,7 @@ ZONES = "intel-rapl:*"  # AMD's too; intel-rapl-mmio shows the same package once
 
 
 class RaplZone(NoPowerReading):
-    """The counter of a package or of the memory behind it, in uJ; it wraps within minutes."""
+    """Counter of a package or of the memory behind it, in uJ; it wraps within minutes."""
 
     per_mj = 1000
 
@@ -26,7 +26,7 @@ class RaplZone(NoPowerReading):
             self.span = None  # readable until its first wrap
 
     def read(self) -> int:
-        """Return the counter in uJ. Raises ReadError."""
+        """Return the counter in uJ. Raises SensorReadError."""
         try:
             return int(counters.read_text(self._energy))
         except (OSError, ValueError) as error:
@@ -36,22 +36,22 @@ class RaplZone(NoPowerReading):
 def find(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
     """Return the zones that can be read, and for "cpu" and "dram" why there are none or not all (local)."""
     missing: dict[str, str] = {}
-    found: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
+    by_kind: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
     for zone in _zones(root):
-        found[zone.kind].append(zone)
+        by_kind[zone.kind].append(zone)
         try:
             zone.read()
         except SensorReadError as error:
             missing.setdefault(zone.kind, f"{zone.name}: {error}")
-    for kind, zones in found.items():
+    for kind, zones in by_kind.items():
         if not zones:
             missing[kind] = f"{root} shows no {kind} zone of RAPL" if root.is_dir() else f"{root} does not exist"
     # Half of a machine is not a measurement of it: a kind is read whole, or not at all.
-    return [zone for kind, zones in found.items() if kind not in missing for zone in zones], missing
+    return [zone for kind, zones in by_kind.items() if kind not in missing for zone in zones], missing
 
 
 def _zones(root: Path) -> list[RaplZone]:
-    """Return packages and memories. They lie flat in sysfs (as links), and once more inside each other."""
+    """Return the zones of packages and memories. sysfs shows them flat (as links), and once more nested."""
     paths = {path.name: path for pattern in (f"{ZONES}/{ZONES}", ZONES) for path in root.glob(pattern)}
     names = {place: _name(path) for place, path in sorted(paths.items())}
     zones = []

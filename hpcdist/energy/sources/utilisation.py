@@ -1,11 +1,20 @@
-"""Utilisation of a node while a job runs: processors, memory, GPUs and network. NaN where it is not known.
+"""Utilisation of a node while a job runs (processors, memory, GPUs, network), and the energy model by TDP.
 
-A look costs a few reads under /proc and two questions a GPU; nothing is asked of the ranks themselves.
+`NodeUtilisation` reads a few files under /proc and asks the driver twice for each GPU; it needs nothing of the ranks
+themselves. What is not known is NaN.
 
 `NetworkCounters` counts all bytes through the interfaces of the node: Ethernet from /proc/net/dev,
 InfiniBand from its own counters. What RDMA sends over Ethernet is counted by its InfiniBand port and not by the
 interface; what IP sends over InfiniBand is counted by both, and taken once. Slingshot counts what passes by its
 interfaces in a place that is not read here.
+
+The energy model (`TdpProcessors`, `tdp_gpu`) is the declared TDP of a device times its utilisation; it is used only on
+request, and labelled as a model:
+
+    power = tdp * (idle_fraction + (1 - idle_fraction) * utilisation)
+
+The utilisation of a node's processors is that of all of them, including other users' processes, from /proc/stat; that
+of a GPU is the driver's. Neither knows what the device computes: a busy processor may draw half or all of its TDP.
 """
 
 import math
@@ -42,7 +51,7 @@ def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
 
 
 class TdpProcessors:
-    """The model of a node's processors, in uJ since its first read. ``tdp_w`` is that of all of them together."""
+    """Energy model of a node's processors, in uJ since its first read. ``tdp_w`` is that of all of them together."""
 
     kind = "cpu"
     name = "declared model of the processors"
@@ -65,7 +74,7 @@ class TdpProcessors:
         self._joules = 0.0
 
     def read(self) -> int:
-        """Return the energy so far in uJ. Raises ReadError."""
+        """Return the energy so far in uJ. Raises SensorReadError."""
         now_ns = self._clock_ns()
         busy_s, all_s = self._seconds()
         if self._last is None:
@@ -79,7 +88,7 @@ class TdpProcessors:
         return round(self._joules * 1e6)
 
     def power_mw(self) -> int | None:
-        """Return None: the model has energy at once."""
+        """Return None: the model computes energy directly."""
         return None
 
     def _seconds(self) -> tuple[float, float]:
@@ -92,7 +101,7 @@ class TdpProcessors:
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return the model of a GPU of ``tdp_w`` watts, of its utilisation every ``interval_s`` seconds."""
+    """Return the energy model of a GPU of ``tdp_w`` watts, from its utilisation every ``interval_s`` seconds."""
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
     def power_mw() -> int:
@@ -108,7 +117,7 @@ _SENT: Final = 8
 
 
 class NetworkCounters:
-    """The interfaces of this node from construction on (local). ``proc`` and ``sys`` are where Linux shows them."""
+    """Counters of bytes over the interfaces of this node, from construction on (local)."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._dev, self._sys = proc / "net" / "dev", sys
@@ -133,17 +142,17 @@ class NetworkCounters:
         return self._sums[0], self._sums[1]
 
     def _counters(self) -> dict[str, int]:
-        found = {}
+        totals = {}
         for name, columns in _interface_table(self._dev).items():
             if name in self._interfaces:
-                found[f"{name} sent"], found[f"{name} received"] = columns[_SENT], columns[_RECEIVED]
+                totals[f"{name} sent"], totals[f"{name} received"] = columns[_SENT], columns[_RECEIVED]
         for port in self._ports:
             try:
-                found[f"{port} sent"] = WORD_BYTES * int(counters.read_text(port / "port_xmit_data"))
-                found[f"{port} received"] = WORD_BYTES * int(counters.read_text(port / "port_rcv_data"))
+                totals[f"{port} sent"] = WORD_BYTES * int(counters.read_text(port / "port_xmit_data"))
+                totals[f"{port} received"] = WORD_BYTES * int(counters.read_text(port / "port_rcv_data"))
             except (OSError, ValueError):
                 continue  # a port without these counters
-        return found
+        return totals
 
     def _real(self) -> list[str]:
         """Return the interfaces that are devices; in a container, which has none, all but the loopback and bridges."""
@@ -173,7 +182,7 @@ def _read_word(path: Path) -> str:
 
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
-# What a look finds. Shares are of what there is: `cpu` of the processors that the ranks may use, `node_cpu` of all.
+# Columns of a look. "cpu" is the busy share of the processors that the ranks may use, "node_cpu" that of all.
 SHARES: Final = ("cpu", "node_cpu", "memory", "node_memory", "gpu", "gpu_memory")
 BYTES: Final = ("memory_bytes", "available_bytes", "sent_bytes", "received_bytes")
 COLUMNS: Final = (*SHARES, *BYTES)
@@ -182,10 +191,10 @@ _STARTED: Final = 19  # of the words of /proc/<pid>/stat behind the name
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank as its node sees it: ``started`` tells it from a later process of the same number.
+    """Process of a rank on its node: ``started`` tells it from a later process with the same number.
 
-    ``space`` is the namespace of its number, outside of which the number means somebody else. ``cpus`` are those it may
-    run on.
+    ``space`` is its namespace of process numbers: in another one, its number is that of another process. ``cpus`` are
+    the processors that it may run on.
     """
 
     pid: int
@@ -195,7 +204,7 @@ class RankProcess:
 
 
 def this_process() -> RankProcess:
-    """Return this process, for the rank that looks after its node (local)."""
+    """Return this process, for the rank that reads the sensors of its node (local)."""
     pid = os.getpid()
     return RankProcess(pid, _started(PROC, pid), _space(), frozenset(os.sched_getaffinity(0)))
 
@@ -215,7 +224,7 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Looks at a node for the ranks ``processes`` and their GPUs. ``proc`` and ``sys`` are where Linux shows itself."""
+    """Utilisation of a node by the ranks ``processes`` and their GPUs. ``proc`` and ``sys`` are the mounts of Linux."""
 
     def __init__(
         self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS
@@ -228,13 +237,13 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return what has been going on since the last look: (columns,) float64, as `COLUMNS`."""
-        found = dict.fromkeys(COLUMNS, math.nan)
-        found |= self._processors() | self._memory() | self._devices()
+        """Return the utilisation since the last look: (columns,) float64, as `COLUMNS`."""
+        figures = dict.fromkeys(COLUMNS, math.nan)
+        figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()
         if network is not None:
-            found["sent_bytes"], found["received_bytes"] = map(float, network)
-        return np.array([found[name] for name in COLUMNS])
+            figures["sent_bytes"], figures["received_bytes"] = map(float, network)
+        return np.array([figures[name] for name in COLUMNS])
 
     def _seconds(self) -> dict[str, tuple[float, float]]:
         """Return the busy and all seconds so far of each processor, and of all of them ("cpu")."""
@@ -264,7 +273,7 @@ class NodeUtilisation:
         }
 
     def _own_bytes(self) -> float:
-        """Return what the ranks hold: private pages added up, and shared ones of the rank that maps most of them.
+        """Return the memory of the ranks: the sum of private pages, and shared pages of the rank that maps most.
 
         Ranks of a node share what they share with all of the others. Files that are mapped cost nothing when memory is
         short, and do not count.
@@ -291,7 +300,7 @@ class NodeUtilisation:
 def _share(
     now: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]], names: Collection[str]
 ) -> float:
-    """Return how busy ``names`` were on the whole; NaN where one is unknown, or no time has passed."""
+    """Return the busy share of all ``names`` together; NaN where one is unknown, or no time has passed."""
     if not names or not all(name in now and name in before for name in names):
         return math.nan
     busy = sum(now[name][0] - before[name][0] for name in names)
@@ -302,15 +311,15 @@ def _share(
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
     """Return the bytes of lines such as "MemTotal:  16314260 kB"; NaN for those that are not there."""
-    found = dict.fromkeys(names, math.nan)
+    sizes = dict.fromkeys(names, math.nan)
     try:
         for line in counters.read_text(path).splitlines():
             name, _, rest = line.partition(":")
-            if name in found:
-                found[name] = float(rest.split()[0]) * 1024
+            if name in sizes:
+                sizes[name] = float(rest.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    return found
+    return sizes
 
 
 def _ask_or_nan(question: Callable[[], float]) -> float:

@@ -21,7 +21,6 @@ from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.gpu.kernels import KernelSource
 from hpcdist.errors import UsageError
 from hpcdist.models.attention import kernels
-from hpcdist.models.attention import kernels as rows_of
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, HeadChunk, Heads, blocks, heads_of
 from hpcdist.models.layers.dropout import ATTENTION, Mask, mask
 from hpcdist.models.stage import Saved
@@ -33,14 +32,14 @@ FUSED_THREADS: Final = 128
 
 
 def has_fused_kernel(like: Array) -> bool:
-    """Whether the kernels compute attention of arrays such as this one."""
+    """Return whether the fused kernels compute attention of arrays such as ``like``."""
     return is_device(like) and FUSED_KERNELS.takes(like.dtype)
 
 
 def fused_forward(
     heads: Heads, qkv: Array, kv: Array | None, y: Array, sums: Array, causal: bool, dropped: Mask | None
 ) -> None:
-    """Write y (batch, context, heads size), and sums (pairs, context), float32, which `backward` takes."""
+    """Write y (batch, context, heads size), and sums (pairs, context), float32, which `fused_backward` takes."""
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)  # of the second, CUDA has at most 65535
     numbers = _fused_numbers(heads, qkv, kv, causal, dropped)
     FUSED_KERNELS.launch(
@@ -53,25 +52,25 @@ def fused_backward(
     inputs: tuple[Array, Array | None],
     dy: Array,
     y: Array,
-    found: tuple[Array, Array | None],
+    gradients: tuple[Array, Array | None],
     sums: Array,
     dots: Array,
     causal: bool,
     dropped: Mask | None,
 ) -> None:
-    """Write what is ``found``, the gradients of the inputs, for contiguous dy. ``dots`` (pairs, context) is scratch."""
-    (qkv, kv), (dq, dkv) = inputs, found
+    """Write the ``gradients`` of the inputs for contiguous dy. ``dots`` (pairs, context) is scratch."""
+    (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, y), _fused_numbers(heads, qkv, kv, causal, dropped)
     rows = heads.batch * heads.context * heads.queries
     FUSED_KERNELS.launch("attention_dots", -(-rows // 4), FUSED_THREADS, dy, y, dots, rows, heads.context, heads.size,
                   heads.queries, **types)  # fmt: skip
-    given, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
+    arrays, blocks = (qkv, _fused_keys(qkv, kv), dy, sums, dots), -(-heads.context // FUSED_ROWS)
     FUSED_KERNELS.launch(
-        "attention_queries", (heads.batch * heads.queries, blocks), FUSED_THREADS, *given, dq, *numbers, **types
+        "attention_queries", (heads.batch * heads.queries, blocks), FUSED_THREADS, *arrays, dq, *numbers, **types
     )
     into = dq if dkv is None else dkv
     FUSED_KERNELS.launch(
-        "attention_keys", (heads.batch * heads.shared, blocks), FUSED_THREADS, *given, into, *numbers, **types
+        "attention_keys", (heads.batch * heads.shared, blocks), FUSED_THREADS, *arrays, into, *numbers, **types
     )
 
 
@@ -92,8 +91,10 @@ def _fused_numbers(
     heads: Heads, qkv: Array, kv: Array | None, causal: bool, dropped: Mask | None
 ) -> tuple[int | float, ...]:
     width, shared = heads.queries * heads.size, heads.shared * heads.size
+    # Columns of the first key and the first value: behind the queries in qkv, at the beginning of kv.
     first = width if kv is None else 0
     place = heads.context, heads.size, heads.queries, heads.shared, qkv.shape[2], _fused_keys(qkv, kv).shape[2]
+    # A flag, place, counters and factor of the mask, in the order of the kernels' parameters; without one zeros.
     mask = (0,) * 12 + (1.0,) if dropped is None else (1, *dropped.place, *dropped.counters, dropped.scale)
     return (*place, first, first + shared, int(causal), heads.scale, *mask)
 
@@ -122,9 +123,11 @@ class LocalAttention:
         heads = heads_of(qkv, kv, head_size)
         y = saved.empty(f"{name}.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         fused = has_fused_kernel(qkv)
+        # Of each row its maximum and its sum of exponentials; the fused kernels keep one number made of both.
         shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
         sums = saved.empty(f"{name}.sums", shape, accumulation_dtype(qkv.dtype))
         first_head, of_heads = part or (0, heads.queries)
+        # The mask is that of all heads of the layer, a row for each head and query: these heads are some rows of it.
         place = {"first_row": first_head * heads.context, "groups": heads.queries, "pitch": heads.context}
         rows = of_heads * heads.context
         dropped = mask(saved, dropout, ATTENTION, rows_per_sample=rows, columns=heads.context, **place)
@@ -135,8 +138,8 @@ class LocalAttention:
             for chunk in heads.chunks(everything=is_device(qkv)):
                 for first, last in blocks(heads.context):
                     forward.block(chunk, first, last, dropped)
-        kept = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
-        for key, value in kept.items():
+        for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
+        for key, value in for_backward.items():
             saved.keep(f"{name}.{key}", value)
         return y
 
@@ -157,7 +160,7 @@ class LocalAttention:
         if has_fused_kernel(qkv):
             fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
             return dq if dkv is None else (dq, dkv)
-        rows_of.row_dots(dy, y, heads.queries, dots)
+        kernels.row_dots(dy, y, heads.queries, dots)
         backward = _Backward(heads, saved, (qkv, kv), dy, (dq, dkv), sums, dots, causal)
         for chunk in heads.chunks(everything=is_device(qkv)):
             for start, end in blocks(heads.context):
@@ -172,7 +175,7 @@ class _Memory:
         self._flat = saved.scratch(f"attention.{name}", (elements,), like.dtype)
 
     def tile(self, *shape: int) -> Array:
-        """Return contiguous memory of this shape, in the place of all other tiles of this name."""
+        """Return contiguous memory of this shape; all tiles of this name begin at the same address."""
         return self._flat[: math.prod(shape)].reshape(shape)
 
 
@@ -197,11 +200,14 @@ class _Forward:
         q, k, v, out = (chunk.of(view) for view in (self._q, self._k, self._v, self._out))
         q, out, queries = q[..., first:last, :], out[..., first:last, :], self._heads.queries
         shrink = self._shrink.tile(count, rows)
+        # Tiles of keys in their order. The output of the tiles so far is relative to their maximum: a larger one
+        # shrinks it. The division by the sum comes once, at the end. A causal block sees no key behind its last query.
         for start, end in blocks(last if self._causal else self._heads.context, LONG):
             s = self._scores.tile(*chunk.outer, rows, end - start)
             flat = s.reshape(count, rows, end - start)
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
             where = chunk.pair, first, start, self._causal
+            # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
             kernels.softmax_advance(flat, *where, self._heads.scale, self._top, self._total, shrink)
             chunk.drop(flat, dropped, first, start)
             if start == 0:
@@ -209,8 +215,8 @@ class _Forward:
             else:
                 part = self._part.tile(*chunk.outer, rows, size)
                 multiply(s, v[..., start:end, :], out=part)
-                rows_of.rescale_add(part.reshape(count, rows, size), self._y, queries, chunk.pair, first, shrink)
-        rows_of.divide_by_totals(self._y, queries, chunk.pair, first, count, rows, self._total)
+                kernels.rescale_add(part.reshape(count, rows, size), self._y, queries, chunk.pair, first, shrink)
+        kernels.divide_by_totals(self._y, queries, chunk.pair, first, count, rows, self._total)
 
 
 class _Backward:
@@ -222,7 +228,7 @@ class _Backward:
         saved: Saved,
         inputs: tuple[Array, Array | None],
         dy: Array,
-        found: tuple[Array, Array | None],
+        gradients: tuple[Array, Array | None],
         sums: Array,
         dots: Array,
         causal: bool,
@@ -231,7 +237,7 @@ class _Backward:
         self._top, self._total = sums
         self._q, self._k, self._v = _views(heads, *inputs)
         self._do = heads.view(dy, 0, of_queries=True)
-        dq, dkv = found
+        dq, dkv = gradients
         keys = dq if dkv is None else dkv
         before = 1 if dkv is None else 0  # parts of the array in front of the keys
         self._dq = _Sum(heads, dq, 0, of_queries=True)
@@ -246,20 +252,22 @@ class _Backward:
         """Write the gradients of the keys and values [start, end), and add to those of the queries that see them."""
         multiply, count, columns = namespace(self._do).matmul, chunk.pairs, end - start
         k, v = (chunk.of(view)[..., start:end, :] for view in (self._k, self._v))
-        begin = start if self._causal else 0
+        begin = start if self._causal else 0  # earlier queries do not see these keys
         for first, last in blocks(self._heads.context, LONG, begin):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
             s, d = (memory.tile(*chunk.outer, last - first, columns) for memory in (self._scores, self._gradients))
             p, g = (tile.reshape(count, last - first, columns) for tile in (s, d))
+            # s = q k^T becomes the probabilities p, d = do v^T the gradient of the scores; then dv += p^T do (with p
+            # dropped as in the forward), dk += d^T q and dq += d k.
             multiply(q, k.swapaxes(-1, -2), out=s)
             multiply(do, v.swapaxes(-1, -2), out=d)
             chunk.drop(g, dropped, first, start)
             where = chunk.pair, first, start, self._causal
             kernels.softmax_gradient(p, g, *where, self._heads.scale, self._top, self._total, self._dots)
-            chunk.drop(p, dropped, first, start)  # what v was multiplied by
-            again = first > begin
-            self._dv.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, again)
-            self._dk.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, again)
+            chunk.drop(p, dropped, first, start)  # now p as v was multiplied by it
+            add = first > begin  # the first block of queries writes, later ones add; dq is written by the first keys
+            self._dv.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)
+            self._dk.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, add)
             self._dq.product(d, k, chunk, first, last, self._part, start > 0)
 
 
@@ -272,19 +280,18 @@ class _Sum:
         self._column = part * self._heads * heads.size
         self._groups = 1 if of_queries else heads.group
 
-    def product(
-        self, a: Array, b: Array, chunk: HeadChunk, first: int, last: int, memory: _Memory, again: bool
-    ) -> None:
-        """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``again`` adds it."""
+    def product(self, a: Array, b: Array, chunk: HeadChunk, first: int, last: int, memory: _Memory, add: bool) -> None:
+        """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``add`` adds it."""
         multiply = namespace(b).matmul
-        if self._groups == 1 and not again:
+        if self._groups == 1 and not add:
             multiply(a, b, out=chunk.of(self._view)[..., first:last, :])
             return
+        # Through scratch, from which the query heads of a group are added to the one row of their shared head.
         part = memory.tile(*chunk.outer, last - first, b.shape[-1])
         multiply(a, b, out=part)
         rows = part.reshape(chunk.pairs, *part.shape[-2:])
         pair = chunk.shared_pair if self._groups > 1 else chunk.pair
-        rows_of.accumulate(rows, self._groups, self._target, self._heads, pair, self._column, first, again)
+        kernels.accumulate(rows, self._groups, self._target, self._heads, pair, self._column, first, add)
 
 
 def _views(heads: Heads, qkv: Array, kv: Array | None) -> tuple[Array, Array, Array]:

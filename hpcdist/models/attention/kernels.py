@@ -30,7 +30,7 @@ def softmax_advance(
     total: Array,
     shrink: Array,
 ) -> None:
-    """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and take them into top and total.
+    """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
 
     The maximum is that of the columns up to here. Tiles come in the order of their columns, the first with ``start`` 0;
     for later ones ``shrink`` (pairs, rows) is what sums over the earlier columns have to be multiplied by. ``scale``
@@ -70,7 +70,7 @@ def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
 
 
 def _hidden(s: Array, first: int, start: int) -> Array:
-    """Return where a tile (rows, columns) lies in the future."""
+    """Return which elements (rows, columns) of a tile are hidden: keys behind their query."""
     xp = namespace(s)
     rows, columns = xp.arange(first, first + s.shape[1]), xp.arange(start, start + s.shape[2])
     hidden: Array = columns[None, :] > rows[:, None]
@@ -141,9 +141,11 @@ def _softmax_advance(
         for i in range(s.shape[1]):
             row = s[h, i]
             if causal:
-                row[first + i + 1 - start :] = -np.inf
-            highest, sums = row_maximum(row), scale - scale
-            if start > 0:
+                row[
+                    first + i + 1 - start :
+                ] = -np.inf  # key start + j is hidden from query first + i where it is larger
+            highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
+            if start > 0:  # sums over earlier tiles were relative to a maximum that may be exceeded now
                 before = top[pair + h, first + i]
                 highest = max(highest, before)
                 shrink[h, i] = exp((before - highest) * scale)
@@ -176,6 +178,7 @@ def _softmax_gradient(
                 p[first + i + 1 - start :] = -np.inf
                 g[first + i + 1 - start :] = 0
             highest, dot = top[pair + h, first + i], dots[pair + h, first + i]
+            # One division for the row. The Jacobian of softmax: dscore_j = p_j (g_j - sum_k p_k g_k), times the scale.
             share = s.dtype.type(1.0 / total[pair + h, first + i])
             for j in range(p.size):
                 p[j] = exp((p[j] - highest) * scale) * share
@@ -209,8 +212,8 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
     """Divide rows of so many pairs of y by ``total`` (all pairs, context); y has the heads' columns alone."""
     if is_device(y):
-        found = _view(y, 0, heads, y.shape[2] // heads)[:, :, first : first + rows]
-        found /= total[:, first : first + rows].reshape(found.shape[:3])[..., None]
+        view = _view(y, 0, heads, y.shape[2] // heads)[:, :, first : first + rows]
+        view /= total[:, first : first + rows].reshape(view.shape[:3])[..., None]
     else:
         _divide_by_totals(y, heads, pair, first, pairs, rows, total)
 
@@ -225,15 +228,15 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 
 
 def accumulate(
-    part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, again: bool
+    part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Write ``part`` (pairs groups, rows, size), summed over its groups, to rows of ``target``; ``again`` adds it."""
+    """Write ``part`` (pairs groups, rows, size), summed over its groups, to rows of ``target``; ``add`` adds it."""
     if is_device(target):
         rows = _view(target, column, heads, part.shape[2])[:, :, first : first + part.shape[1]]
         sums = part.reshape(*rows.shape[:2], groups, *rows.shape[2:]).sum(axis=2)
-        rows[...] = rows + sums if again else sums
+        rows[...] = rows + sums if add else sums
     else:
-        _accumulate(part, groups, target, heads, pair, column, first, again)
+        _accumulate(part, groups, target, heads, pair, column, first, add)
 
 
 def _view(x: Array, column: int, heads: int, size: int) -> Array:
@@ -249,7 +252,7 @@ def _view(x: Array, column: int, heads: int, size: int) -> Array:
 def _rescale_add(part: Any, y: Any, heads: Any, pair: Any, first: Any, shrink: Any) -> None:
     size = part.shape[2]
     for p in range(part.shape[0]):
-        b, h = divmod(pair + p, heads)
+        b, h = divmod(pair + p, heads)  # pairs are numbered by sample, then head
         for i in range(part.shape[1]):
             row, new, factor = y[b, first + i, h * size : (h + 1) * size], part[p, i], shrink[p, i]
             for j in range(size):
@@ -273,21 +276,19 @@ def _row_dots(dy: Any, y: Any, heads: Any, out: Any) -> None:
     for b in range(y.shape[0]):
         for i in range(y.shape[1]):
             for h in range(heads):
-                one, other = dy[b, i, h * size : (h + 1) * size], y[b, i, h * size : (h + 1) * size]
+                dy_row, y_row = dy[b, i, h * size : (h + 1) * size], y[b, i, h * size : (h + 1) * size]
                 total = zero
                 for j in range(size):
-                    total += one[j] * other[j]
+                    total += dy_row[j] * y_row[j]
                 out[b * heads + h, i] = total
 
 
 @jit(fastmath=REORDER)
-def _accumulate(
-    part: Any, groups: Any, target: Any, heads: Any, pair: Any, column: Any, first: Any, again: Any
-) -> None:
+def _accumulate(part: Any, groups: Any, target: Any, heads: Any, pair: Any, column: Any, first: Any, add: Any) -> None:
     size = part.shape[2]
     for p in range(part.shape[0]):
-        b, h = divmod(pair + p // groups, heads)
-        left, adds = column + h * size, again or p % groups > 0
+        b, h = divmod(pair + p // groups, heads)  # groups pairs of the tile after another share one head of the target
+        left, adds = column + h * size, add or p % groups > 0
         for i in range(part.shape[1]):
             row, new = target[b, first + i, left : left + size], part[p, i]
             if adds:

@@ -1,4 +1,8 @@
-"""Memory layout of attention heads, and the chunks of samples and heads that are computed at a time."""
+"""Memory layout of attention heads, and the chunks of samples and heads that are computed at a time.
+
+Pairs of a sample and a query head are numbered by sample, then by head; the query heads of a group, which share a key
+and value head, follow one another. Arrays of statistics have a row for each pair.
+"""
 
 import math
 from collections.abc import Iterator
@@ -50,12 +54,12 @@ class Heads:
 
     def chunks(self, everything: bool) -> Iterator["HeadChunk"]:
         """Cut samples and heads so that a tile has about TILE scores, or not at all."""
-        tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)
+        tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
         samples = self.batch if everything else TILE // (tile * self.queries)
-        if samples:
+        if samples:  # whole samples, with all their heads
             for first in range(0, self.batch, samples):
                 yield HeadChunk(self, first, min(first + samples, self.batch), 0, self.shared)
-        else:
+        else:  # not one sample fits: some of its shared heads, each with its group of query heads
             step = max(1, TILE // (tile * self.group))
             for sample in range(self.batch):
                 for first in range(0, self.shared, step):
@@ -100,6 +104,7 @@ class HeadChunk:
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
         """Drop what ``dropped`` says of a tile (pairs, rows, columns) from row ``first`` and column ``start`` on."""
         if dropped is not None:
+            # Rows of the mask in front of this chunk: whole samples, then whole query heads of `pitch` rows each.
             above = self.first_sample * dropped.rows_per_sample + self.first_head * self.heads.group * dropped.pitch
             dropped.drop(tile, 0, tile.shape[1], tile.shape[2], above=above + first, left=start)
 

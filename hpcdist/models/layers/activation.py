@@ -124,9 +124,9 @@ def _swiglu_rows(gates: Any, values: Any, y: Any, width: int) -> None:
 def _swiglu_rows_backward(gates: Any, values: Any, dy: Any, width: int) -> None:
     one = dy.dtype.type(1)
     for first in range(0, dy.size, width):
-        gate, value, given = gates[2 * first :][:width], values[2 * first :][:width], dy[first:][:width]
+        gate, value, drow = gates[2 * first :][:width], values[2 * first :][:width], dy[first:][:width]
         for j in range(width):
-            g, d = gate[j], given[j]
+            g, d = gate[j], drow[j]
             e = exp(-g)
             share = one / (one + e)
             rest = one - share if e > one else e * share  # 1 - share

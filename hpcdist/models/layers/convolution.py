@@ -55,8 +55,8 @@ def convolve_backward(
     """Write or add the gradients of weight and bias; return dx, a scratch array, None without ``input_gradient``."""
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
-    given, add = gradients.into(f"{prefix}.weight")
-    into = _as_matrix(given)
+    dweight, add = gradients.into(f"{prefix}.weight")
+    into = _as_matrix(dweight)
     xp, outputs = namespace(x), dy.shape[-1]
     product = saved.scratch("convolution.dweight", into.shape, into.dtype)
     dx = saved.scratch("convolution.dx", x.shape, x.dtype) if input_gradient else None
@@ -88,9 +88,9 @@ def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> It
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
-    each = min(samples, max(1, room // (high * wide * columns)))
-    for first in range(0, samples, max(1, each)):
-        part = slice(first, min(first + each, samples))
+    at_a_time = min(samples, max(1, room // (high * wide * columns)))
+    for first in range(0, samples, max(1, at_a_time)):
+        part = slice(first, min(first + at_a_time, samples))
         rows = saved.scratch("convolution.rows", ((part.stop - first) * high * wide, columns), x.dtype)
         if is_device(x):
             _unfold_device(x[part], rows, high, wide, stride)
@@ -152,9 +152,9 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
                     if above < 0 or above >= height:
                         continue
                     line = lines[n, above, left + first : left + last]
-                    given = row[i * length + first : i * length + last]
+                    addend = row[i * length + first : i * length + last]
                     for k in range(last - first):
-                        line[k] += given[k]
+                        line[k] += addend[k]
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:

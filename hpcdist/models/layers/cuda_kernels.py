@@ -167,7 +167,7 @@ def scatter(rows: Array, tokens: Array, table: Array) -> None:
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Turn columns [0, rotated) of x (batch, context, columns) by turns (context, size); see `models.rotary`."""
+    """Turn columns [0, rotated) of x (batch, context, columns) by turns (context, size); see `LocalRotary`."""
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
     EMBEDDING.launch("turn", *elementwise(n, width_of(x.dtype)), x, turns, n, context, columns, rotated, turns.shape[1],
@@ -175,7 +175,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """As the loop of `hpcdist.models.layers.dropout`, of which these are the arguments."""
+    """Drop elements of x in place, as the CPU loop of `hpcdist.models.layers.dropout`, whose arguments these are."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

@@ -22,12 +22,12 @@ from hpcdist.models.stage import Draw, Saved
 
 # Where a layer drops. The numbers are part of every mask: give new sites new ones.
 EMBEDDING, ATTENTION, PROJECTION, DOWN, HIDDEN = range(5)
-MAX_SITES: Final = 8  # room for them in a word that has the layer too
-WORDS_PER_COUNTER: Final = 4  # of a counter
+MAX_SITES: Final = 8  # layer * MAX_SITES + site is one word of the counter
+WORDS_PER_COUNTER: Final = 4  # of 32 bits, that Philox makes of one counter: one for each element
 
 
 def fits_counter(rows: int, columns: int) -> bool:
-    """Whether the counters of a mask tell all elements of a sample apart, so many rows of ``columns`` (local)."""
+    """Return whether a word counts all counters of a sample with so many rows of ``columns`` (local)."""
     return rows * -(-columns // WORDS_PER_COUNTER) < 1 << 32
 
 
@@ -74,6 +74,7 @@ class Mask:
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
         """The other words of all counters, those of the key, and the least word of an element that is kept."""
+        # An element is dropped where its word is below the limit: with probability rate, to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
         return draw.first_sample, site, draw.step & 0xFFFFFFFF, *key, limit
@@ -119,10 +120,10 @@ class LocalDropout:
 def _drop_rows(x: Array, rate: float, site: int, saved: Saved, first_row: int, rows_per_sample: int) -> None:
     columns = x.shape[-1]
     rows_per_sample = rows_per_sample or (x.shape[1] if x.ndim > 2 else 1)
-    found = mask(saved, rate, site, rows_per_sample=rows_per_sample, columns=columns, first_row=first_row)
-    if found is not None and x.size:
+    dropped = mask(saved, rate, site, rows_per_sample=rows_per_sample, columns=columns, first_row=first_row)
+    if dropped is not None and x.size:
         rows = x.reshape(1, -1, columns)
-        found.drop(rows, 0, rows.shape[1], columns)
+        dropped.drop(rows, 0, rows.shape[1], columns)
 
 
 @jit
@@ -149,10 +150,11 @@ def _drop(
     zero = scale - scale
     words = np.empty(WORDS_PER_COUNTER * blocks, np.uint32)
     for g in range(x.shape[0]):
+        # Group g is group g % groups of sample g // groups; its first row is `above`, over the rows of all samples.
         above = g // groups * rows_per_sample + g % groups * pitch + first_row
         for i in range(first, last):
             sample, row = divmod(above + i, rows_per_sample)
-            begin = row * blocks + skipped
+            begin = row * blocks + skipped  # every row begins with a counter of its own; `skipped` ones are not in x
             philox(
                 words,
                 (width + WORDS_PER_COUNTER - 1) // WORDS_PER_COUNTER,

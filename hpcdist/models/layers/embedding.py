@@ -112,19 +112,19 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
     """
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
-    found = _tables.get(key)
-    if found is None or found.shape[0] < context:
+    table = _tables.get(key)
+    if table is None or table.shape[0] < context:
         if head_size % 2:
             raise ConfigurationError(
                 f"rotary positions turn pairs, and a head of {head_size} has none for its last; "
                 "choose model.heads so that model.hidden / model.heads is even, or model.positions = 'learned'"
             )
         xp = namespace(like)
-        longest = context if found is None else max(context, 2 * found.shape[0])
+        longest = context if table is None else max(context, 2 * table.shape[0])
         frequency = THETA ** (-2.0 * xp.arange(head_size // 2, dtype=np.float64) / head_size)
         angle = xp.arange(longest, dtype=np.float64)[:, None] * frequency[None, :]
-        found = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)
-    return found[:context]
+        table = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)
+    return table[:context]
 
 
 def _turn(x: Array, head_size: int, rotated: int, sign: int) -> Array:

@@ -73,8 +73,8 @@ def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Sav
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
     """Write or add dy^T x."""
-    given, add = gradients.into(f"{prefix}.weight")
-    into = as_matrix(given)
+    dweight, add = gradients.into(f"{prefix}.weight")
+    into = as_matrix(dweight)
     outputs, inputs = into.shape
     product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
     namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
@@ -84,8 +84,8 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
     """Write or add the sums of the rows of dy."""
-    given, add = gradients.into(f"{prefix}.bias")
-    into = given.reshape(-1)
+    dbias, add = gradients.into(f"{prefix}.bias")
+    into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)
 
 

@@ -62,7 +62,7 @@ class LocalNorm:
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
         if residual is None:
             dx[...] = 0
-        given = (
+        arrays = (
             _rows(dy),
             _rows(x),
             scale,
@@ -71,10 +71,10 @@ class LocalNorm:
             _gradient_target(gradients, prefix, "scale"),
         )
         if saved[f"{prefix}.kind"] == "rms":
-            (cuda_kernels.rms_backward if is_device(x) else _rms_backward)(*given)
+            (cuda_kernels.rms_backward if is_device(x) else _rms_backward)(*arrays)
         else:
             run = cuda_kernels.norm_backward if is_device(x) else _backward
-            run(*given, _gradient_target(gradients, prefix, "bias"))
+            run(*arrays, _gradient_target(gradients, prefix, "bias"))
         return dx
 
 

@@ -147,7 +147,7 @@ def _number(numba: Any) -> Any:
 
 
 ordered_bits = Primitive(_ordered, "the integer that stands for a float32 or float64 in their order")
-from_ordered_bits = Primitive(_number, "the float32 or float64 that an int32 or int64 of `ordered` stands for")
+from_ordered_bits = Primitive(_number, "the float32 or float64 that an int32 or int64 of `ordered_bits` stands for")
 
 
 @jit

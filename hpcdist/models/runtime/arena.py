@@ -12,9 +12,8 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.models.stage import Draw
 
-MAX_WASTE = (
-    2  # a free block serves requests down to 1/WASTE of its size: uneven last batches need no memory of their own
-)
+# A free block serves requests down to 1 / MAX_WASTE of its size: uneven last batches need no memory of their own.
+MAX_WASTE = 2
 
 
 class Arena:
@@ -51,7 +50,7 @@ class Arena:
         return index
 
     def share(self, index: int) -> None:
-        """Let one more hold a block: it is free when all of them have given it."""
+        """Count one more user of a block, which is free once all have given it back."""
         self._uses[index] += 1
 
     def give(self, index: int) -> None:
@@ -132,9 +131,9 @@ class ArenaSaved:
 
     def within(self) -> "ArenaSaved":
         """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
-        found = ArenaSaved(self._arena, self._key)
-        found.draw = self.draw
-        return found
+        inner = ArenaSaved(self._arena, self._key)
+        inner.draw = self.draw
+        return inner
 
     def owns(self, array: Array) -> bool:
         """Whether ``array`` lies in memory that `empty` of this one gave."""

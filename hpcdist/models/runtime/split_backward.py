@@ -1,6 +1,12 @@
-"""Split backward: the gradient of the input in a first pass, those of the weights in a second one.
+"""Activation recomputation, and a split backward: input gradients in a first pass, weight gradients in a second one.
 
-Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass, on which nothing waits.
+Recomputation (Chen et al., arXiv:1604.06174): a stage keeps its input and its output alone and computes its forward
+again in backward. For one more forward of the stages between the first and the last, activations of L alike stages
+take the memory of one and of L outputs. The second forward is the same as the first, dropout included, so gradients
+are the same bits.
+
+Split backward: zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass, on which
+nothing waits.
 
 - Linears and embeddings are put off; all else (norms, positions: sums over what the first pass has in its cache) is
   done in the first pass. An embedding has no other gradient than that of its table, and the first layer of an mlp none
@@ -42,16 +48,16 @@ def with_recomputation(model: Model) -> Model:
     Not the first, whose output is all that it keeps where it embeds; not the last, whose backward follows at once; and
     not those that take, or are taken by, skip connections: they stay as they are.
     """
-    found = copy.copy(model)
+    recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
-    found.stages = tuple(
+    recomputing.stages = tuple(
         stage if unit in {0, last} | joined else RecomputedStage(stage) for unit, stage in enumerate(model.stages)
     )
-    return found
+    return recomputing
 
 
 class RecomputedStage:
-    """The stage ``inner``, of which nothing lies between its forward and its backward but input and output."""
+    """The stage ``inner``, of which only input and output are kept from its forward to its backward."""
 
     def __init__(self, inner: Stage) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -73,16 +79,16 @@ class RecomputedStage:
         """Return a copy of the output; x must stay unchanged until backward."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
-        kept = saved.empty("recomputed.y", y.shape, y.dtype)
-        kept[...] = y
+        output = saved.empty("recomputed.y", y.shape, y.dtype)
+        output[...] = y
         saved.keep("recomputed.x", x)
         within.release()
-        return kept
+        return output
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Compute the stage once more, and take it back."""
+        """Run the forward of the stage again, then its backward; return dx."""
         within = saved.within()
         self.inner.forward(parameters, saved["recomputed.x"], operations, within)
         dx = self.inner.backward(parameters, gradients, dy, operations, within)
@@ -107,12 +113,12 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def release_first_pass(saved: Saved) -> None:
-    """Give back what only the first pass needed, once a stage's backward with `splitting` operations is done."""
+    """Give back what only the first pass needed, once a stage's backward with `split_operations` is done."""
     saved.narrow()
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
-    """Write or add the gradients that a backward with `splitting` operations has put off; ``saved`` can be released.
+    """Write or add the gradients that a backward with `split_operations` has put off; then ``saved`` can be released.
 
     Local. Of ``parameters`` only the names count: their memory may be freed.
     """
@@ -189,7 +195,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """The attention ``inner``; its gradient is written to where the linear before it finds it later."""
+    """The attention ``inner``, whose input gradient ``saved`` keeps for the second pass of the linear before it."""
 
     inner: AttentionOperation
 

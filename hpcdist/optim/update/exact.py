@@ -21,7 +21,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.errors import UsageError
 
 DIGITS = 68  # 66 reach the largest float64, 2 more the sum of 2^64 of them
-INFINITE, NAN = DIGITS, DIGITS + 1  # how many squares were so
+INFINITE, NAN = DIGITS, DIGITS + 1  # places of the numbers of infinite squares and of NaN
 SLOTS = DIGITS + 2
 _LOWEST = 1074  # the unit is 2^-1074, the smallest float64
 _BLOCK = 1 << 16  # squares of 24 bits whose sum fits into 64 bits
@@ -68,7 +68,8 @@ def _rounded(row: np.ndarray) -> float:  # (SLOTS,)
 
 @jit
 def _put(digits, mantissa, position):  # type: ignore[no-untyped-def]
-    # Adds mantissa * 2^position, of 64 bits at most, without a carry
+    # Adds mantissa * 2^position, a mantissa of 64 bits at most, without a carry: its shifted halves go to three digits,
+    # in the lower 32 bits of each; the upper ones collect the carries until `_carry`.
     place, shift = position >> 5, np.uint64(position & 31)
     low, high = (mantissa & _LOW) << shift, (mantissa >> _HALF) << shift
     digits[place] += np.int64(low & _LOW)
@@ -98,6 +99,7 @@ def _add_float32(words, digits):  # type: ignore[no-untyped-def]
         for power in range(255):
             total = sums[0, power] + sums[1, power]
             if total:
+                # value = mantissa 2^(power - 150), its square has twice the exponent; a subnormal that of power 1
                 _put(digits, total, 2 * (power if power else 1) - 300 + _LOWEST)
         if sums[0, 255] + sums[1, 255]:
             for i in range(start, stop):

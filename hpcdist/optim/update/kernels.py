@@ -34,7 +34,7 @@ THREADS: Final = 256  # of a block of a sum
 
 
 def launch_adam(weights: Array, gradient: Array, m: Array, v: Array, working: Array | None, *scalars: float) -> None:
-    """Do `hpcdist.optim.update.fused.adam`; the gradient is kept.
+    """Launch the kernel of `hpcdist.optim.update.fused.adam`; the gradient is kept.
 
     ``scalars``: scale, beta1, 1 - beta1, beta2, 1 - beta2, the corrections of both, epsilon, decay, rate.
     """
@@ -42,7 +42,7 @@ def launch_adam(weights: Array, gradient: Array, m: Array, v: Array, working: Ar
 
 
 def launch_momentum(weights: Array, gradient: Array, velocity: Array, working: Array | None, *scalars: float) -> None:
-    """Do `hpcdist.optim.update.fused.momentum`; the gradient is kept.
+    """Launch the kernel of `hpcdist.optim.update.fused.momentum`; the gradient is kept.
 
     ``scalars``: scale, momentum, shares of g and of the velocity in the step, decay, rate.
     """
@@ -50,13 +50,14 @@ def launch_momentum(weights: Array, gradient: Array, velocity: Array, working: A
 
 
 def launch_sgd(weights: Array, gradient: Array, working: Array | None, scale: float, decay: float, rate: float) -> None:
-    """Do `hpcdist.optim.update.fused.sgd`; the gradient is kept."""
+    """Launch the kernel of `hpcdist.optim.update.fused.sgd`; the gradient is kept."""
     _launch_update("plain", weights, gradient, (), working, (scale, decay, rate))
 
 
 def _launch_update(
     name: str, weights: Array, gradient: Array, slots: tuple[Array, ...], working: Array | None, scalars: Any
 ) -> None:
+    # Without a working copy the kernel gets the weights in its place, and a flag that it is not to be written.
     copy, n = weights if working is None else working, weights.size
     numbers = map(float, scalars)
     types: dict[str, Any] = {"REAL": weights.dtype, "GRADIENT": gradient.dtype, "WORKING": copy.dtype}
@@ -111,7 +112,7 @@ def adam_direction(
 
 
 def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, float]:
-    """Return what corrects moments for their start at 0 after ``count`` updates; 1 for none."""
+    """Return the factors that correct moments for their start at 0 after ``count`` updates; 1 for none."""
     first, second = (1.0 / (1.0 - beta**count) if count else 1.0 for beta in betas)
     return first, second
 
@@ -129,6 +130,7 @@ def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, corre
 
 
 def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]
+    # As the loop above, operation by operation; once it is in m, the gradient's memory holds g^2 and the denominator.
     xp = namespace(weights)
     gradient *= scale
     m *= beta1
@@ -241,7 +243,7 @@ def add_squares(values: Array, sums: np.ndarray, phase: int) -> None:
 
 
 def total(sums: np.ndarray) -> float:  # (LANES,)
-    """Return the sum of what `add_squares` has left; ``sums`` are undefined afterwards."""
+    """Return the sum of the lanes of `add_squares`; ``sums`` are undefined afterwards."""
     return float(_total_loop(sums))
 
 
@@ -249,6 +251,8 @@ def total(sums: np.ndarray) -> float:  # (LANES,)
 # fast, in an order that differs between CPUs: replicas on different ones would then take different steps.
 @jit
 def _squares_loop(values, sums, phase):  # type: ignore[no-untyped-def]
+    # Up to the next lane 0, from the lane at which the block before ended; from there on element k of a row goes to
+    # lane k, without a modulus. The last row may be shorter.
     head = min((LANES - phase) % LANES, values.size)
     row = values[:head]
     place = sums[phase : phase + head]
@@ -264,7 +268,7 @@ def _squares_loop(values, sums, phase):  # type: ignore[no-untyped-def]
 
 @jit
 def _total_loop(sums):  # type: ignore[no-untyped-def]
-    half = LANES // 2
+    half = LANES // 2  # a fixed tree, whose additions are independent in each level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
         for k in range(half):

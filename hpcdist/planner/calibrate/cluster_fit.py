@@ -40,7 +40,7 @@ class TimingSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measurements, in numbers. ``moves`` are (bytes, seconds) of what reads and writes memory."""
+    """Measurements of a cluster. ``moves`` are (bytes, seconds) of what reads and writes memory."""
 
     date: str
     device: str
@@ -54,51 +54,53 @@ class ClusterMeasurements:
     steps: Sequence[MeasuredStep]
     series: Sequence[TimingSeries]
     by: str = ""  # libraries and settings
-    busy: str = ""  # how one saw that the machine did something else meanwhile
+    busy: str = ""  # the sign that the machine did something else meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """The cluster, and what to say of each fit: the range, the constants, the error where nothing was fitted."""
+    """Calibrated cluster, and a line about each fit: its range, its constants, the error at sizes left out."""
 
     cluster: Cluster
     lines: tuple[str, ...]
 
 
-def assemble(name: str, base: Cluster, found: ClusterMeasurements) -> CalibratedCluster:
+def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
     """Return the cluster called ``name``; what was not measured is that of ``base`` (local). Raises UsageError."""
     lines: list[str] = []
-    device = _device(base, found, lines)
-    fits, levels, remarks = _links(base, found, lines)
-    if found.busy:
-        lines.append(f"the machine was busy: {found.busy}")
-    devices = found.hosts * found.devices_per_host
+    device = _device(base, measurements, lines)
+    fits, levels, remarks = _links(base, measurements, lines)
+    if measurements.busy:
+        lines.append(f"the machine was busy: {measurements.busy}")
+    devices = measurements.hosts * measurements.devices_per_host
     cluster = Cluster(
         name=name,
-        about=f"{found.device}, measured on {counted(found.hosts, 'host')} with "
-        f"{counted(found.ranks_per_host, 'rank')} each",
+        about=f"{measurements.device}, measured on {counted(measurements.hosts, 'host')} with "
+        f"{counted(measurements.ranks_per_host, 'rank')} each",
         devices=devices,
         device=device,
         node=replace(
-            base.node if base.node.devices == found.devices_per_host else ClusterNode(devices=found.devices_per_host),
-            host_memory_bytes=found.host_memory_bytes,
+            base.node
+            if base.node.devices == measurements.devices_per_host
+            else ClusterNode(devices=measurements.devices_per_host),
+            host_memory_bytes=measurements.host_memory_bytes,
         ),
         levels=levels,
         storage=base.storage,
         failures=base.failures,
         site=base.site,
         fits=fits,
-        sources=_sources(base, found, remarks, measured_links=bool(fits)),
-        calibrated=f"{found.date}; {counted(found.hosts, 'host')}; {'; '.join(lines)}",
+        sources=_sources(base, measurements, remarks, measured_links=bool(fits)),
+        calibrated=f"{measurements.date}; {counted(measurements.hosts, 'host')}; {'; '.join(lines)}",
     )
     return CalibratedCluster(cluster=cluster, lines=tuple(lines))
 
 
-def _device(base: Cluster, found: ClusterMeasurements, lines: list[str]) -> Device:
-    if not found.moves:
+def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) -> Device:
+    if not measurements.moves:
         raise UsageError("the bandwidth of memory was not measured; measure copies of arrays larger than the caches")
     peaks, curves = {}, {}
-    for dtype, products in found.products.items():
+    for dtype, products in measurements.products.items():
         fitted = device_fits.fit_curve(products)
         peaks[dtype], curves[dtype] = (
             fitted.peak_flops,
@@ -111,12 +113,12 @@ def _device(base: Cluster, found: ClusterMeasurements, lines: list[str]) -> Devi
         lines.append(
             f"{dtype} products of sizes {sizes[0]:.0f} to {sizes[-1]:.0f}, unseen ones {fitted.error:.1%} off (median)"
         )
-    nbytes, seconds = max(found.moves)
+    nbytes, seconds = max(measurements.moves)
     device = Device(
-        name=found.device,
+        name=measurements.device,
         peak_flops=peaks,
         matmul=curves,
-        memory_bytes=found.memory_bytes,
+        memory_bytes=measurements.memory_bytes,
         memory_bytes_per_s=nbytes / seconds,
         memory_share=base.device.memory_share,
         attention_share=base.device.attention_share,
@@ -126,11 +128,13 @@ def _device(base: Cluster, found: ClusterMeasurements, lines: list[str]) -> Devi
         peak_w=base.device.peak_w,
     )
     lines.append(f"memory with {format_bytes(int(nbytes))} moved")
-    if not found.steps:
+    if not measurements.steps:
         lines.append("no steps of models: shares of memory and attention are assumptions")
         return device
-    shares = device_fits.fit_shares(found.steps, replace(base, device=device))
-    lines.append(f"{counted(len(found.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)")
+    shares = device_fits.fit_shares(measurements.steps, replace(base, device=device))
+    lines.append(
+        f"{counted(len(measurements.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)"
+    )
     return replace(
         device,
         memory_share=shares.memory_share,
@@ -140,7 +144,7 @@ def _device(base: Cluster, found: ClusterMeasurements, lines: list[str]) -> Devi
 
 
 def _links(
-    base: Cluster, found: ClusterMeasurements, lines: list[str]
+    base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
     """Return the fits of all series, the levels that messages were measured on, and what is assumed of these.
 
@@ -148,7 +152,7 @@ def _links(
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
-    for series in found.series:
+    for series in measurements.series:
         pieces = line_fits.fit_pieces(series.nbytes, series.seconds, always=series.borders)
         fits.append(_fit(series, pieces))
         first, last = format_bytes(int(pieces.from_bytes)), format_bytes(int(pieces.until_bytes[-1]))
@@ -160,24 +164,26 @@ def _links(
         if series.operation == MESSAGE:
             levels.append(series)
     if not levels:
-        return tuple(fits), _borrowed(base, found), ()
+        return tuple(fits), _borrowed(base, measurements), ()
     remarks = []
-    if found.hosts > 1 and len(levels) == 1:
+    if measurements.hosts > 1 and len(levels) == 1:
         remarks.append(f"links inside a node are taken as those of {levels[0].level!r}: a node had one rank")
-    inner = [_level(series, found.devices_per_host) for series in levels[:-1]]
+    inner = [_level(series, measurements.devices_per_host) for series in levels[:-1]]
     outer = _level(levels[-1], 0)
     if inner and outer.bytes_per_s > inner[-1].bytes_per_s:
         remarks.append(
             f"links of {outer.name!r} are as fast as those of {inner[-1].name!r}: they were measured to be faster, at "
             f"{outer.bytes_per_s:.3g} bytes/s"
         )
+        # `hardware.validate` refuses levels that become faster outwards.
         outer = replace(outer, bytes_per_s=inner[-1].bytes_per_s)
     return tuple(fits), (*inner, outer), tuple(remarks)
 
 
-def _borrowed(base: Cluster, found: ClusterMeasurements) -> tuple[LinkLevel, ...]:
+def _borrowed(base: Cluster, measurements: ClusterMeasurements) -> tuple[LinkLevel, ...]:
     """Return the levels of ``base``, or the one that joins its nodes, where the others do not nest in nodes here."""
-    box, devices = found.devices_per_host, found.hosts * found.devices_per_host
+    box, devices = measurements.devices_per_host, measurements.hosts * measurements.devices_per_host
+    # Levels nest where one is a multiple of the other; a level that ends inside a box here would cut it in two.
     nest = all(level.devices % box == 0 or box % level.devices == 0 for level in base.levels if level.devices)
     if nest and (base.levels[-1].devices == 0 or base.levels[-1].devices >= devices):
         return base.levels
@@ -223,21 +229,22 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 
 
 def _sources(
-    base: Cluster, found: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
+    base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return what the numbers of each section are from; what has the word assumption is told with each plan."""
-    measured = f"measured on {found.date}" + (f" with {found.by}" if found.by else "")
+    """Return the source of each section's numbers; those with the word assumption are flags of each plan."""
+    measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]
-    if found.busy:
-        busy = f"assumption: the machine was busy ({found.busy}), all that was measured is of what others left"
+    if measurements.busy:
+        busy = f"assumption: the machine was busy ({measurements.busy}), all that was measured is of what others left"
         device.append(busy.replace(";", ","))
-    if found.ranks_per_host < found.devices_per_host:
-        part = f"measured with {found.ranks_per_host} of {counted(found.devices_per_host, 'device')} of a node"
+    if measurements.ranks_per_host < measurements.devices_per_host:
+        devices = counted(measurements.devices_per_host, "device")
+        part = f"measured with {measurements.ranks_per_host} of {devices} of a node"
         device.append(f"assumption: all are as fast at once, {part}")
         if measured_links:
             level.append(f"assumption: all send as fast at once, {part}")
-    level += [f"assumption: {one}" for one in remarks]
+    level += [f"assumption: {remark}" for remark in remarks]
     return {
         "device": "; ".join(device),
         "matmul": measured,

@@ -69,12 +69,12 @@ class FittedCurve:
 
 
 def curve_share(curve: EfficiencyCurve, size: float) -> float:
-    """Return the share at ``size``, as a plan takes it."""
+    """Return the share of the peak at ``size``, as a plan interpolates it."""
     return peak_share_of(curve, size)[0]
 
 
 def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
-    """Return what the curve says that ``product`` takes."""
+    """Return the seconds of ``product`` by the curve."""
     return product.flops / (fitted.peak_flops * curve_share(fitted.curve, product.size))
 
 
@@ -85,28 +85,31 @@ def fit_curve(products: Sequence[MeasuredProduct], *, peak_flops: float = 0.0) -
     the logarithms of its shares have the least Huber loss to those measured. Raises UsageError for fewer than
     `LEAST_SIZES` sizes.
     """
-    ordered = sorted(products, key=lambda one: one.size)
-    bad = next((one for one in ordered if not (math.isfinite(one.seconds) and one.seconds > 0)), None)
+    ordered = sorted(products, key=lambda product: product.size)
+    bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
     if bad is not None:
         raise UsageError(f"a product of ({bad.m}, {bad.k}) and ({bad.k}, {bad.n}) took {bad.seconds} s; measure again")
-    if len({round(one.size, 6) for one in ordered}) < LEAST_SIZES:
+    if len({round(product.size, 6) for product in ordered}) < LEAST_SIZES:
         raise UsageError(f"a curve needs products of {LEAST_SIZES} sizes, got {len(ordered)} products; measure more")
-    unseen = tuple(one for number, one in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
-    kept = [one for one in ordered if one not in unseen]
-    peak = peak_flops or max(one.flops / one.seconds for one in ordered)
-    curve = _curve(kept, peak)
-    found = FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=())
-    errors = tuple(product_seconds(found, one) / one.seconds - 1.0 for one in unseen)
+    # Neither the smallest nor the largest is left out: the curve would have to be extrapolated to them.
+    unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
+    fitted = [product for product in ordered if product not in unseen]
+    peak = peak_flops or max(product.flops / product.seconds for product in ordered)
+    curve = _curve(fitted, peak)
+    fit = FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=())
+    errors = tuple(product_seconds(fit, product) / product.seconds - 1.0 for product in unseen)
     return FittedCurve(peak_flops=peak, curve=curve, unseen=unseen, errors=errors)
 
 
 def _curve(products: Sequence[MeasuredProduct], peak: float) -> EfficiencyCurve:
     """Return the curve with the least loss."""
-    sizes = np.log2([one.size for one in products])
-    shares = np.log([one.flops / (one.seconds * peak) for one in products])
+    sizes = np.log2([product.size for product in products])
+    shares = np.log([product.flops / (product.seconds * peak) for product in products])
     octaves = max(1, round((sizes[-1] - sizes[0]) * KNOTS_PER_OCTAVE))
     knots = np.linspace(sizes[0], sizes[-1], octaves + 1)
     hats = np.array([np.interp(sizes, knots, row) for row in np.eye(len(knots))]).T  # (products, knots)
+    # Linear interpolation is a product with hat functions, so the knots' values are a linear least-squares problem; the
+    # rows of second differences keep knots without a product near from swinging.
     bends = SMOOTH * np.diff(np.eye(len(knots)), n=2, axis=0)
     weights, values = np.ones(len(products)), np.zeros(len(knots))
     for _ in range(TURNS):
@@ -114,7 +117,7 @@ def _curve(products: Sequence[MeasuredProduct], peak: float) -> EfficiencyCurve:
         left = np.vstack([hats * root[:, None], bends])
         right = np.concatenate([shares * root, np.zeros(len(bends))])
         values = np.linalg.lstsq(left, right, rcond=None)[0]
-        off = np.abs(hats @ values - shares)
+        off = np.abs(hats @ values - shares)  # then Huber's weights, as in `line_fits`
         weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))
     return EfficiencyCurve(
         sizes=tuple(float(2**knot) for knot in knots),
@@ -129,7 +132,7 @@ SHARES: Final = (0.01, 1.0)
 
 
 class MeasuredStep(NamedTuple):
-    """The seconds of a micro-batch of ``samples``, forward and back, by kinds of operation."""
+    """Seconds of a micro-batch of ``samples``, forward and back, by kinds of operation."""
 
     description: ModelDescription
     samples: int
@@ -139,13 +142,13 @@ class MeasuredStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return sum((*self.products_s, *self.attention_s, *self.elementwise_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """The constants; ``errors`` are relative, of steps that were not fitted, ``products`` of the curve in all steps."""
+    """Fitted constants; ``errors`` are relative, of steps left out; ``products`` those of the curve in all steps."""
 
     memory_share: float
     attention_share: float
@@ -167,33 +170,33 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str =
     if len(steps) < LEAST_STEPS:
         raise UsageError(f"shares need {LEAST_STEPS} measured steps, got {len(steps)}; measure more models")
     unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
-    fitted = [one for number, one in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
+    fitted = [step for number, step in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
     memory_share, kernel_s = _elementwise(fitted, cluster, precision)
-    found = replace(
+    device = replace(
         cluster.device,
         memory_share=memory_share,
         attention_share=_attention(fitted, cluster, precision),
         kernel_s=kernel_s,
     )
-    named = replace(cluster, device=found)
+    named = replace(cluster, device=device)
     return FittedShares(
-        memory_share=found.memory_share,
-        attention_share=found.attention_share,
-        kernel_s=found.kernel_s,
-        errors=tuple(predicted_s(one, named, precision) / one.seconds - 1 for one in unseen),
-        products=tuple(products_s(one, named, precision) / sum(one.products_s) - 1 for one in steps),
+        memory_share=device.memory_share,
+        attention_share=device.attention_share,
+        kernel_s=device.kernel_s,
+        errors=tuple(predicted_s(step, named, precision) / step.seconds - 1 for step in unseen),
+        products=tuple(products_s(step, named, precision) / sum(step.products_s) - 1 for step in steps),
     )
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
-    """Return what the planner says of ``step``: forward and back of its units (local)."""
+    """Return the seconds that the planner predicts for ``step``: forward and back of its units (local)."""
     layout = ParallelLayout(microbatch=step.samples, precision=precision)
-    found = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
-    return sum(count * (one.forward_s + one.input_s + one.weight_s) for count, one in found)
+    times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
+    return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)
 
 
 def products_s(step: MeasuredStep, cluster: Cluster, precision: str = "float32") -> float:
-    """Return what the planner says of the products of ``step`` alone, forward and back (local)."""
+    """Return the seconds that it predicts for the products of ``step`` alone, forward and back (local)."""
     bare = [replace(unit, attention=None, moved=0.0, moved_cut=0.0, kernels=0) for unit in step.description.units]
     return predicted_s(step._replace(description=replace(step.description, units=tuple(bare))), cluster, precision)
 
@@ -223,7 +226,7 @@ def _elementwise(steps: Sequence[MeasuredStep], cluster: Cluster, precision: str
             (forward, back), (nbytes, MOVED_BACK * nbytes), step.elementwise_s, strict=True
         ):
             if took > 0:
-                rows.append((moved / kernels, took / kernels))
+                rows.append((moved / kernels, took / kernels))  # seconds of one kernel over its bytes: a line
     if not rows:
         return cluster.device.memory_share, cluster.device.kernel_s
     line = weighted_line(*np.array(rows).T)

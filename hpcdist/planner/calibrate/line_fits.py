@@ -56,10 +56,10 @@ class FittedPieces:
     @property
     def error(self) -> float:
         """The largest error at a size that was not fitted; NaN where there was none."""
-        return max((abs(one) for one in self.errors), default=math.nan)
+        return max((abs(error) for error in self.errors), default=math.nan)
 
     def seconds(self, nbytes: float) -> float:
-        """Return what the pieces say of ``nbytes``; beyond their range, what its nearest piece says."""
+        """Return the seconds of ``nbytes`` by its piece; beyond their range, by the nearest one."""
         for limit, line in zip(self.until_bytes, self.lines, strict=True):
             if nbytes <= limit:
                 return line.at(nbytes)
@@ -80,14 +80,14 @@ def fit_pieces(
     are none.
     """
     sizes, times = _medians(nbytes, seconds)
-    kept = _fitted(np.isin(sizes, always))
-    rest = np.setdiff1d(np.arange(len(sizes)), kept)
-    found = _best(sizes[kept], times[kept], most)
-    errors = [found.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
+    fitted = _fitted(np.isin(sizes, always))
+    rest = np.setdiff1d(np.arange(len(sizes)), fitted)
+    pieces = _best(sizes[fitted], times[fitted], most)
+    errors = [pieces.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
     return FittedPieces(
         from_bytes=float(sizes[0]),
-        until_bytes=found.until_bytes,
-        lines=found.lines,
+        until_bytes=pieces.until_bytes,
+        lines=pieces.lines,
         unseen_bytes=tuple(sizes[rest].tolist()),
         errors=tuple(map(float, errors)),
     )
@@ -110,7 +110,7 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
 
 
 def _fitted(always: np.ndarray) -> np.ndarray:
-    """Return which of the sizes are fitted: every other one and the last, those ``always`` not counted, and these."""
+    """Return the indices of the sizes to fit: those in ``always``, and of the others every second one and the last."""
     others = np.flatnonzero(~always)
     return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
 
@@ -125,12 +125,13 @@ def _best(sizes: np.ndarray, times: np.ndarray, most: int) -> FittedPieces:
             known[first, last] = _line(sizes[first:last], times[first:last])
         return known[first, last]
 
-    # least[k][i]: the least loss of the first i points in k + 1 pieces, and where the last of these begins
+    # least[k][i]: the least loss of the first i points in k + 1 pieces, and where the last of these begins. A line for
+    # each of O(count^2) ranges is fitted once, and serves all k.
     least = [[(piece(0, i)[1] if i >= LEAST_POINTS else math.inf, 0) for i in range(count + 1)]]
     for _ in range(1, min(most, count // LEAST_POINTS)):
         least.append([_cheapest(least[-1], i, piece) for i in range(count + 1)])
     scores = [_criterion(row[count][0], count, number + 1) for number, row in enumerate(least)]
-    cuts, last = [count], count
+    cuts, last = [count], count  # from the last piece back to the first
     for row in least[int(np.argmin(scores)) :: -1]:
         last = row[last][1]
         cuts.append(last)
@@ -144,8 +145,8 @@ def _cheapest(
     before: Sequence[tuple[float, int]], stop: int, piece: Callable[[int, int], tuple[FittedLine, float]]
 ) -> tuple[float, int]:
     """Return the least loss of ``stop`` points with one piece more than ``before``, and where that piece begins."""
-    ways = [(before[at][0] + piece(at, stop)[1], at) for at in range(LEAST_POINTS, stop - LEAST_POINTS + 1)]
-    return min(ways, default=(math.inf, 0))
+    candidates = [(before[at][0] + piece(at, stop)[1], at) for at in range(LEAST_POINTS, stop - LEAST_POINTS + 1)]
+    return min(candidates, default=(math.inf, 0))
 
 
 def _criterion(loss: float, points: int, lines: int) -> float:
@@ -167,9 +168,9 @@ def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
     for _ in range(TURNS):
-        line = _least_squares(sizes / times, 1.0 / times, weights)
+        line = _least_squares(sizes / times, 1.0 / times, weights)  # divided by times: relative differences
         off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
-        weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))
+        weights = np.where(off <= HUBER, 1.0, HUBER / np.maximum(off, HUBER))  # least squares with these: Huber's loss
     off = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)
     loss = np.where(off <= HUBER, off**2, 2 * HUBER * off - HUBER**2)
     return line, float(loss.sum())
@@ -184,15 +185,16 @@ def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray)
         a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if a >= 0 and b >= 0:
             return FittedLine(a, b)
+    # The loss is convex: where the free minimum has a negative constant, the least with both >= 0 has one of them 0.
     alone = FittedLine(a1 / aa, 0.0), FittedLine(0.0, b1 / bb if bb else 0.0)
     return min(
         alone,
-        key=lambda one: float((weights * (one.latency_s * constant + one.s_per_byte * slope - 1) ** 2).sum()),
+        key=lambda line: float((weights * (line.latency_s * constant + line.s_per_byte * slope - 1) ** 2).sum()),
     )
 
 
 def _border(below: float, above: float, left: FittedLine, right: FittedLine) -> float:
-    """Return where a piece ends, between its last point and the next one's: where the lines cross, or in the middle."""
+    """Return the size at which a piece ends: where its line crosses the next one between their points, or midway."""
     steeper = left.s_per_byte - right.s_per_byte
     if steeper:
         crossing = (right.latency_s - left.latency_s) / steeper

@@ -1,8 +1,14 @@
-"""Cluster description: devices, link levels, storage, power, failures and prices, and their consistency checks.
+"""Cluster description: devices, link levels, storage, power, failures and prices, their units and consistency checks.
 
-Everything is in base units: bytes (never GiB), seconds, operations a second, watts. The TOML files name their units
-(`hpcdist.planner.cluster.toml_file`). `validate` raises for the first number that contradicts another one: levels
-that do not nest, a peak that the memory cannot feed, curves that do not ascend, prices without a currency.
+Everything is in base units: bytes (never GiB), seconds, operations a second, watts. `validate` raises for the first
+number that contradicts another one: levels that do not nest, a peak that the memory cannot feed, curves that do not
+ascend, prices without a currency.
+
+The TOML files (`hpcdist.planner.cluster.toml_file`) name their units, which `parse` reads and `text` writes: "80 GiB",
+"400 Gbit/s", "312 TFLOP/s", "5 us", "700 W", "3 years". A number without a unit, a unit of something else, and one that
+may be read in two ways are refused: GB is 10^9 bytes and GiB 2^30 (SI brochure, 9th edition, 3.1; IEC 80000-13, 4),
+bits are written out ("Gbit/s"), and the letters' case counts, since m is a thousandth and M a million. A year is that
+of 365.25 days.
 """
 
 import difflib
@@ -92,25 +98,25 @@ def parse(text: str, dimension: str) -> float:
         raise ConfigurationError(f"{text!r} has no unit; {example}")
     if unit not in known:
         raise ConfigurationError(f"{text!r}: {_wrong(unit, dimension)}; {example}")
-    found = _times(value, known[unit])
-    if not math.isfinite(found) or found < 0:
+    base_value = _times(value, known[unit])
+    if not math.isfinite(base_value) or base_value < 0:
         raise ConfigurationError(f"{text!r} is no finite number of at least 0; {example}")
-    return found
+    return base_value
 
 
 def text(value: float, dimension: str) -> str:
     """Return ``value`` (finite, in the base unit) in the shortest words of which `parse` makes the same number."""
-    found = []
+    spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
             continue
         for digits in (3, 6, 9, 12, 15, 17):
-            said = f"{value / factor:.{digits}g}"
-            if _times(Decimal(said), factor) == value:
-                found.append((len(said) + 6 * ("e" in said) + said.startswith("0."), f"{said} {unit}"))
+            number = f"{value / factor:.{digits}g}"
+            if _times(Decimal(number), factor) == value:
+                spellings.append((len(number) + 6 * ("e" in number) + number.startswith("0."), f"{number} {unit}"))
                 break
     base = next(unit for unit, factor in UNITS[dimension].items() if factor == 1.0)
-    return min(found, key=lambda one: one[0])[1] if found else f"{value!r} {base}"
+    return min(spellings, key=lambda spelling: spelling[0])[1] if spellings else f"{value!r} {base}"
 
 
 def rough(value: float, dimension: str) -> str:
@@ -147,7 +153,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """The share of its peak that a device reaches in a product of matrices, by size; linear in its logarithm between.
+    """Share of its peak that a device reaches in a product of matrices, by size; linear in its logarithm between.
 
     The size of a product of (m, k) and (k, n) is the harmonic mean of its extents, 3 / (1/m + 1/k + 1/n): the smallest
     one decides most.
@@ -189,7 +195,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """The links among ``devices`` neighbours, those of lower levels excepted; 0: among all there are.
+    """Links among ``devices`` neighbours, those of lower levels excepted; 0: among all there are.
 
     ``bytes_per_s`` is what a device sends, in one direction, while all of its neighbours send as well;
     ``alone_bytes_per_s`` while none of them does (0: the same).
@@ -204,7 +210,7 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """An operation as it was measured: in pieces up to ``until_bytes``, latency + bytes * s_per_byte seconds.
+    """Operation as it was measured: in pieces up to ``until_bytes``, latency + bytes * s_per_byte seconds.
 
     The first and the last size that were measured are ``from_bytes`` and the last of ``until_bytes``; ``error`` is the
     largest relative one at sizes that were measured, but not fitted. ``level`` names the links that the ranks use, the
@@ -225,7 +231,7 @@ class MeasuredFit:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStorage:
-    """A parallel file system: what all nodes together, and one of them, write and read."""
+    """Parallel file system: bytes a second that all nodes together, and one of them, write and read."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -235,7 +241,7 @@ class ClusterStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """``devices`` in a box; ``host_w`` is its power beside them, ``network_w`` that of its share of the switches."""
+    """Node of ``devices``; ``host_w`` is its power beside them, ``network_w`` that of its share of the switches."""
 
     devices: int
     host_w: float = 0.0
@@ -265,8 +271,9 @@ class ClusterSite:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """All of it. ``levels`` go from the fastest links outwards; ``calibrated`` says by what (file, date), or is empty.
+    """Cluster that layouts are planned for.
 
+    ``levels`` go from the fastest links outwards; ``calibrated`` says by what (file, date), or is empty;
     ``sources`` tells where the numbers of a section are from.
     """
 
@@ -290,7 +297,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Boxes with devices."""
+        """Number of nodes with devices."""
         return -(-self.devices // self.node.devices)
 
 

@@ -163,8 +163,8 @@ def assumptions(cluster: Cluster) -> tuple[str, ...]:
     """
     return tuple(
         f"{section}: {part.strip()}"
-        for section, said in cluster.sources.items()
-        for part in said.split(";")
+        for section, source in cluster.sources.items()
+        for part in source.split(";")
         if ASSUMPTION in part.lower()
     )
 
@@ -176,7 +176,7 @@ def dump(cluster: Cluster) -> str:
     lines += [f"{kind} = {_quoted(hardware.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
     for kind, curve in cluster.device.matmul.items():
         lines += ["", f"[device.matmul.{kind}]"]
-        lines += [f"{key} = {[float(one) for one in getattr(curve, key)]}" for key in ("sizes", "shares")]
+        lines += [f"{key} = {[float(number) for number in getattr(curve, key)]}" for key in ("sizes", "shares")]
     lines += ["", "[node]", *_dumped(NODE, cluster.node)]
     for level in cluster.levels:
         lines += ["", "[[level]]", *_dumped(LEVEL, level)]
@@ -187,7 +187,7 @@ def dump(cluster: Cluster) -> str:
         lines += ["", "[[fit]]", *_dumped(FIT, fit)]
         lines += [_dumped_list(piece.key, getattr(fit, piece.attribute), piece.kind) for piece in PIECES]
     if cluster.sources:
-        lines += ["", "[sources]", *(f"{section} = {_quoted(said)}" for section, said in cluster.sources.items())]
+        lines += ["", "[sources]", *(f"{section} = {_quoted(source)}" for section, source in cluster.sources.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -210,7 +210,7 @@ def _cluster(tree: Mapping[str, Any]) -> Cluster:
         LinkLevel(**_section(level, LEVEL, f"level {place + 1}: "))
         for place, level in enumerate(_tables(tree, "level", required=True))
     )
-    found = Cluster(
+    cluster = Cluster(
         **top,
         device=_device(_table(tree, "device")),
         node=ClusterNode(**_section(_table(tree, "node"), NODE, "node.")),
@@ -221,8 +221,8 @@ def _cluster(tree: Mapping[str, Any]) -> Cluster:
         fits=tuple(_fit(fit, f"fit {place + 1}: ") for place, fit in enumerate(_tables(tree, "fit"))),
         sources=_sources(_table(tree, "sources", required=False)),
     )
-    hardware.validate(found)
-    return found
+    hardware.validate(cluster)
+    return cluster
 
 
 def _device(tree: Mapping[str, Any]) -> Device:
@@ -232,8 +232,7 @@ def _device(tree: Mapping[str, Any]) -> Device:
     for place, table in (("device.flops.", flops), ("device.matmul.", matmul)):
         _known(table, ITEM_BYTES, place)
     peak = {
-        kind: _value(QuantityField(kind, kind, "flops", low, high), said, "device.flops.")
-        for kind, said in flops.items()
+        kind: _value(QuantityField(kind, kind, "flops", low, high), raw, "device.flops.") for kind, raw in flops.items()
     }
     curves = {}
     for kind in matmul:
@@ -255,7 +254,7 @@ def _fit(tree: Mapping[str, Any], place: str) -> MeasuredFit:
 
 def _sources(tree: Mapping[str, Any]) -> dict[str, str]:
     _known(tree, SOURCES, "sources.")
-    return {key: _value(QuantityField(key, key, "text"), said, "sources.") for key, said in tree.items()}
+    return {key: _value(QuantityField(key, key, "text"), source, "sources.") for key, source in tree.items()}
 
 
 def _section(
@@ -263,69 +262,71 @@ def _section(
 ) -> dict[str, Any]:
     """Return the attributes of a section's class; ``beside`` are keys of the table that are read elsewhere."""
     _known(tree, [*(field.key for field in known), *beside], place)
-    found = {}
+    attributes = {}
     for field in known:
         if field.required:
             _present(tree, field.key, place, field)
         if field.key in tree:
-            found[field.attribute] = _value(field, tree[field.key], place)
-    return found
+            attributes[field.attribute] = _value(field, tree[field.key], place)
+    return attributes
 
 
-def _value(field: QuantityField, said: Any, place: str) -> Any:
+def _value(field: QuantityField, raw: Any, place: str) -> Any:
     """Return a field's value in base units. Raises ConfigurationError."""
     where = f"{place}{field.key}"
     if field.kind == "text":
-        if not isinstance(said, str):
-            raise ConfigurationError(f"{where} is {said!r}; expected a text")
-        return said
+        if not isinstance(raw, str):
+            raise ConfigurationError(f"{where} is {raw!r}; expected a text")
+        return raw
     plain = field.kind in ("count", "number")
     if plain:
         kinds = (int,) if field.kind == "count" else (int, float)
-        if not isinstance(said, kinds) or isinstance(said, bool):
-            raise ConfigurationError(f"{where} is {said!r}; expected a {field.kind} without quotes or unit")
-        value = said if field.kind == "count" else float(said)
+        if not isinstance(raw, kinds) or isinstance(raw, bool):
+            raise ConfigurationError(f"{where} is {raw!r}; expected a {field.kind} without quotes or unit")
+        value = raw if field.kind == "count" else float(raw)
     else:
-        if not isinstance(said, str):
+        if not isinstance(raw, str):
             raise ConfigurationError(
-                f"{where} is {said!r}, without a unit; expected a text such as {hardware.EXAMPLES[field.kind]}"
+                f"{where} is {raw!r}, without a unit; expected a text such as {hardware.EXAMPLES[field.kind]}"
             )
         try:
-            value = hardware.parse(said, field.kind)
+            value = hardware.parse(raw, field.kind)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
     if not (field.low <= value <= field.high or (field.zero and value == 0)):
         low, high = (f"{end:g}" if plain else hardware.rough(end, field.kind) for end in (field.low, field.high))
         or_zero = ", or 0" if field.zero and field.low > 0 else ""
         raise ConfigurationError(
-            f"{where} of {said} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
+            f"{where} of {raw} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
         )
     return value
 
 
 def _numbers(tree: Mapping[str, Any], field: QuantityField, place: str) -> tuple[float, ...]:
-    said = _present(tree, field.key, place)
-    if not isinstance(said, list) or not said:
-        raise ConfigurationError(f"{place}{field.key} is {said!r}; expected a list of one number or more")
-    return tuple(_value(field._replace(key=f"{field.key}[{index}]"), one, place) for index, one in enumerate(said))
+    numbers = _present(tree, field.key, place)
+    if not isinstance(numbers, list) or not numbers:
+        raise ConfigurationError(f"{place}{field.key} is {numbers!r}; expected a list of one number or more")
+    return tuple(
+        _value(field._replace(key=f"{field.key}[{index}]"), number, place) for index, number in enumerate(numbers)
+    )
 
 
 def _table(tree: Mapping[str, Any], key: str, place: str = "", required: bool = True) -> Mapping[str, Any]:
     if required and key not in tree:
         raise ConfigurationError(f"the section [{place}{key}] is missing")
-    found = tree.get(key, {})
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{place}{key} is {found!r}; expected a section [{place}{key}]")
-    return found
+    table = tree.get(key, {})
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{place}{key} is {table!r}; expected a section [{place}{key}]")
+    return table
 
 
 def _tables(tree: Mapping[str, Any], key: str, required: bool = False) -> list[Mapping[str, Any]]:
-    found = tree.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ConfigurationError(f"{key} is {found!r}; expected sections [[{key}]]")
-    if required and not found:
+    tables = tree.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigurationError(f"{key} is {tables!r}; expected sections [[{key}]]")
+    if required and not tables:
         raise ConfigurationError(f"the section [[{key}]] is missing: at least one level of links")
-    return found
+    return tables
 
 
 def _present(tree: Mapping[str, Any], key: str, place: str, field: QuantityField | None = None) -> Any:
@@ -352,12 +353,12 @@ def _dumped(known: Sequence[QuantityField], part: Any) -> list[str]:
         if value is None or (not field.required and value == defaults[field.attribute]):
             continue
         if field.kind == "text":
-            said = _quoted(value)
+            literal = _quoted(value)
         elif field.kind in ("count", "number"):  # a number of numpy would not be TOML
-            said = repr(int(value) if field.kind == "count" else float(value))
+            literal = repr(int(value) if field.kind == "count" else float(value))
         else:
-            said = _quoted(hardware.text(value, field.kind))
-        lines.append(f"{field.key} = {said}")
+            literal = _quoted(hardware.text(value, field.kind))
+        lines.append(f"{field.key} = {literal}")
     return lines
 
 

@@ -21,7 +21,7 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
 class LayoutProblem(NamedTuple):
-    """A limit by its name, and what a person reads of it."""
+    """Limit that a layout breaks: its name, and the text for people."""
 
     limit: str
     text: str
@@ -237,7 +237,7 @@ def _left(size: int, ranks: int, name: str) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 __all__ = [
@@ -279,22 +279,22 @@ def problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[str, ...]:
     """Return why the layout cannot be, a text for each limit; nothing for one that can (local)."""
-    found = tuple(shape_problems(description, layout, cluster, global_batch))
-    if not found:
+    broken = tuple(shape_problems(description, layout, cluster, global_batch))
+    if not broken:
         full = memory_problem(taken.memory(description, layout, cluster, global_batch))
-        found = (full,) if full else ()
-    return tuple(one.text for one in found)
+        broken = (full,) if full else ()
+    return tuple(problem.text for problem in broken)
 
 
 def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
-    """Return what is possible, and seldom wise: messages of an axis that is used all the time between nodes (local)."""
-    found, node = [], cluster.node.devices
+    """Return flags of possible layouts that are seldom wise: a tensor axis between nodes (local)."""
+    texts, node = [], cluster.node.devices
     if layout.tensor > node:
-        found.append(
+        texts.append(
             f"tensor = {layout.tensor} is wider than a node of {node} devices: every product waits for messages "
             "between nodes"
         )
-    return tuple(found)
+    return tuple(texts)
 
 
 def shape_problems(
@@ -310,7 +310,7 @@ def shape_problems(
 
 
 def too_large(description: ModelDescription, devices: int, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield sizes that nothing has, by how much (local)."""
+    """Yield sizes beyond all reason, by how much (local)."""
     for name, most in MOST.items() if description.shape else ():
         size = getattr(description.shape, name)
         if size > most:
@@ -345,12 +345,13 @@ def value_problems(layout: ParallelLayout, global_batch: int) -> Iterator[Layout
             close = difflib.get_close_matches(str(value), choices, 1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             yield LayoutProblem(
-                "value", f"{name} = {value!r}; {hint}choose one of {', '.join(one or repr(one) for one in choices)}"
+                "value",
+                f"{name} = {value!r}; {hint}choose one of {', '.join(choice or repr(choice) for choice in choices)}",
             )
 
 
 def memory_problem(memory: MemoryEstimate, limit_bytes: float = 0.0) -> LayoutProblem | None:
-    """Return what is too much, where it is, for the device or for a ``limit_bytes`` below it (local). 0: none."""
+    """Return the problem of too much memory for the device, or for a ``limit_bytes`` below it (local). 0: none."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
     if memory.bytes <= limit:
         return None

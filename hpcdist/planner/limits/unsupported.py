@@ -45,8 +45,8 @@ def unsupported(layout: ParallelLayout) -> Reasons:
     )
 
 
-def _said(check: Callable[[], object]) -> Reasons:
-    """Return what the check raises."""
+def _refusal(check: Callable[[], object]) -> Reasons:
+    """Return the text of the ConfigurationError that ``check`` raises, () where it raises none."""
     try:
         check()
     except ConfigurationError as error:
@@ -56,15 +56,15 @@ def _said(check: Callable[[], object]) -> Reasons:
 
 @lru_cache(maxsize=1024)
 def _degrees(context: int, expert: int) -> Reasons:
-    found = _said(lambda: ParallelConfig(context=context))
+    reasons = _refusal(lambda: ParallelConfig(context=context))
     if expert > 1:
-        found += (f"expert = {expert} is not built in this version; set it to 1",)
-    return found
+        reasons += (f"expert = {expert} is not built in this version; set it to 1",)
+    return reasons
 
 
 @lru_cache(maxsize=4096)
 def _pipeline(pipeline: int, strategy: str, schedule: str, chunks: int, recompute: str) -> Reasons:
-    found = _said(
+    reasons = _refusal(
         lambda: ParallelConfig(
             pipeline=pipeline,
             strategy=strategy,
@@ -75,13 +75,13 @@ def _pipeline(pipeline: int, strategy: str, schedule: str, chunks: int, recomput
         )
     )
     if recompute == "selective":
-        found += (_SELECTIVE,)
-    return found
+        reasons += (_SELECTIVE,)
+    return reasons
 
 
 @lru_cache(maxsize=1024)
 def _tensor(tensor: int, strategy: str, sequence_parallel: bool) -> Reasons:
-    return _said(lambda: ParallelConfig(tensor=tensor, strategy=strategy, sequence_parallel=sequence_parallel))
+    return _refusal(lambda: ParallelConfig(tensor=tensor, strategy=strategy, sequence_parallel=sequence_parallel))
 
 
 @lru_cache(maxsize=1024)
@@ -89,29 +89,31 @@ def _servers(strategy: str, servers: int, pipeline: int, tensor: int, overlap: f
     if strategy != "parameter_server":
         return ()
     placement = "dedicated" if servers else "colocated"
-    found = _said(lambda: ParameterServerConfig(servers=servers, placement=placement).check_beside(pipeline, tensor))
+    reasons = _refusal(
+        lambda: ParameterServerConfig(servers=servers, placement=placement).check_beside(pipeline, tensor)
+    )
     if overlap > 0:
-        found += (f"overlap = {overlap} with a parameter server: pushes wait for the backward in this version",)
-    return found
+        reasons += (f"overlap = {overlap} with a parameter server: pushes wait for the backward in this version",)
+    return reasons
 
 
 @lru_cache(maxsize=1024)
 def _compressor(name: str, strategy: str, precision: str) -> Reasons:
     if name == "none":
         return ()
-    found: Reasons = ()
+    reasons: Reasons = ()
     if name in OPTIMIZING:
         optimizer = OptimizerConfig(name="adamw" if config.MOMENTUM_OPTIMIZERS[name] == "adamw" else "sgd")
-        found += _said(
+        reasons += _refusal(
             lambda: config.check_momentum_compressor(
                 name, CompressionConfig(warmup_steps=1), optimizer, strategy=strategy, mode=precision
             )
         )
     if strategy in STAGES:
-        found += _said(lambda: ZeroConfig().check_compressed(name))
+        reasons += _refusal(lambda: ZeroConfig().check_compressed(name))
     if strategy == "parameter_server":
-        found += _said(lambda: ParameterServerConfig().check_compressed(name, "auto", across_nodes=False))
-    return found
+        reasons += _refusal(lambda: ParameterServerConfig().check_compressed(name, "auto", across_nodes=False))
+    return reasons
 
 
 @lru_cache(maxsize=1024)
@@ -122,13 +124,15 @@ def _compressed(
     if name == "none":
         return ()
     asked = f"compression = {name!r}"
-    found: list[str] = []
+    reasons: list[str] = []
     if sequence_parallel:
-        found.append(f"{asked} with sequence_parallel: parts of gradients are summed over the tensor axis only later")
+        reasons.append(f"{asked} with sequence_parallel: parts of gradients are summed over the tensor axis only later")
     if precision == "float64":
-        found.append(f"{asked} with precision = 'float64' is not built in this version: what is encoded is float32")
+        reasons.append(f"{asked} with precision = 'float64' is not built in this version: what is encoded is float32")
     if tensor > 1 and name in LOW_RANK:
-        found.append(f"{asked} with tensor = {tensor}: its factors are of whole tensors, and each device has a part")
+        reasons.append(f"{asked} with tensor = {tensor}: its factors are of whole tensors, and each device has a part")
     if overlap > 0 and not served:
-        found.append(f"{asked} with overlap = {overlap}: nothing compressed travels behind a backward in this version")
-    return tuple(found)
+        reasons.append(
+            f"{asked} with overlap = {overlap}: nothing compressed travels behind a backward in this version"
+        )
+    return tuple(reasons)

@@ -86,12 +86,12 @@ def _published(
     mask = MASK * tokens * wide if shape.dropout else 0.0
     block = _published_block(shape, tokens, size)
     whole = block.between / around + (block.cut + block.scores) / tensor
-    kept = {"none": whole, "selective": whole - block.scores / tensor, "full": border}[recompute]
+    saved = {"none": whole, "selective": whole - block.scores / tensor, "full": border}[recompute]
     held = block.held_between / around + block.held_cut / tensor
     logits = LOGITS * tokens * shape.vocabulary / tensor
     return (
         UnitActivations(kept=mask),
-        UnitActivations(kept=kept, held=held, again=whole - kept),
+        UnitActivations(kept=saved, held=held, again=whole - saved),
         UnitActivations(kept=2 * border + logits, held=border + logits),
     )
 
@@ -121,22 +121,22 @@ def _published_block(shape: TransformerShape, tokens: float, size: int) -> Block
 @lru_cache(maxsize=1024)
 def _ours(description: ModelDescription, tensor: int, size: float, by_tokens: bool) -> tuple[UnitActivations, ...]:
     split = TensorSplit(ranks=tensor, by_tokens=by_tokens)
-    found: list[UnitActivations] = []
+    per_unit: list[UnitActivations] = []
     for number, unit in enumerate(description.units):
-        assert unit.counted is not None, f"{description.name} was made without counts; use `planner.shape`"
-        kept = sum(map(split.elements, unit.counted.kept))
+        assert unit.counted is not None, f"{description.name} was made without counts; use `planner.model.transformer`"
+        saved = sum(map(split.elements, unit.counted.kept))
         held = sum(map(split.elements, _held(unit)))
         border = 0
         if number:
             before = description.units[number - 1].counted
             assert before is not None
             border = split.between(before.kept[-1].size if description.shape is None else before.kept[0].size)
-        found.append(UnitActivations(kept=size * kept, held=size * held, border=size * border))
-    return tuple(found)
+        per_unit.append(UnitActivations(kept=size * saved, held=size * held, border=size * border))
+    return tuple(per_unit)
 
 
 def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
-    """Return what `hpcdist.strategies.pipeline.costs` has of a unit between two passes of its backward."""
+    """Return the arrays of a unit that `hpcdist.strategies.pipeline.costs` keeps between I and W of its backward."""
     assert unit.counted is not None
     if unit.name == "embedding":
         return unit.counted.kept[:1]
@@ -161,7 +161,7 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool) -> int:
     units = []
     for unit in description.units:
         assert unit.counted is not None
-        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(one)) for one in unit.counted.kept))
+        own = replace(unit.counted, kept=tuple(KeptArray(split.elements(array)) for array in unit.counted.kept))
         units += [own] * unit.count
     return peak_with_recomputation(tuple(units))
 
@@ -169,7 +169,7 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool) -> int:
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return what our kernels write and forget on a device that computes the units at ``present`` (local).
+    """Return the bytes of temporary arrays of our kernels on a device that has the units at ``present`` (local).
 
     Units share what has one name. Where it ``accumulates`` the gradients of several micro-batches, that of a weight is
     made beside the sum; 16-bit sums have a whole unit for it (`hpcdist.planner.memory.model_states`).
@@ -203,17 +203,17 @@ def _scratch(
     for number in present:
         unit = description.units[number]
         assert unit.counted is not None
-        found = {
+        by_name = {
             # Of a tile there is as much as there was.
-            name: split.scratch(one if one.most else one._replace(each=-(-one.each // context)), samples)
-            for name, one in unit.counted.scratch.items()
+            name: split.scratch(array if array.most else array._replace(each=-(-array.each // context)), samples)
+            for name, array in unit.counted.scratch.items()
         }
         if context > 1 and unit.attention is not None:
             seen = unit.attention
             tokens = -(-seen.context // context)
-            found["context.keys"] = samples * split.of(4 * tokens * seen.kv_heads * seen.size)  # and two gradients
+            by_name["context.keys"] = samples * split.of(4 * tokens * seen.kv_heads * seen.size)  # and two gradients
         if adds and unit.products:
-            found["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
-        for name, elements in found.items():
+            by_name["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
+        for name, elements in by_name.items():
             largest[name] = max(largest.get(name, 0), elements)
     return float(size * sum(largest.values()))

@@ -49,22 +49,26 @@ def in_flight(
     """
     if schedule == FILE:
         raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
-    each = check_schedule(schedule, ranks, microbatches, chunks)
+    chunks_per_rank = check_schedule(schedule, ranks, microbatches, chunks)
     known = SCHEDULES[schedule]
-    if ranks * each <= EXACT_RANKS:
+    if ranks * chunks_per_rank <= EXACT_RANKS:
+        # A pipeline in its steady state repeats itself: more micro-batches bring no other peak. gpipe has none, and
+        # interleaved groups of odd size end otherwise.
         steady = microbatches
         if schedule != "gpipe" and (schedule != "interleaved" or microbatches % ranks == 0):
             steady = min(microbatches, STEADY_ROUNDS * ranks)
-        return _executed(schedule, ranks, steady, each, rank, recompute)
-    peak = known.peak(rank, ranks, microbatches, each)
+        return _executed(schedule, ranks, steady, chunks_per_rank, rank, recompute)
+    peak = known.peak(rank, ranks, microbatches, chunks_per_rank)
+    # Chunks keep their inputs, and one at a time is computed again: a moment for each. The last rank of 1f1b goes from
+    # a forward straight to its backward, and computes nothing again.
     if recompute and not (schedule == "1f1b" and rank == ranks - 1):
-        waiting = _dealt(schedule, ranks, microbatches, each, peak.both)
+        waiting = _dealt(schedule, ranks, microbatches, chunks_per_rank, peak.both)
         return tuple(
             tuple(LiveMicroBatches(inputs=count, kept=int(number == place)) for number, count in enumerate(waiting))
-            for place in range(each)
+            for place in range(chunks_per_rank)
         )
-    both = _dealt(schedule, ranks, microbatches, each, peak.both)
-    live = _dealt(schedule, ranks, microbatches, each, peak.live)
+    both = _dealt(schedule, ranks, microbatches, chunks_per_rank, peak.both)
+    live = _dealt(schedule, ranks, microbatches, chunks_per_rank, peak.live)
     return (
         tuple(
             LiveMicroBatches(inputs=all_of, kept=some, held=all_of - some)
@@ -80,9 +84,9 @@ def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int
     if schedule != "interleaved":  # forth and back
         return [total - total // 2, total // 2]
     size = interleaved_group(ranks, microbatches)
-    found = [min(size, max(0, total - number * size)) for number in range(chunks)]
-    found[0] += total - sum(found)
-    return found
+    counts = [min(size, max(0, total - number * size)) for number in range(chunks)]
+    counts[0] += total - sum(counts)  # a second group begins with chunk 0 again
+    return counts
 
 
 @lru_cache(maxsize=4096)
@@ -118,7 +122,7 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the parts where the worst may be: the first and the last of those that have the same units (local)."""
+    """Return the parts that may be fullest: the first and the last of those that have the same units (local)."""
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, own in enumerate(stages_of_split(description, cut)):
         ends[own] = ends.get(own, (rank, rank))[0], rank
@@ -128,7 +132,7 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
-    """Return what one ``rank`` of the pipeline has (local)."""
+    """Return the part of one ``rank`` of the pipeline (local)."""
     own = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in own for share in shares]
     last = len(description.units) - 1
@@ -178,8 +182,9 @@ _PASSING: Final = (
 _lasting_of, _passing_of = attrgetter(*_LASTING), attrgetter(*_PASSING)
 
 
-Count = tuple[int, int, int]  # of units that are alike: inputs, kept, held
-Alive = tuple[tuple[int, Count], ...]  # by their place
+# Micro-batches of a unit of which there are: the input alone, all that its backward needs, what W needs after I.
+Count = tuple[int, int, int]
+Alive = tuple[tuple[int, Count], ...]  # (place of a unit, its count)
 
 
 class StepMemory(NamedTuple):
@@ -215,6 +220,7 @@ def memory(
     lasting = _lasting(description, cut, _lasting_of(layout))
     passing = _passing(description, _passing_of(layout), many)
     adds = _accumulates(layout, many)
+    # Sums find the fullest part, in which all terms are those of one moment; only its terms are then put together.
     totals = [lasts.total + passes.total + adds * passes.added for lasts, passes in zip(lasting, passing, strict=True)]
     most = max(totals)
     place = totals.index(most)
@@ -230,13 +236,13 @@ def memory(
 def by_rank(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> tuple[dict[str, float], ...]:
     """Return the terms of each pipeline rank, without what is reserved (local). Raises what `memory` does."""
     many, cut = layout.microbatches(global_batch), SplitKey.of(layout)
-    found = []
+    terms = []
     for rank in range(layout.pipeline):
         part = part_of(description, cut, rank)
         alive = _moments(cut, part, layout.schedule, many, _repeats(description, layout))
         passes = _passes(description, layout, part, alive, _scratch(description, layout, part.present))
-        found.append(_terms(_lasts(description, layout, part), passes, adds=_accumulates(layout, many)))
-    return tuple(found)
+        terms.append(_terms(_lasts(description, layout, part), passes, adds=_accumulates(layout, many)))
+    return tuple(terms)
 
 
 def _terms(lasts: StepMemory, passes: MicrobatchMemory, *, adds: bool) -> dict[str, float]:
@@ -262,18 +268,18 @@ def _lasting(description: ModelDescription, cut: SplitKey, fields: tuple[Any, ..
 
 
 def _lasts(description: ModelDescription, layout: ParallelLayout, part: PipelinePart) -> StepMemory:
-    """Return the states of a part, and what its exchange takes."""
+    """Return the bytes of a part's states and of its exchange."""
     is_ours = layout.implementation == "hpcdist" or description.shape is None
-    tensor, each, kept = layout.tensor, unsharded(layout), states(layout)
+    tensor, whole, sharded = layout.tensor, unsharded(layout), states(layout)
     numbers, copied = part.whole + part.cut / tensor, part.copied / tensor
-    parameters = numbers * kept.parameter + copied * each.parameter
-    gradients = numbers * kept.gradient + copied * each.gradient
-    optimizer = numbers * kept.optimizer
+    parameters = numbers * sharded.parameter + copied * whole.parameter
+    gradients = numbers * sharded.gradient + copied * whole.gradient
+    optimizer = numbers * sharded.optimizer
     if part.experts:
-        fewer, own = states(layout, experts=True), part.experts / (tensor * layout.expert)
-        parameters += own * fewer.parameter
-        gradients += own * fewer.gradient
-        optimizer += own * fewer.optimizer
+        sharded_experts, experts = states(layout, experts=True), part.experts / (tensor * layout.expert)
+        parameters += experts * sharded_experts.parameter
+        gradients += experts * sharded_experts.gradient
+        optimizer += experts * sharded_experts.optimizer
     longest = part.longest + part.longest_experts / layout.expert
     messages = exchanged(layout, numbers, longest) if is_ours else 0.0
     scratch = whole_units(layout, longest)
@@ -296,7 +302,7 @@ def _passing(description: ModelDescription, fields: tuple[Any, ...], microbatche
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return what is written and forgotten in the units at ``present``, and how much more where gradients add up."""
+    """Return the temporary bytes of the units at ``present``, and how many more where gradients add up."""
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once
@@ -311,7 +317,7 @@ def _passes(
     alive: Sequence[Alive],
     scratch: tuple[float, float],
 ) -> MicrobatchMemory:
-    """Return what the micro-batches take of a part whose units are ``alive`` so."""
+    """Return the bytes of micro-batches in a part whose units are ``alive`` at these moments."""
     samples, units = layout.microbatch, of_units(description, layout)
     if layout.pipeline == 1 and _repeats(description, layout):
         activations = samples * recomputed_one_by_one(description, layout)
@@ -322,7 +328,7 @@ def _passes(
 
 
 def _repeats(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Whether chunks keep their inputs only."""
+    """Whether chunks keep their inputs only, and are computed again as a whole."""
     return layout.recompute == "full" and (layout.implementation == "hpcdist" or description.shape is None)
 
 
@@ -335,26 +341,26 @@ def _alive(
 
 
 def _moments(cut: SplitKey, part: PipelinePart, schedule: str, microbatches: int, recompute: bool) -> tuple[Alive, ...]:
-    """Return how many units of a part are alive at the moments when it may need most."""
-    found = []
+    """Return the live micro-batches of each unit of a part, at the moments when it may need most."""
+    alive = []
     for moment in in_flight(schedule, cut.pipeline, microbatches, cut.chunks, part.rank, recompute=recompute):
         counts: dict[int, Count] = {}
         for live, (first, shares) in zip(moment, part.chunks, strict=True):
-            inputs, kept, held = counts.get(first, (0, 0, 0))
-            counts[first] = inputs + live.inputs, kept, held
+            inputs, saved, held = counts.get(first, (0, 0, 0))
+            counts[first] = inputs + live.inputs, saved, held  # the input of a chunk is that of its first unit
             for place, times in shares:
-                inputs, kept, held = counts.get(place, (0, 0, 0))
-                counts[place] = inputs, kept + live.kept * times, held + live.held * times
-        found.append(tuple(counts.items()))
-    return tuple(found)
+                inputs, saved, held = counts.get(place, (0, 0, 0))
+                counts[place] = inputs, saved + live.kept * times, held + live.held * times
+        alive.append(tuple(counts.items()))
+    return tuple(alive)
 
 
 def _bytes_of(moment: Alive, units: Sequence[UnitActivations]) -> float:
     """Return the bytes of a sample's activations at one moment."""
     return sum(
         [
-            inputs * units[place].border + kept * units[place].kept + held * units[place].held
-            for place, (inputs, kept, held) in moment
+            inputs * units[place].border + saved * units[place].kept + held * units[place].held
+            for place, (inputs, saved, held) in moment
         ]
     )
 

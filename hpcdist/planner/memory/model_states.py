@@ -57,7 +57,7 @@ class ModelStates(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes a parameter in all."""
         return self.parameter + self.gradient + self.optimizer
 
 
@@ -77,7 +77,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return what one device, a worker where there are servers, has of each parameter of its stage (local).
+    """Return the bytes on one device (a worker, with servers) for each parameter of its stage (local).
 
     ``experts``: of the parameters that the expert axis cuts, whose copies are fewer.
     """
@@ -97,12 +97,12 @@ def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
 def _states(
     each: ParameterBytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str, compression: str
 ) -> ModelStates:
-    found = _uncompressed(each, stage, replicas, is_served, servers, precision)
+    plain = _uncompressed(each, stage, replicas, is_served, servers, precision)
     if compression == "none":
-        return found
+        return plain
     owed = _owed(compression, precision, replicas)
-    rule = f"{found.rule}, and {owed:.4g} of what {compression} has lost"
-    return found._replace(optimizer=found.optimizer + owed, rule=rule)
+    rule = f"{plain.rule}, and {owed:.4g} of what {compression} has lost"
+    return plain._replace(optimizer=plain.optimizer + owed, rule=rule)
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
@@ -124,8 +124,8 @@ def _uncompressed(
         rule = f"{parameter + gradient} + {optimizer}/d = {parameter + gradient + part:.4g} bytes a parameter, d ="
         return ModelStates(parameter, gradient, part, f"{rule} {replicas} ({precision}; every rank serves its part)")
     cut = [replicas if stage >= least else 1 for least in (3, 2, 1)]
-    found = (parameter / cut[0], gradient / cut[1], optimizer / cut[2])
-    return ModelStates(*found, _rule(each, stage, replicas, sum(found), precision))
+    shares = (parameter / cut[0], gradient / cut[1], optimizer / cut[2])
+    return ModelStates(*shares, _rule(each, stage, replicas, sum(shares), precision))
 
 
 def _rule(each: ParameterBytes, stage: int, replicas: int, total: float, precision: str) -> str:
@@ -158,7 +158,7 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 
 
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Return what our collectives over the data axis take, for ``parameters`` on this device.
+    """Return the bytes of buffers of our collectives over the data axis, for ``parameters`` on this device.
 
     ``bucket_bytes`` are those of gradients that an allreduce sums at a time, as they are kept. It has what arrives
     beside a bucket: half of it by recursive halving, a share by the ring, which is the same on two ranks. Where it
@@ -183,7 +183,7 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
 
 
 def with_buckets(needed: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return what is ``needed`` with buckets of ``bucket_bytes`` in place of the default, where they are longer."""
+    """Return the memory ``needed`` with buckets of ``bucket_bytes`` in place of the default, where they are longer."""
     if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
         return needed
     more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)

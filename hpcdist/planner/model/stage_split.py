@@ -106,17 +106,17 @@ def _of_sample(description: ModelDescription, recompute: str, is_ours: bool) -> 
     for unit in description.units:
         matrices, scores, seen = matrix_flops(unit), attention_flops(unit), attention_flops(unit, exact=True)
         back = 1 if unit.first else 2
-        each = (1 + back) * matrices + 3 * scores
-        needed = (1 + back) * matrices + 3 * seen
-        again = 0.0
+        published = (1 + back) * matrices + 3 * scores
+        looked_at = (1 + back) * matrices + 3 * seen
+        repeated = 0.0
         if is_ours:
-            again = scores / 2
+            repeated = scores / 2
         elif unit.attention is not None and recompute != "none":
-            again = 3 * scores if recompute == "selective" else matrices + scores
-        model += unit.count * each
-        hardware += unit.count * (each + again)
-        exact += unit.count * needed
-        executed += unit.count * (needed + seen / 2 if is_ours else each + again)
+            repeated = 3 * scores if recompute == "selective" else matrices + scores
+        model += unit.count * published
+        hardware += unit.count * (published + repeated)
+        exact += unit.count * looked_at
+        executed += unit.count * (looked_at + seen / 2 if is_ours else published + repeated)
     return model, hardware, exact, executed
 
 
@@ -183,10 +183,10 @@ def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple
     """Return the `stages` of any layout that is ``cut`` so (local)."""
     if cut.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
-    found: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
+    by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
     for rank, shares in chunks_of_split(description, cut):
-        found[rank] += shares
-    return tuple(_joined(own) for own in found)
+        by_rank[rank] += shares
+    return tuple(_joined(own) for own in by_rank)
 
 
 @lru_cache(maxsize=4096)
@@ -241,9 +241,9 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
     """Return the bounds whose slowest rank has least to compute, of units with so many operations."""
     if len(weights) > MANY_UNITS and len(set(owners)) == len(owners):
         return _filled(weights, len(owners))
-    found = partition(weights, owners, StageDevices.alike(max(owners) + 1), None)
-    assert found is not None, "there is no limit to keep"
-    return [0, *(chunk.stop for chunk in found.chunks)]
+    best = partition(weights, owners, StageDevices.alike(max(owners) + 1), None)
+    assert best is not None, "there is no limit to keep"
+    return [0, *(chunk.stop for chunk in best.chunks)]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
@@ -269,11 +269,11 @@ def _filled(weights: Sequence[float], parts: int) -> list[int]:
     assert best is not None, "one part may have all but what the others need"
     while high - low > ROUNDING * high:
         middle = (low + high) / 2
-        found = up_to(middle)
-        if found is None:
+        candidate = up_to(middle)
+        if candidate is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = candidate, middle
     return best
 
 
@@ -293,13 +293,13 @@ def _operations(unit: ModelUnit, *, first: bool, recompute: bool) -> float:
 
 def _joined(shares: Sequence[UnitGroup]) -> tuple[UnitGroup, ...]:
     """Return neighbours that are alike as one."""
-    found: list[UnitGroup] = []
+    joined: list[UnitGroup] = []
     for share in shares:
-        if found and found[-1].place == share.place:
-            found[-1] = UnitGroup(share.unit, found[-1].times + share.times, share.place)
+        if joined and joined[-1].place == share.place:
+            joined[-1] = UnitGroup(share.unit, joined[-1].times + share.times, share.place)
         else:
-            found.append(share)
-    return tuple(found)
+            joined.append(share)
+    return tuple(joined)
 
 
 AT_ONCE: Final = ("1f1b", "interleaved")  # schedules whose last chunk goes back as soon as it came
@@ -332,7 +332,7 @@ def _repeated(
     else:
         parts = chunks(description, layout)
     last = len(parts) - 1
-    found = []
+    repeated = []
     for number, (rank, shares) in enumerate(parts):
         if recompute == "full" and recomputes_ahead(layout):
             own = () if schedule in AT_ONCE and number == last else shares
@@ -341,8 +341,8 @@ def _repeated(
         else:
             is_kept = recompute == "none" or implementation == "hpcdist"
             own = () if is_kept else tuple(share for share in shares if share.unit.attention is not None)
-        found.append(StageChunk(rank, own))
-    return tuple(found)
+        repeated.append(StageChunk(rank, own))
+    return tuple(repeated)
 
 
 def _between(shares: tuple[UnitGroup, ...], *, is_first: bool, is_last: bool) -> tuple[UnitGroup, ...]:

@@ -11,6 +11,9 @@ a block of width h, with k columns of keys, inner width f, and f' = 2 f where it
 
 Each elementwise operation is counted as if it were one kernel that reads its inputs and writes its output once. The
 last two of the products and the activation are there for each expert that a token sees.
+
+Published transformers are known by name (`names`, `named`): the table ``models.toml`` has the shape, the source and the
+printed parameters of each. Reading it is light, since `names` also completes the option ``--model`` in a shell.
 """
 
 import tomllib
@@ -37,62 +40,6 @@ from hpcdist.planner.model.description import (
 )
 
 ABOUT: Final = ("source", "printed", "but")  # keys that are no numbers of a shape
-
-
-def names() -> tuple[str, ...]:
-    """Return the names, in the order of the table (local)."""
-    return tuple(_table())
-
-
-def named(name: str) -> TransformerShape:
-    """Return the shape of the model called ``name``, in any case (local).
-
-    Raises ConfigurationError for one that is not there, with the nearest.
-    """
-    entry = _entry(name)
-    return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
-
-
-def about(name: str) -> str:
-    """Return where the numbers of ``name`` are from, how many parameters are printed there, and what differs (local).
-
-    Raises ConfigurationError as `named` does.
-    """
-    entry = _entry(name)
-    differs = f"; but: {entry['but']}" if "but" in entry else ""
-    return f"{entry['source']}: {entry['printed']} parameters{differs}"
-
-
-def printed(name: str) -> tuple[float, int]:
-    """Return the parameters that the source of ``name`` prints, and how many digits of them (local)."""
-    text = _entry(name)["printed"]
-    digits = text[:-1]
-    return float(digits) * {"M": 1e6, "B": 1e9, "T": 1e12}[text[-1]], len(digits.replace(".", ""))
-
-
-def _entry(name: str) -> Mapping[str, Any]:
-    table = _table()
-    found = name.lower()
-    if found not in table:
-        near = get_close_matches(found, table, n=3, cutoff=0.5)
-        hint = f"the nearest names are {' and '.join(near)}" if near else f"choose one of {', '.join(table)}"
-        raise ConfigurationError(
-            f"there is no model called {name!r}; {hint}, or give its numbers (layers, hidden, heads, ...)"
-        )
-    return table[found]
-
-
-@cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    text = files("hpcdist.planner").joinpath("models.toml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = tomllib.loads(text)
-    known = {item.name for item in fields(TransformerShape)} | set(ABOUT)
-    for name, entry in table.items():
-        unknown = set(entry) - known
-        assert not unknown, f"models.toml: {name} has unknown keys {sorted(unknown)}"
-    return table
-
-
 STORED_BYTES: Final = 4  # of a feature
 
 
@@ -144,8 +91,10 @@ def of_config(
         counted = counts.counts(config, features=features, classes=classes).units
         numbers = features
         units = [
-            _dense(one, wide, last=number == config.layers)
-            for number, (one, wide) in enumerate(zip(counted, zip(widths, widths[1:], strict=False), strict=True))
+            _dense(counted_unit, wide, last=number == config.layers)
+            for number, (counted_unit, wide) in enumerate(
+                zip(counted, zip(widths, widths[1:], strict=False), strict=True)
+            )
         ]
     else:
         for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
@@ -302,21 +251,21 @@ def _dense(counted: Counted, widths: tuple[int, int], *, last: bool) -> ModelUni
 def _convolutions(config: ModelConfig, counted: Sequence[Counted], channels: int) -> Iterator[ModelUnit]:
     """Yield the convolutions, products over unfolded windows, and the head."""
     before = channels
-    for layer, one in enumerate(counted[:-1]):
+    for layer, unit in enumerate(counted[:-1]):
         outputs = config.hidden << layer // 2
         window = SIZE * SIZE * before
-        pixels = one.linear // (2 * window * outputs)
+        pixels = unit.linear // (2 * window * outputs)
         # Windows are unfolded, written and read; then norm and activation.
         moved = pixels * (2 * window + 5 * outputs)
         yield ModelUnit(
             name="convolution",
             count=1,
-            parameters=one.parameters,
+            parameters=unit.parameters,
             products=(ProductShape(pixels, window, outputs),),
             moved=moved,
             kernels=4,
-            first=one.first,
-            counted=one,
+            first=unit.first,
+            counted=unit,
         )
         before = outputs
     head = counted[-1]
@@ -351,3 +300,57 @@ def _check(shape: TransformerShape) -> None:
             f"experts_per_token of the model is {shape.experts_per_token}, and it has {shape.experts} experts; a token "
             "sees as many as there are, or fewer"
         )
+
+
+def names() -> tuple[str, ...]:
+    """Return the names, in the order of the table (local)."""
+    return tuple(_table())
+
+
+def named(name: str) -> TransformerShape:
+    """Return the shape of the model called ``name``, in any case (local).
+
+    Raises ConfigurationError for one that is not there, with the nearest.
+    """
+    entry = _entry(name)
+    return TransformerShape(**{key: value for key, value in entry.items() if key not in ABOUT})
+
+
+def about(name: str) -> str:
+    """Return where the numbers of ``name`` are from, how many parameters are printed there, and what differs (local).
+
+    Raises ConfigurationError as `named` does.
+    """
+    entry = _entry(name)
+    differs = f"; but: {entry['but']}" if "but" in entry else ""
+    return f"{entry['source']}: {entry['printed']} parameters{differs}"
+
+
+def printed(name: str) -> tuple[float, int]:
+    """Return the parameters that the source of ``name`` prints, and how many digits of them (local)."""
+    text = _entry(name)["printed"]
+    digits = text[:-1]
+    return float(digits) * {"M": 1e6, "B": 1e9, "T": 1e12}[text[-1]], len(digits.replace(".", ""))
+
+
+def _entry(name: str) -> Mapping[str, Any]:
+    table = _table()
+    key = name.lower()
+    if key not in table:
+        near = get_close_matches(key, table, n=3, cutoff=0.5)
+        hint = f"the nearest names are {' and '.join(near)}" if near else f"choose one of {', '.join(table)}"
+        raise ConfigurationError(
+            f"there is no model called {name!r}; {hint}, or give its numbers (layers, hidden, heads, ...)"
+        )
+    return table[key]
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    text = files("hpcdist.planner").joinpath("models.toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = tomllib.loads(text)
+    known = {item.name for item in fields(TransformerShape)} | set(ABOUT)
+    for name, entry in table.items():
+        unknown = set(entry) - known
+        assert not unknown, f"models.toml: {name} has unknown keys {sorted(unknown)}"
+    return table

@@ -1,5 +1,5 @@
 """Reports of plans: text for a terminal, tables, comparisons, caveats and pictures.
 
 Imports all of the planner but `calibrate` (the types of `search` for annotations only). matplotlib is loaded by
-`plot` alone, when it draws. Begin with `text.text` (one plan) and `table.compared` (several).
+`plot` alone, when it draws. Begin with `text.text` (one plan) and `table.search_table` (several).
 """

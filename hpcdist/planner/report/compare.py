@@ -36,27 +36,43 @@ class LayoutComparison:
 
     def table(self) -> list[str]:
         """Return the lines that a person reads: a column for each layout (local)."""
-        found = [row.estimate for row in self.rows]
+        estimates = [row.estimate for row in self.rows]
         cells = [["", *(str(number + 1) for number in range(len(self.rows)))]]
         cells += [
             [name, *(str(getattr(row.layout, name)) for row in self.rows)]
             for name in _changing([row.layout for row in self.rows])
         ]
-        steps = ("-" if one is None else seconds(one.step_s) + between(one.step_range_s) for one in found)
+        steps = (
+            "-" if estimate is None else seconds(estimate.step_s) + between(estimate.step_range_s)
+            for estimate in estimates
+        )
         cells.append(["step", *steps])
         cells += [
-            [f"  {name}", *("-" if one is None else seconds(one.timing.terms.get(name, 0.0)) for one in found)]
-            for name in _terms(one.timing.terms for one in found if one)
+            [
+                f"  {name}",
+                *("-" if estimate is None else seconds(estimate.timing.terms.get(name, 0.0)) for estimate in estimates),
+            ]
+            for name in _terms(estimate.timing.terms for estimate in estimates if estimate)
         ]
-        cells.append(["memory", *("-" if one is None else nbytes(one.memory.bytes) for one in found)])
+        cells.append(
+            ["memory", *("-" if estimate is None else nbytes(estimate.memory.bytes) for estimate in estimates)]
+        )
         cells += [
-            [f"  {name}", *("-" if one is None else nbytes(one.memory.terms.get(name, 0.0)) for one in found)]
-            for name in _terms(one.memory.terms for one in found if one)
+            [
+                f"  {name}",
+                *("-" if estimate is None else nbytes(estimate.memory.terms.get(name, 0.0)) for estimate in estimates),
+            ]
+            for name in _terms(estimate.memory.terms for estimate in estimates if estimate)
         ]
-        cells.append(["MFU", *("-" if one is None else share(one.mfu) for one in found)])
-        cells.append(["HFU", *("-" if one is None else share(one.hfu) for one in found)])
-        if any(one is not None and one.energy.terms for one in found):
-            cells.append(["energy of a step", *("-" if one is None else joules(one.energy.joules) for one in found)])
+        cells.append(["MFU", *("-" if estimate is None else share(estimate.mfu) for estimate in estimates)])
+        cells.append(["HFU", *("-" if estimate is None else share(estimate.hfu) for estimate in estimates)])
+        if any(estimate is not None and estimate.energy.terms for estimate in estimates):
+            cells.append(
+                [
+                    "energy of a step",
+                    *("-" if estimate is None else joules(estimate.energy.joules) for estimate in estimates),
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
         return lines + self._verdict()
@@ -88,12 +104,12 @@ def compare(
         raise UsageError("a comparison of no layouts; give one or more")
     rows = []
     for layout in layouts:
-        wrong = tuple(one.text for one in shape_problems(description, layout, cluster, global_batch))
-        found = None
+        wrong = tuple(problem.text for problem in shape_problems(description, layout, cluster, global_batch))
+        estimate = None
         if not wrong:  # a layout that is too large has an estimate, too
-            found = plan(description, layout, cluster, global_batch, steps, simulate=simulate)
+            estimate = plan(description, layout, cluster, global_batch, steps, simulate=simulate)
             wrong = problems(description, layout, cluster, global_batch)
-        rows.append(LayoutRow(layout=layout, problems=wrong, estimate=found))
+        rows.append(LayoutRow(layout=layout, problems=wrong, estimate=estimate))
     possible = [
         (row.estimate.step_s, number)
         for number, row in enumerate(rows)
@@ -102,23 +118,23 @@ def compare(
     return LayoutComparison(rows=tuple(rows), best=min(possible)[1] if possible else None)
 
 
-def differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return by how much each term of ``one`` is larger than of ``other``, the largest difference first (local)."""
-    found = [(name, one.get(name, 0.0) - other.get(name, 0.0)) for name in _terms((one, other))]
-    return sorted(found, key=lambda item: -abs(item[1]))
+def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return by how much each term of ``terms`` is larger than of ``other``, the largest difference first (local)."""
+    excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in _terms((terms, other))]
+    return sorted(excess, key=lambda item: -abs(item[1]))
 
 
-def slowdown_line(one: PlanEstimate, other: PlanEstimate) -> str:
+def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
     """Return how much longer a step of ``other`` takes, and the terms that decide it, in words (local)."""
-    longer_s = other.step_s - one.step_s
+    longer_s = other.step_s - estimate.step_s
     shown = [
         (name, more_s)
-        for name, more_s in differences(one.timing.terms, other.timing.terms)
-        if abs(more_s) > SMALL * one.step_s
+        for name, more_s in differences(estimate.timing.terms, other.timing.terms)
+        if abs(more_s) > SMALL * estimate.step_s
     ]
     less = [f"{seconds(-more_s)} less of {name}" for name, more_s in shown if more_s < 0]
     more = [f"{seconds(more_s)} more of {name}" for name, more_s in shown if more_s > 0]
-    if abs(longer_s) <= SMALL * SMALL * one.step_s:
+    if abs(longer_s) <= SMALL * SMALL * estimate.step_s:
         how = "as fast"
     else:
         how = f"{seconds(abs(longer_s))} ({figures(100 * abs(longer_s) / other.step_s)} %) a step "
@@ -129,10 +145,10 @@ def slowdown_line(one: PlanEstimate, other: PlanEstimate) -> str:
     return f"{how}: {parts}" if parts else how
 
 
-def changes(one: ParallelLayout, other: ParallelLayout) -> str:
-    """Return what of the layout ``one`` is not so in ``other``, in words (local)."""
-    names = _changing((one, other))
-    return ", ".join(f"{name} {getattr(one, name)} instead of {getattr(other, name)}" for name in names)
+def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
+    """Return what of the layout ``layout`` is not so in ``other``, in words (local)."""
+    names = _changing((layout, other))
+    return ", ".join(f"{name} {getattr(layout, name)} instead of {getattr(other, name)}" for name in names)
 
 
 def _changing(layouts: Sequence[ParallelLayout]) -> list[str]:
@@ -145,8 +161,8 @@ def _changing(layouts: Sequence[ParallelLayout]) -> list[str]:
 
 def _terms(mappings: Iterable[Mapping[str, float]]) -> list[str]:
     """Return all names that are not 0 everywhere, in the order of their first appearance."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for mapping in mappings:
         for name, value in mapping.items():
-            found[name] = max(found.get(name, 0.0), value)
-    return [name for name, value in found.items() if value > 0]
+            largest[name] = max(largest.get(name, 0.0), value)
+    return [name for name, value in largest.items() if value > 0]

@@ -1,30 +1,28 @@
 """Picture of a plan: memory of the fullest device against its limit, terms of a step, and timeline.
 
+`timeline` gives the bars of each pipeline rank in one step. Passes are those of the simulator, with the seconds of each
+chunk; recomputation comes at the beginning of the backward that needs it. The exchange of the data axis ends where
+`hpcdist.planner.time.step` says: a part of it during the last backward, the rest after it; the update begins when all
+ranks have finished.
+
 Colours differ in brightness as well as in hue, so that they can be told apart without colours. matplotlib is loaded
 when a picture is checked or drawn.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
-from hpcdist.planner.report.quantities import bytes_in_both, nbytes, seconds, share
-from hpcdist.planner.report.text import equation
-
-if TYPE_CHECKING:
-    pass
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
-
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead
+from hpcdist.planner.report.quantities import bytes_in_both, nbytes, seconds, share
+from hpcdist.planner.report.text import equation
 from hpcdist.planner.time.pipeline import PlannedSeconds, border, messages_block, simulated_timeline, stage_of
 from hpcdist.planner.time.stage_load import StageLoad, chunk_loads, combined, loads
 from hpcdist.planner.time.step import data_exchange, rows_sum, tied_sum, timing
@@ -43,10 +41,57 @@ KINDS: Final = (
     "update",
     "input_data",
 )
+MEMORY: Final = {
+    "parameters": "#1f3b5c",
+    "gradients": "#4f83b5",
+    "optimizer": "#a9c9e4",
+    "activations": "#d1693a",
+    "messages": "#f0b35a",
+    "scratch": "#f7dfb0",
+    "reserved": "#9a9a9a",
+}
+STEP: Final = {
+    "forward": "#cfe2f3",
+    "backward": "#d1693a",
+    "recompute": "#86a5bd",
+    "tensor": "#3d6b53",
+    "context": "#5f8d74",
+    "expert": "#86b59b",
+    "pipeline": "#b3d6c2",
+    "data": "#7a3f77",
+    "rows": "#a97fa7",
+    "bubble": "#e8e8e8",
+    "update": "#1f3b5c",
+    "input": "#f0b35a",
+}
+TIMELINE: Final = {
+    "forward": "#cfe2f3",
+    "backward": "#d1693a",
+    "input": "#f0b35a",
+    "weight": "#3d6b53",
+    "recompute": "#86a5bd",
+    "message": "#b3d6c2",
+    "input_data": "#9a9a9a",
+    "exchange": "#7a3f77",
+    "update": "#1f3b5c",
+}
+MEANINGS: Final = {
+    "input": "gradient of the input",
+    "weight": "gradients of the weights",
+    "recompute": "computed again",
+    "input_data": "reading of data",
+}
+SUFFIXES: Final = (".png", ".pdf", ".svg")
+_OTHER: Final = "#555555"
+_WIDE: Final = 12.0  # inches
+_MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
+_ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
+_EDGED: Final = 3000  # bars, beyond which lines between them would hide them
+_CHARACTER: Final = 0.007  # of the width
 
 
 class TimelineBar(NamedTuple):
-    """Something that a rank of the pipeline does: ``stage`` is the rank, ``kind`` one of `KINDS`.
+    """Bar of the timeline: what pipeline rank ``stage`` does in a span of time; ``kind`` is one of `KINDS`.
 
     -1: of no micro-batch. An "exchange" may lie beside passes; nothing else overlaps.
     """
@@ -61,7 +106,7 @@ class TimelineBar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTimeline:
-    """A step of ``end_s`` seconds on ``stages`` ranks of the pipeline; bars are in the order of ranks and of time."""
+    """Step of ``end_s`` seconds on ``stages`` ranks of the pipeline; bars are in the order of ranks and of time."""
 
     stages: int
     bars: tuple[TimelineBar, ...]
@@ -79,7 +124,7 @@ def timeline(
     hop_s = border(description, layout, cluster).seconds
     held_s = hop_s if piped and messages_block(layout) else 0.0
     chunks = [stage_of(load, layout, cluster, m).seconds for load in of_chunks]
-    padded = [PlannedSeconds(one.forward_s + held_s, one.input_s + held_s, one.weight_s) for one in chunks]
+    padded = [PlannedSeconds(chunk.forward_s + held_s, chunk.input_s + held_s, chunk.weight_s) for chunk in chunks]
     schedule = layout.schedule if piped else "sequential"
     ran = simulated_timeline(
         schedule, padded, layout.pipeline, m, message_s=hop_s - held_s, recompute=recomputes_ahead(layout)
@@ -136,55 +181,6 @@ def _of_ranks(ran: "StepTimeline", of_chunks: tuple[StageLoad, ...]) -> list[Sta
     return [reduce(combined, (of_chunks[number] for number in own)) for own in owned]
 
 
-MEMORY: Final = {
-    "parameters": "#1f3b5c",
-    "gradients": "#4f83b5",
-    "optimizer": "#a9c9e4",
-    "activations": "#d1693a",
-    "messages": "#f0b35a",
-    "scratch": "#f7dfb0",
-    "reserved": "#9a9a9a",
-}
-STEP: Final = {
-    "forward": "#cfe2f3",
-    "backward": "#d1693a",
-    "recompute": "#86a5bd",
-    "tensor": "#3d6b53",
-    "context": "#5f8d74",
-    "expert": "#86b59b",
-    "pipeline": "#b3d6c2",
-    "data": "#7a3f77",
-    "rows": "#a97fa7",
-    "bubble": "#e8e8e8",
-    "update": "#1f3b5c",
-    "input": "#f0b35a",
-}
-TIMELINE: Final = {
-    "forward": "#cfe2f3",
-    "backward": "#d1693a",
-    "input": "#f0b35a",
-    "weight": "#3d6b53",
-    "recompute": "#86a5bd",
-    "message": "#b3d6c2",
-    "input_data": "#9a9a9a",
-    "exchange": "#7a3f77",
-    "update": "#1f3b5c",
-}
-MEANINGS: Final = {
-    "input": "gradient of the input",
-    "weight": "gradients of the weights",
-    "recompute": "computed again",
-    "input_data": "reading of data",
-}
-SUFFIXES: Final = (".png", ".pdf", ".svg")
-_OTHER: Final = "#555555"
-_WIDE: Final = 12.0  # inches
-_MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
-_ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
-_EDGED: Final = 3000  # bars, beyond which lines between them would hide them
-_CHARACTER: Final = 0.007  # of the width
-
-
 def check(file: Path) -> Any:
     """Return matplotlib's figures where ``file`` can be drawn, before anything is computed for it.
 
@@ -204,16 +200,16 @@ def check(file: Path) -> Any:
     return figure
 
 
-def draw(found: PlanEstimate, timeline: "PlannedTimeline", title: str, cluster: Cluster, file: Path) -> None:
+def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
     """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `check` does, and StorageError."""
     rows = _rows(timeline)
     high = [1.0, 1.0, 0.7 + 0.28 * len(rows)]
     figure = check(file).Figure(figsize=(_WIDE, 2.2 + sum(high)), layout="constrained")
     spans = _windows(timeline)
     grid = figure.add_gridspec(3, len(spans), height_ratios=high)
-    figure.suptitle(f"{title} on {cluster.name}: {equation(found.layout)}", fontsize=11, x=0.01, ha="left")
-    _memory(figure.add_subplot(grid[0, :]), found.memory)
-    _step(figure.add_subplot(grid[1, :]), found)
+    figure.suptitle(f"{title} on {cluster.name}: {equation(estimate.layout)}", fontsize=11, x=0.01, ha="left")
+    _memory(figure.add_subplot(grid[0, :]), estimate.memory)
+    _step(figure.add_subplot(grid[1, :]), estimate)
     axes = [figure.add_subplot(grid[2, place]) for place in range(len(spans))]
     _timeline(axes, timeline, rows, spans)
     _save(figure, file)
@@ -234,22 +230,24 @@ def _memory(axis: Any, memory: MemoryEstimate) -> None:
     axis.set_xlabel("GB (10^9 bytes); the limit is red", fontsize=8)
 
 
-def _step(axis: Any, found: PlanEstimate) -> None:
+def _step(axis: Any, estimate: PlanEstimate) -> None:
     """Draw the terms of a step, which add up to it, as one bar."""
     axis.set_title(
-        f"step: {seconds(found.step_s)}, MFU {share(found.mfu)}, HFU {share(found.hfu)}", fontsize=10, loc="left"
+        f"step: {seconds(estimate.step_s)}, MFU {share(estimate.mfu)}, HFU {share(estimate.hfu)}",
+        fontsize=10,
+        loc="left",
     )
-    terms = found.timing.terms
+    terms = estimate.timing.terms
     parts = [(name, taken, STEP.get(name, _OTHER), seconds(taken)) for name, taken in terms.items() if taken]
-    _stacked(axis, parts, found.step_s)
+    _stacked(axis, parts, estimate.step_s)
     axis.set_xlabel("seconds on the critical path", fontsize=8)
 
 
 def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: float) -> None:
     """Draw ``parts`` (name, size, colour, size in words) behind each other; names go into those that have room."""
     begin = 0.0
-    for name, size, colour, said in parts:
-        axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {said}")
+    for name, size, colour, amount in parts:
+        axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {amount}")
         if size / longest > 0.012 * len(name):
             axis.text(begin + size / 2, 0, name, ha="center", va="center", fontsize=8, color=_on(colour))
         begin += size
@@ -261,14 +259,14 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
 
 
-def _rows(timeline: "PlannedTimeline") -> list[int]:
+def _rows(timeline: PlannedTimeline) -> list[int]:
     """Return the stages to draw."""
     if timeline.stages <= _MOST_ROWS:
         return list(range(timeline.stages))
     return sorted({round(row * (timeline.stages - 1) / (_MOST_ROWS - 1)) for row in range(_MOST_ROWS)})
 
 
-def _windows(timeline: "PlannedTimeline") -> list[tuple[float, float]]:
+def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
     """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page.
 
     The pipeline has filled within its beginning, and its end is as long.
@@ -287,7 +285,7 @@ def _windows(timeline: "PlannedTimeline") -> list[tuple[float, float]]:
 
 
 def _timeline(
-    axes: Sequence[Any], timeline: "PlannedTimeline", rows: Sequence[int], spans: Sequence[tuple[float, float]]
+    axes: Sequence[Any], timeline: PlannedTimeline, rows: Sequence[int], spans: Sequence[tuple[float, float]]
 ) -> None:
     """Draw a row for each of the stages in ``rows``: passes above, exchanges as a thin line below; an axis a span."""
     place = {stage: row for row, stage in enumerate(rows)}
@@ -310,7 +308,7 @@ def _timeline(
     _legend(axes[-1], {kind: colour for kind, colour in TIMELINE.items() if kind in drawn})
 
 
-def _bars(axis: Any, bars: Sequence["TimelineBar"], place: Mapping[int, int]) -> None:
+def _bars(axis: Any, bars: Sequence[TimelineBar], place: Mapping[int, int]) -> None:
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, place[bar.stage]), []).append((bar.begin_s, bar.end_s - bar.begin_s))
@@ -321,7 +319,7 @@ def _bars(axis: Any, bars: Sequence["TimelineBar"], place: Mapping[int, int]) ->
 
 
 def _number(
-    axis: Any, bars: Iterable["TimelineBar"], place: Mapping[int, int], window: tuple[float, float], axes: int
+    axis: Any, bars: Iterable[TimelineBar], place: Mapping[int, int], window: tuple[float, float], axes: int
 ) -> None:
     """Write the number of its micro-batch into each pass that has room for it; so many ``axes`` share the width."""
     begin_s, end_s = window

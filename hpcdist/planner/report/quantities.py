@@ -1,7 +1,8 @@
-"""Quantities of a plan as text: bytes in decimal and binary units, seconds to years, joules to GWh.
+"""Quantities of a plan as text and JSON: bytes in decimal and binary units, seconds to years, joules to GWh.
 
 GB is 10^9 bytes and GiB 2^30. A size that is compared with that of a memory is written in both, since data sheets of
-GPUs write the one and mean the other.
+GPUs write the one and mean the other. `estimate_json` has every field of a `PlanEstimate`, and what follows from them;
+numbers that are not known or not finite become null.
 """
 
 import math
@@ -13,42 +14,6 @@ from hpcdist.planner.cluster import toml_file
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.model.description import ModelDescription
-
-
-def estimate_json(found: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
-    """Return all of a plan; null where a number is not known, or not finite."""
-    memory, timing = found.memory, found.timing
-    plain = asdict(found)
-    plain["layout"] |= {"devices": found.layout.devices, "microbatches": found.layout.microbatches(found.global_batch)}
-    plain["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
-    plain["timing"] |= {"step_s": timing.step_s}
-    plain["energy"] |= {"joules": found.energy.joules}
-    plain["assumptions"] = list(toml_file.assumptions(cluster))
-    about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
-    checked: dict[str, Any] = finite_json(
-        {
-            **about,
-            **plain,
-            "step_s": found.step_s,
-            "mfu": found.mfu,
-            "modelled_mfu": found.modelled_mfu,
-            "is_capped": found.is_capped,
-            "hfu": found.hfu,
-            "exact_mfu": found.exact_mfu,
-            "exact_hfu": found.exact_hfu,
-        }
-    )
-    return checked
-
-
-def finite_json(value: Any) -> Any:
-    """Return ``value`` with null in the place of what JSON cannot write."""
-    if isinstance(value, dict):
-        return {key: finite_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 LINE: Final = 118  # characters of a line of a terminal
 _DECIMAL: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -109,8 +74,8 @@ def seconds(value: float) -> str:
 
 def joules(value: float) -> str:
     """Return an energy, with watt-hours where a bill would have them: 3.60 MJ (1.00 kWh)."""
-    said = decimal(value, "J")
-    return f"{said} ({decimal(value / _HOUR_J, 'Wh')})" if value >= 1e5 else said
+    text = decimal(value, "J")
+    return f"{text} ({decimal(value / _HOUR_J, 'Wh')})" if value >= 1e5 else text
 
 
 def grams(value: float) -> str:
@@ -149,3 +114,41 @@ def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def estimate_json(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
+    """Return all of a plan; null where a number is not known, or not finite."""
+    memory, timing = estimate.memory, estimate.timing
+    plain = asdict(estimate)
+    plain["layout"] |= {
+        "devices": estimate.layout.devices,
+        "microbatches": estimate.layout.microbatches(estimate.global_batch),
+    }
+    plain["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
+    plain["timing"] |= {"step_s": timing.step_s}
+    plain["energy"] |= {"joules": estimate.energy.joules}
+    plain["assumptions"] = list(toml_file.assumptions(cluster))
+    about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
+    checked: dict[str, Any] = finite_json(
+        {
+            **about,
+            **plain,
+            "step_s": estimate.step_s,
+            "mfu": estimate.mfu,
+            "modelled_mfu": estimate.modelled_mfu,
+            "is_capped": estimate.is_capped,
+            "hfu": estimate.hfu,
+            "exact_mfu": estimate.exact_mfu,
+            "exact_hfu": estimate.exact_hfu,
+        }
+    )
+    return checked
+
+
+def finite_json(value: Any) -> Any:
+    """Return ``value`` with null in the place of what JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

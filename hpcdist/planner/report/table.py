@@ -1,13 +1,23 @@
-"""Table of several plans: one aligned line each, with the advantage of the best of a search over the next."""
+"""Tables of several plans, a line each, and the caveats of plans.
 
+`search_table` shows the result of a search, `comparison_table` a layout on several clusters. Caveats are the flags of a
+plan, what its layout and batch bring with them (`layout_caveats`), and the assumptions in the file of the cluster
+(`assumption_line`); `ordered` puts the decisive ones first.
+"""
+
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from hpcdist.planner.cluster import toml_file
+from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
+from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.report.compare import slowdown_line
 from hpcdist.planner.report.quantities import (
     between,
+    bytes_in_both,
     counted,
     decimal,
     figures,
@@ -21,13 +31,6 @@ from hpcdist.planner.report.quantities import (
 if TYPE_CHECKING:
     from hpcdist.planner.search.best_layouts import SearchResult
 
-import re
-
-from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.limits.unsupported import unsupported
-from hpcdist.planner.report.quantities import bytes_in_both
-
 # What decides whether an answer holds, by words of its flags, and behind all others what always has to be said.
 _FIRST: Final = (
     ("does not fit into the memory",),
@@ -38,6 +41,9 @@ _FIRST: Final = (
 )
 _LAST: Final = (("neither --steps nor --tokens",), ("not known", "left out"), ("assumption",), ("assumed in the file",))
 _NUMBER: Final = re.compile(r"[0-9][0-9.,e+-]*")
+HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "ways")
+_SHORT: Final = {"parameter_server": "servers"}
+_LEFT: Final = ("ways", "cluster", "layout", "")  # columns of words
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
@@ -62,8 +68,8 @@ def by_row(
     for number, flags in enumerate(rows, 1):
         for flag in dict.fromkeys(flags):
             alike = _NUMBER.sub("#", flag)
-            told = first.setdefault(alike, flag)
-            same[alike] = same.get(alike, True) and told == flag
+            earliest = first.setdefault(alike, flag)
+            same[alike] = same.get(alike, True) and earliest == flag
             if number not in of.setdefault(alike, []):
                 of[alike].append(number)
     texts = {first[alike]: _rows(numbers, same[alike], len(rows)) for alike, numbers in of.items()}
@@ -71,15 +77,15 @@ def by_row(
     return [texts.get(flag, "") + flag for flag in ordered((*others, *texts), layouts)]
 
 
-def layout_caveats(found: PlanEstimate) -> tuple[str, ...]:
+def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
     """Return what a plan tells of its layout and batch: memory that is not there, waits, what has no effect (local)."""
-    memory, flags = found.memory, []
+    memory, flags = estimate.memory, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
         flags.append(
             f"it does not fit into the memory: {missing} are missing, and the rest is told as if they were there"
         )
-    return (*flags, *_uneven(found.layout, found.global_batch), *_no_effect(found.layout))
+    return (*flags, *_uneven(estimate.layout, estimate.global_batch), *_no_effect(estimate.layout))
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
@@ -103,7 +109,7 @@ def _place(flag: str, is_unbuilt: bool) -> int:
 
 
 def _rows(numbers: Sequence[int], is_same: bool, of: int) -> str:
-    """Return what stands before a flag of these rows; nothing where it is, word for word, of all."""
+    """Return the prefix of a flag that only these rows have; nothing where all have it, word for word."""
     if is_same and len(numbers) == of:
         return ""
     if is_same or len(numbers) == 1:
@@ -112,49 +118,44 @@ def _rows(numbers: Sequence[int], is_same: bool, of: int) -> str:
 
 
 def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
-    """Return who waits where the samples do not divide into replicas, and these into micro-batches."""
+    """Return which replicas wait, where samples do not divide into replicas, and these into micro-batches."""
     each, more = divmod(global_batch, layout.data)
     size = layout.microbatch
     if more:
-        said = f"{counted(global_batch, 'sample')} on {counted(layout.data, 'replica')}: "
+        batch = f"{counted(global_batch, 'sample')} on {counted(layout.data, 'replica')}: "
         most, least = -(-(each + 1) // size), -(-each // size)
         verb = "computes" if more == 1 else "compute"
         if most > least:
-            return (f"{said}{more} {verb} {counted(most, 'micro-batch')} while the others, with {least}, wait",)
-        return (f"{said}{more} {verb} {counted(each + 1, 'sample')} while the others have {each}",)
+            return (f"{batch}{more} {verb} {counted(most, 'micro-batch')} while the others, with {least}, wait",)
+        return (f"{batch}{more} {verb} {counted(each + 1, 'sample')} while the others have {each}",)
     if each > size and each % size:
         return (f"{counted(each, 'sample')} of a replica in micro-batches of {size}: the last one has {each % size}",)
     return ()
 
 
 def _no_effect(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return what was asked for and changes nothing on so few devices."""
-    found = []
+    """Return the settings that change nothing on so few devices."""
+    flags = []
     if layout.tensor == 1 and layout.tensor_overlap:
-        found.append(f"tensor_overlap = {layout.tensor_overlap:g} has no effect with one tensor device")
+        flags.append(f"tensor_overlap = {layout.tensor_overlap:g} has no effect with one tensor device")
     if layout.data * layout.context == 1 and layout.servers == 0:
         asked = (("algorithm", layout.algorithm, "auto"), ("compression", layout.compression, "none"))
-        found += [f"{name} = {value} has no effect with one replica" for name, value, none in asked if value != none]
-    return tuple(found)
+        flags += [f"{name} = {value} has no effect with one replica" for name, value, none in asked if value != none]
+    return tuple(flags)
 
 
-HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "ways")
-_SHORT: Final = {"parameter_server": "servers"}
-_LEFT: Final = ("ways", "cluster", "layout", "")  # columns of words
-
-
-def row(found: PlanEstimate) -> list[str]:
+def row(estimate: PlanEstimate) -> list[str]:
     """Return the cells of an estimate, in the order of HEADS (local)."""
-    layout, memory = found.layout, found.memory
+    layout, memory = estimate.layout, estimate.memory
     return [
-        seconds(found.step_s) + between(found.step_range_s),
-        share(found.mfu) + ("*" if found.is_capped else ""),
-        share(found.hfu),
+        seconds(estimate.step_s) + between(estimate.step_range_s),
+        share(estimate.mfu) + ("*" if estimate.is_capped else ""),
+        share(estimate.hfu),
         nbytes(memory.bytes) + ("" if memory.fits else "!"),
         nbytes(memory.limit_bytes),
-        decimal(found.energy.joules, "J"),
+        decimal(estimate.energy.joules, "J"),
         *(f"{degree:,}" for degree in (layout.data, layout.pipeline, layout.tensor, layout.context)),
-        f"{layout.microbatches(found.global_batch)} x {layout.microbatch}",
+        f"{layout.microbatches(estimate.global_batch)} x {layout.microbatch}",
         strategy_cell(layout),
     ]
 
@@ -198,42 +199,44 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
     """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
-    lines = [*capped_rows([one.estimate for one in result.found]), f"least {result.objective} among {space}"]
-    lines += [f"no layout fits: {said}" for said in result.nothing]
+    plans = [ranked.estimate for ranked in result.found]
+    lines = [*capped_rows(plans), f"least {result.objective} among {space}"]
+    lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:
         unit = result.found[0].unit
         heads = ("#", *((f"{result.objective} ({unit})",) if result.objective != "time" else ()), *HEADS)
         rows = []
-        for place, one in enumerate(result.found, 1):
-            value = [figures(one.value, 4)] if result.objective != "time" else []
-            rows.append([str(place), *value, *row(one.estimate)])
+        for place, ranked in enumerate(result.found, 1):
+            value = [figures(ranked.value, 4)] if result.objective != "time" else []
+            rows.append([str(place), *value, *row(ranked.estimate)])
         lines += ["", *aligned(heads, rows), ""]
         lines += [
             *((f"row 1 in full: {again}", "") if again else ()),
             "why each is ahead of the next, and what limits it",
         ]
-        for place, one in enumerate(result.found, 1):
-            told = [line for said in (*one.why, *one.limits) for line in wrapped(said, "    ")]
-            lines += [f"{place:>2}{told[0][2:]}", *told[1:]] if told else []
-    refused = [f"{one.limit}: {large_count(one.count)} {one.of}, such as: {one.example}" for one in result.refused]
-    lines += ["", "refused", *(line for said in refused for line in wrapped(said, "  "))] if refused else []
-    if any(not one.estimate.memory.fits for one in result.found):
+        for place, ranked in enumerate(result.found, 1):
+            reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
+            lines += [f"{place:>2}{reasons[0][2:]}", *reasons[1:]] if reasons else []
+    refused = [f"{item.limit}: {large_count(item.count)} {item.of}, such as: {item.example}" for item in result.refused]
+    lines += ["", "refused", *(line for text in refused for line in wrapped(text, "  "))] if refused else []
+    if any(not plan.memory.fits for plan in plans):
         lines.append("!  does not fit")
-    plans = [one.estimate for one in result.found]
     flags = by_row(
-        [(*one.flags, *layout_caveats(one)) for one in plans], (*result.flags, *notes), [one.layout for one in plans]
+        [(*plan.flags, *layout_caveats(plan)) for plan in plans],
+        (*result.flags, *notes),
+        [plan.layout for plan in plans],
     )
-    said = [line for one in flags for line in wrapped(f"note: {one}")]
-    return "\n".join([*lines, *(["", *said] if said else [])])
+    flag_lines = [line for flag in flags for line in wrapped(f"note: {flag}")]
+    return "\n".join([*lines, *(["", *flag_lines] if flag_lines else [])])
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
     """Return in one line which rows have an MFU that nobody has measured; nothing where there is none (local)."""
-    rows = [str(place) for place, one in enumerate(plans, 1) if one.is_capped]
+    rows = [str(place) for place, plan in enumerate(plans, 1) if plan.is_capped]
     if not rows:
         return []
-    most = max(one.modelled_mfu for one in plans)
-    limit = " and ".join(dict.fromkeys(share(one.mfu) for one in plans if one.is_capped))
+    most = max(plan.modelled_mfu for plan in plans)
+    limit = " and ".join(dict.fromkeys(share(plan.mfu) for plan in plans if plan.is_capped))
     whose = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
     line = f"* MFU of {whose} limited to {limit}, the best published on such devices: formulas give up to {share(most)}"
     return [line]
@@ -246,17 +249,17 @@ def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
     """
     first = rows[0][1]
     cells = []
-    for place, (cluster, found) in enumerate(rows, 1):
-        rate = (found.global_batch / found.step_s) / (first.global_batch / first.step_s)
-        *numbers, last = row(found)
-        cells.append([str(place), cluster, f"{found.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
+    for place, (cluster, estimate) in enumerate(rows, 1):
+        rate = (estimate.global_batch / estimate.step_s) / (first.global_batch / first.step_s)
+        *numbers, last = row(estimate)
+        cells.append([str(place), cluster, f"{estimate.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
     lines = aligned(("#", "cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
-    if any(not found.memory.fits for _, found in rows):
+    if any(not estimate.memory.fits for _, estimate in rows):
         lines.append("!  does not fit into the memory of a device")
-    fitting = [place for place, (_, found) in enumerate(rows) if found.memory.fits]
+    fitting = [place for place, (_, estimate) in enumerate(rows) if estimate.memory.fits]
     if fitting:
         best = min(fitting, key=lambda place: rows[place][1].step_s / rows[place][1].global_batch)
-        for place, (_, found) in enumerate(rows):
-            if place != best and found.global_batch == rows[best][1].global_batch:
-                lines += wrapped(f"{best + 1} against {place + 1}: {slowdown_line(rows[best][1], found)}")
+        for place, (_, estimate) in enumerate(rows):
+            if place != best and estimate.global_batch == rows[best][1].global_batch:
+                lines += wrapped(f"{best + 1} against {place + 1}: {slowdown_line(rows[best][1], estimate)}")
     return lines

@@ -51,21 +51,21 @@ _FASTER: Final = {  # term -> what makes it shorter
 }
 
 
-def run_lines(found: PlanEstimate, cluster: Cluster) -> list[str]:
+def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
     """Return how long all steps take, with what saves and failures cost (local)."""
-    run = found.run
+    run = estimate.run
     if not math.isfinite(run.wall_s):
         costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
         return [
             f"{counted(run.steps, 'step')} NEVER END: a failure every {seconds(run.mtbf_s)} on this many nodes, {costs}"
         ]
-    tokens = f", {large_count(run.steps * found.tokens)} tokens" if found.tokens != found.global_batch else ""
+    tokens = f", {large_count(run.steps * estimate.tokens)} tokens" if estimate.tokens != estimate.global_batch else ""
     steps = counted(run.steps, "step")
     lines = [f"{steps}{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
-    devices = found.layout.devices
-    what = "tokens" if found.tokens != found.global_batch else "samples"
+    devices = estimate.layout.devices
+    what = "tokens" if estimate.tokens != estimate.global_batch else "samples"
     hours = figures(devices * run.wall_s / 3600)
-    rate = figures(found.tokens / found.step_s / devices)
+    rate = figures(estimate.tokens / estimate.step_s / devices)
     lines.append(f"{counted(devices, 'device')} for that long: {hours} device hours; {rate} {what}/s a device")
     expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
     lines.append(
@@ -79,15 +79,15 @@ def run_lines(found: PlanEstimate, cluster: Cluster) -> list[str]:
     return lines
 
 
-def energy_lines(found: PlanEstimate, cluster: Cluster) -> list[str]:
+def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
     """Return joules, grams and price, as far as the cluster's file knows what makes them (local)."""
-    energy, run, site = found.energy, found.run, cluster.site
+    energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
     whole = "" if endless else f"{joules(run.joules)} for the run, "
     lines = [f"{whole}{joules(energy.joules)} a step: {parts}"]
     lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
-    lines += idle_devices_line(found.layout, cluster)
+    lines += idle_devices_line(estimate.layout, cluster)
     if site.pue is None:
         lines.append("cooling is not counted: the cluster has no site.pue")
     if endless:
@@ -115,19 +115,21 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
     return [f"energy and price are those of {nodes}: of {counted(there, 'device')} there {idle:,} {waits} not used"]
 
 
-def breaks_lines(found: PlanEstimate) -> list[str]:
+def breaks_lines(estimate: PlanEstimate) -> list[str]:
     """Return what limits this layout first, of memory and of time, and what helps (local)."""
-    memory, largest = found.memory, found.memory.breaks_first
+    memory, largest = estimate.memory, estimate.memory.breaks_first
     part = memory.terms[largest] / memory.limit_bytes
     first = f"memory: {largest}, {share(part)} of the limit; less with {_LESS.get(largest, 'another layout')}"
-    lost = _lost(found.timing.terms)
+    lost = _lost(estimate.timing.terms)
     lines = [first]
     if lost is not None:
         name, taken = lost
         less = _FASTER.get(name, "another layout")
-        lines.append(f"time: {name}, {share(taken / found.step_s)} of a step; shorter with {less}")
-    if found.run.slowdown > 1.05:
-        lines.append(f"failures: {share(1 - 1 / found.run.slowdown)} of the run; faster checkpoints and restarts help")
+        lines.append(f"time: {name}, {share(taken / estimate.step_s)} of a step; shorter with {less}")
+    if estimate.run.slowdown > 1.05:
+        lines.append(
+            f"failures: {share(1 - 1 / estimate.run.slowdown)} of the run; faster checkpoints and restarts help"
+        )
     return lines
 
 
@@ -136,7 +138,7 @@ def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
     others = {name: taken for name, taken in terms.items() if name not in ("forward", "backward") and taken > 0}
     if not others:
         return None
-    name = max(others, key=lambda one: others[one])
+    name = max(others, key=lambda term: others[term])
     return name, others[name]
 
 
@@ -155,33 +157,33 @@ _LETTERS: Final = {
 }
 
 
-def text(found: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
+def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
     """Return all of a plan in lines of a terminal (local)."""
     lines = [
-        *([f"LIMITED: {flag}" for flag in found.flags if flag.startswith("MFU is limited")]),
-        *_section("model", [model_line(found, description)]),
-        *_section("layout", layout_lines(found, cluster)),
+        *([f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]),
+        *_section("model", [model_line(estimate, description)]),
+        *_section("layout", layout_lines(estimate, cluster)),
         "",
-        *_section("memory", memory_lines(found.memory, found.layout)),
+        *_section("memory", memory_lines(estimate.memory, estimate.layout)),
         "",
-        *_section("step", step_lines(found)),
+        *_section("step", step_lines(estimate)),
         "",
-        *_section("run", run_lines(found, cluster)),
-        *_section("energy", energy_lines(found, cluster)),
-        *_section("breaks", breaks_lines(found)),
-        *_section("flags", found.flags),
+        *_section("run", run_lines(estimate, cluster)),
+        *_section("energy", energy_lines(estimate, cluster)),
+        *_section("breaks", breaks_lines(estimate)),
+        *_section("flags", estimate.flags),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def one_line(found: PlanEstimate, cluster: Cluster) -> str:
+def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
     """Return a plan in one line: what it needs of a device, a step, the run, its energy (local)."""
-    memory, run = found.memory, found.run
+    memory, run = estimate.memory, estimate.run
     verdict = "fits" if memory.fits else "DOES NOT FIT"
-    limited = f" (MFU limited to the published {share(found.mfu)})" if found.is_capped else ""
+    limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
     parts = [
         f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
-        f"{seconds(found.step_s)}{between(found.step_range_s)} a step{limited}",
+        f"{seconds(estimate.step_s)}{between(estimate.step_range_s)} a step{limited}",
         f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}",
     ]
     if math.isfinite(run.joules):
@@ -191,20 +193,20 @@ def one_line(found: PlanEstimate, cluster: Cluster) -> str:
     return f"{'; '.join(parts)} ({cluster.name})"
 
 
-def model_line(found: PlanEstimate, description: ModelDescription) -> str:
+def model_line(estimate: PlanEstimate, description: ModelDescription) -> str:
     """Return what is trained, and what a step of it takes (local)."""
-    each = f" = {large_count(found.tokens)} tokens" if description.tokens > 1 else ""
-    size = f"{large_count(found.parameters, 4)} parameters"
-    return f"{description.name}, {size}; {found.global_batch:,} samples{each} a step"
+    each = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
+    size = f"{large_count(estimate.parameters, 4)} parameters"
+    return f"{description.name}, {size}; {estimate.global_batch:,} samples{each} a step"
 
 
-def layout_lines(found: PlanEstimate, cluster: Cluster) -> list[str]:
+def layout_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
     """Return the degrees, what they are made of, and where that is (local)."""
-    layout = found.layout
+    layout = estimate.layout
     boxes = -(-layout.devices // cluster.node.devices)
     place = f"{counted(layout.devices, 'device')} on {counted(boxes, 'node')} of {cluster.name}"
     each = f"{cluster.node.devices} x {cluster.device.name} a node"
-    return [f"{equation(layout)}: {place} ({each})", strategy_lines(layout, found.global_batch)]
+    return [f"{equation(layout)}: {place} ({each})", strategy_lines(layout, estimate.global_batch)]
 
 
 def equation(layout: ParallelLayout) -> str:
@@ -270,19 +272,21 @@ def _letter(name: str) -> str:
     return _LETTERS.get(name, name[:1].lower())
 
 
-def step_lines(found: PlanEstimate) -> list[str]:
+def step_lines(estimate: PlanEstimate) -> list[str]:
     """Return the terms of a step, the rates that follow, and what devices send (local)."""
-    timing = found.timing
-    each, what = (found.tokens, "tokens") if found.tokens != found.global_batch else (found.global_batch, "samples")
-    lines = [f"{seconds(found.step_s)}{between(found.step_range_s)}, {figures(each / found.step_s)} {what}/s"]
+    timing = estimate.timing
+    each, what = (
+        (estimate.tokens, "tokens") if estimate.tokens != estimate.global_batch else (estimate.global_batch, "samples")
+    )
+    lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(each / estimate.step_s)} {what}/s"]
     for name, taken in timing.terms.items():
         if taken:
-            part = taken / found.step_s
+            part = taken / estimate.step_s
             lines.append(f"{name:{_NAME}}{seconds(taken):>10} {share(part):>7}  {'#' * round(40 * part)}")
     if timing.hidden_s:
         lines.append(f"behind computation: {seconds(timing.hidden_s)} of the exchange")
-    lines += rates(found)
-    if found.layout.pipeline > 1:
+    lines += rates(estimate)
+    if estimate.layout.pipeline > 1:
         lines.append(
             f"bubble {share(timing.bubble)} of the span of the longest stage, as papers count it: its waits for "
             "slower stages and for messages are in it, too"
@@ -290,32 +294,35 @@ def step_lines(found: PlanEstimate) -> list[str]:
     return lines + _sent(timing)
 
 
-def rates(found: PlanEstimate) -> list[str]:
+def rates(estimate: PlanEstimate) -> list[str]:
     """Return MFU and HFU, and what they are a device; and both over the pairs of tokens that are looked at (local)."""
-    work, devices = found.work, found.layout.devices - found.layout.servers
-    model = decimal(work.model_flops / found.step_s / devices, "FLOP/s")
-    hardware = decimal(work.hardware_flops / found.step_s / devices, "FLOP/s")
-    peak = decimal(found.peak_flops / devices, "FLOP/s")
-    lines = [f"MFU {share(found.mfu)} ({model} of {peak} a device), HFU {share(found.hfu)} ({hardware})"]
-    if abs(found.mfu - found.exact_mfu) > PAIRS * found.mfu or abs(found.hfu - found.exact_hfu) > PAIRS * found.hfu:
+    work, devices = estimate.work, estimate.layout.devices - estimate.layout.servers
+    model = decimal(work.model_flops / estimate.step_s / devices, "FLOP/s")
+    hardware = decimal(work.hardware_flops / estimate.step_s / devices, "FLOP/s")
+    peak = decimal(estimate.peak_flops / devices, "FLOP/s")
+    lines = [f"MFU {share(estimate.mfu)} ({model} of {peak} a device), HFU {share(estimate.hfu)} ({hardware})"]
+    if (
+        abs(estimate.mfu - estimate.exact_mfu) > PAIRS * estimate.mfu
+        or abs(estimate.hfu - estimate.exact_hfu) > PAIRS * estimate.hfu
+    ):
         lines.append(
             "attention over all pairs, as published; over those that are looked at MFU "
-            f"{share(found.exact_mfu)}, HFU {share(found.exact_hfu)}"
+            f"{share(estimate.exact_mfu)}, HFU {share(estimate.exact_hfu)}"
         )
     return lines
 
 
 def _sent(timing: TimeEstimate) -> list[str]:
     """Return what a device sends in a step on each axis, and by which algorithm."""
-    said = []
+    parts = []
     for axis, size in timing.bytes.items():
         if size:
             how = timing.algorithms.get(axis, "")
-            said.append(f"{axis} {nbytes(size)}{f' ({how})' if how else ''}")
-    return [f"a device sends {', '.join(said)}"] if said else []
+            parts.append(f"{axis} {nbytes(size)}{f' ({how})' if how else ''}")
+    return [f"a device sends {', '.join(parts)}"] if parts else []
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[str]:
-    found = [part for line in lines for part in wrapped(line, width=LINE - _HEAD)]
-    heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(found) - 1)]
-    return [head + line for head, line in zip(heads, found, strict=False)]
+    wrapped_lines = [part for line in lines for part in wrapped(line, width=LINE - _HEAD)]
+    heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(wrapped_lines) - 1)]
+    return [head + line for head, line in zip(heads, wrapped_lines, strict=False)]

@@ -2,23 +2,23 @@
 
 The value of a step is that of `hpcdist.planner.plan`; no formula is written a second time here. `space` lists the
 layouts, `branch_and_bound` visits them best first and prunes those that cannot be among the best, and the finalists
-are timed again by the simulator of schedules. The first ones are explained: why each beats the next, and what limits
-it. Where nothing fits, the result has the layout that comes nearest, by how much it misses, and tried changes that
-would fit.
+are timed again by the simulator of schedules. The first ones are explained: why each beats the next (`why_better`), and
+what limits it (`bottlenecks`). Where nothing fits, the result has the layout that comes nearest, by how much it misses,
+and tried changes that would fit (`nothing_fits`).
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.energy import COMPUTING
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.planner.limits import checks as known
+from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.checks import too_large, value_problems
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import ModelDescription
@@ -29,140 +29,11 @@ from hpcdist.planner.search import bounds, space
 from hpcdist.planner.search.branch_and_bound import BranchAndBound
 from hpcdist.planner.search.space import OBJECTIVES, SearchSpec
 
-if TYPE_CHECKING:
-    from hpcdist.planner.layout import ParallelLayout
-    from hpcdist.planner.search.branch_and_bound import BranchAndBound
-
-NEAR: Final = 0.9  # of a memory: above, it is what forbids a larger micro-batch
-SAME: Final = 1e-9
-
-
-def why_better(one: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return why ``one`` is before ``other``, the next (local). Nothing for the last."""
-    if other is None:
-        return ()
-    lines = [f"{changes(one.layout, other.layout) or 'the same layout'}"]
-    first, second = bounds.value(one, objective), bounds.value(other, objective)
-    if objective != "time":
-        lines.append(f"{objective} {figures(100 * (second - first) / second)} % less: {_sums(one, other, objective)}")
-    if abs(second - first) <= SAME * second:
-        lines.append("as good as the next")
-    lines.append(slowdown_line(one, other))
-    return tuple(lines)
-
-
-def bottlenecks(one: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return where the time goes, what waits for what, and how full the memory is (local)."""
-    terms, step_s = one.timing.terms, one.step_s
-    computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
-    lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
-    lines = [f"{share(computing_s / step_s)} of a step computes"]
-    if lost:
-        told = sorted(lost, reverse=True)[:3]
-        lines[0] += "; " + ", ".join(f"{name} takes {share(seconds_ / step_s)}" for seconds_, name in told)
-    limit = min(one.memory.limit_bytes, memory_bytes or one.memory.limit_bytes)
-    used, most = one.memory.bytes, one.memory.breaks_first
-    full = "full" if used > NEAR * limit else "filled"
-    lines.append(
-        f"memory is {full} to {share(used / limit)}: {nbytes(used)} of {nbytes(limit)}, of it "
-        f"{nbytes(one.memory.terms[most])} {most}"
-    )
-    return tuple(lines)
-
-
-def nothing_fits(walk: "BranchAndBound") -> tuple[str, ...]:
-    """Return what is missing where no layout is possible, by how much, and what of all that was tried would do."""
-    if walk.room.leanest is None:
-        return tuple(_no_grid(walk))
-    over, layout, needed = walk.room.leanest
-    most = needed.breaks_first
-    missing = f"{bytes_in_both(over)} are missing on a device of {bytes_in_both(needed.bytes - over)}"
-    largest = f"most of it are {most}, {nbytes(needed.terms[most])}"
-    lines = [f"nothing fits: {missing} even with the layout that needs least, {layout_line(layout)}; {largest}"]
-    lines += _helps(walk, layout, needed.bytes)
-    return tuple(lines)
-
-
-def layout_line(layout: "ParallelLayout") -> str:
-    """Return a layout in a line (local)."""
-    parts = [
-        f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}",
-        layout.strategy,
-        f"micro-batch {layout.microbatch}",
-    ]
-    if layout.pipeline > 1:
-        parts.append(layout.schedule + (f" in {layout.chunks} chunks" if layout.chunks > 1 else ""))
-    if layout.recompute != "none":
-        parts.append(f"recomputation {layout.recompute}")
-    if layout.sequence_parallel:
-        parts.append("sequence parallel")
-    if layout.compression != "none":
-        parts.append(f"gradients as {layout.compression}")
-    return ", ".join(parts)
-
-
-def _sums(one: PlanEstimate, other: PlanEstimate, objective: str) -> str:
-    """Return the totals that an objective beside time compares."""
-    parts = []
-    if (one.energy.terms and objective != "cost") or one.run.price is None:
-        parts.append(f"{joules(one.energy.joules)} against {joules(other.energy.joules)} a step")
-    if objective == "cost" and one.run.price is not None and other.run.price is not None:
-        unit = one.run.currency
-        parts.append(f"{figures(one.run.price)} {unit} against {figures(other.run.price)} {unit} for the run".strip())
-    if one.layout.devices != other.layout.devices:
-        parts.append(f"{one.layout.devices} devices against {other.layout.devices}")
-    if objective != "time":
-        parts.append(f"{seconds(one.step_s)} against {seconds(other.step_s)}")
-    return ", ".join(parts)
-
-
-def _no_grid(walk: "BranchAndBound") -> Iterator[str]:
-    """Yield why no grid was possible, and the most devices that could be used."""
-    counts = {**walk.refusals.layouts, **walk.refusals.grids}
-    told_ = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
-    yield f"no product of degrees on {walk.devices} devices is possible, by what each broke first: {told_}"
-    for devices in range(walk.devices - 1, 0, -1):
-        grids = space.grids(devices, walk.wanted)
-        if any(
-            next(known.grid_problems(walk.description, grid, walk.cluster, walk.global_batch), None) is None
-            for grid in grids
-        ):
-            yield f"on {devices} devices, {walk.devices - devices} fewer, there are some"
-            return
-
-
-def _helps(walk: "BranchAndBound", layout: "ParallelLayout", needed_bytes: float) -> Iterator[str]:
-    """Yield changes to the leanest layout under which it would fit, each tried."""
-    limit = walk.limit_bytes
-    yield f"a device of {bytes_in_both(needed_bytes)} would do"
-    more = 2
-    tried = [("full recomputation", replace(layout, recompute="full"))]
-    tried += [(f"the strategy {name}", replace(layout, strategy=name)) for name in ("zero1", "zero2", "zero3")]
-    tried.append(("sequence parallelism", replace(layout, sequence_parallel=layout.tensor > 1)))
-    while more <= 64 and layout.data * more <= walk.global_batch:
-        tried.append((f"{more} times the devices, as data", replace(layout, data=more * layout.data, strategy="zero3")))
-        more *= 2
-    for factor in (2, 4, 8):
-        tried.append((f"{factor} times the devices, as pipeline", replace(layout, pipeline=factor * layout.pipeline)))
-        tried.append((f"{factor} times the devices, as tensor", replace(layout, tensor=factor * layout.tensor)))
-    seen = set()
-    for name, one in tried:
-        kind = name.split(" ")[-1]
-        if one == layout or kind in seen:
-            continue
-        larger = replace(walk.cluster, devices=max(walk.cluster.devices, one.devices))
-        if next(known.shape_problems(walk.description, one, larger, walk.global_batch), None) is not None:
-            continue
-        takes = memory(walk.description, one, larger, walk.global_batch).bytes
-        if takes <= limit:
-            seen.add(kind)
-            yield f"with {name} it would fit: {nbytes(takes)}"
-
-
 __all__ = ["OBJECTIVES", "RankedLayout", "RefusalCount", "SearchResult", "SearchSpec", "search"]
-
 SPARE_LAYOUTS = 3  # finalists more than are shown: the simulator may change their order, and takes most of the time
 MOST_PASSES = 200_000  # of all ranks: finalists of more are not simulated, for that takes seconds
+NEAR: Final = 0.9  # of a memory: above, it is what forbids a larger micro-batch
+SAME: Final = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +90,9 @@ def search(
     walk = BranchAndBound(description, cluster, devices, global_batch, wanted, keep=wanted.first + spare)
     with _no_cycles():
         walk.run()
-        finalists, flags = _simulated(walk) if wanted.simulate else (walk.kept, ())
+        finalists, flags = _simulated(walk) if wanted.simulate else (walk.best, ())
     refused = _refused(walk)
-    unfit = sum(one.count for one in refused if one.of == "layouts")
+    unfit = sum(refusal.count for refusal in refused if refusal.of == "layouts")
     return SearchResult(
         objective=wanted.objective,
         devices=devices,
@@ -232,7 +103,7 @@ def search(
         estimated=walk.estimated,
         left_out=walk.layouts - walk.estimated - unfit,
         nothing=() if finalists else nothing_fits(walk),
-        flags=tuple(dict.fromkeys((*flags, *(flag for _, one in finalists[: wanted.first] for flag in one.flags)))),
+        flags=tuple(dict.fromkeys((*flags, *(flag for _, plan in finalists[: wanted.first] for flag in plan.flags)))),
     )
 
 
@@ -271,30 +142,30 @@ def passes(layout: ParallelLayout, global_batch: int) -> int:
 
 
 def _simulated(walk: BranchAndBound) -> tuple[list[tuple[float, PlanEstimate]], tuple[str, ...]]:
-    """Return the finalists timed by the simulator, and what is to be said of those that are too long for it."""
-    wanted, found, skipped = walk.wanted, [], 0
-    for value, estimate in walk.kept:
+    """Return the finalists timed by the simulator, and a flag for those that are too long for it."""
+    wanted, finalists, skipped = walk.wanted, [], 0
+    for value, estimate in walk.best:
         layout = estimate.layout
         if layout.pipeline > 1 and passes(layout, walk.global_batch) <= MOST_PASSES:
-            given = walk.description, layout, walk.cluster, walk.global_batch, wanted.steps
-            estimate = plan(*given, simulate=True, limit_bytes=walk.limit_bytes)
+            arguments = walk.description, layout, walk.cluster, walk.global_batch, wanted.steps
+            estimate = plan(*arguments, simulate=True, limit_bytes=walk.limit_bytes)
             value = bounds.value(estimate, wanted.objective)
         elif layout.pipeline > 1:
             skipped += 1
-        found.append((value, estimate))
-    found.sort(key=lambda one: bounds.value_and_tie_break(one[1], wanted.objective))
-    many = f"{skipped} of {len(found)} finalists have more than {MOST_PASSES} passes"
+        finalists.append((value, estimate))
+    finalists.sort(key=lambda finalist: bounds.value_and_tie_break(finalist[1], wanted.objective))
+    many = f"{skipped} of {len(finalists)} finalists have more than {MOST_PASSES} passes"
     text = f"{many}, and are not simulated: closed forms hold"
-    return found, (text,) if skipped else ()
+    return finalists, (text,) if skipped else ()
 
 
 def _explained(
     finalists: list[tuple[float, PlanEstimate]], wanted: SearchSpec, cluster: Cluster
 ) -> tuple[RankedLayout, ...]:
-    unit, found = bounds.unit(wanted.objective, cluster), []
+    unit, ranked = bounds.unit(wanted.objective, cluster), []
     for number, (value, estimate) in enumerate(finalists[: wanted.first]):
         behind = finalists[number + 1][1] if number + 1 < min(len(finalists), wanted.first) else None
-        found.append(
+        ranked.append(
             RankedLayout(
                 estimate=estimate,
                 value=value,
@@ -303,13 +174,139 @@ def _explained(
                 limits=bottlenecks(estimate, wanted.memory_bytes),
             )
         )
-    return tuple(found)
+    return tuple(ranked)
 
 
 def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
     """Return all refusals, the most frequent of each kind first."""
-    found = []
+    refusals = []
     for of, counts in (("grids", walk.refusals.grids), ("layouts", walk.refusals.layouts)):
         rows = sorted(counts.items(), key=lambda item: -item[1][0])
-        found += [RefusalCount(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
-    return tuple(found)
+        refusals += [RefusalCount(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
+    return tuple(refusals)
+
+
+def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
+    """Return why ``estimate`` is before ``other``, the next (local). Nothing for the last."""
+    if other is None:
+        return ()
+    lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
+    first, second = bounds.value(estimate, objective), bounds.value(other, objective)
+    if objective != "time":
+        lines.append(
+            f"{objective} {figures(100 * (second - first) / second)} % less: {_sums(estimate, other, objective)}"
+        )
+    if abs(second - first) <= SAME * second:
+        lines.append("as good as the next")
+    lines.append(slowdown_line(estimate, other))
+    return tuple(lines)
+
+
+def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
+    """Return the totals that an objective beside time compares."""
+    parts = []
+    if (estimate.energy.terms and objective != "cost") or estimate.run.price is None:
+        parts.append(f"{joules(estimate.energy.joules)} against {joules(other.energy.joules)} a step")
+    if objective == "cost" and estimate.run.price is not None and other.run.price is not None:
+        unit = estimate.run.currency
+        parts.append(
+            f"{figures(estimate.run.price)} {unit} against {figures(other.run.price)} {unit} for the run".strip()
+        )
+    if estimate.layout.devices != other.layout.devices:
+        parts.append(f"{estimate.layout.devices} devices against {other.layout.devices}")
+    if objective != "time":
+        parts.append(f"{seconds(estimate.step_s)} against {seconds(other.step_s)}")
+    return ", ".join(parts)
+
+
+def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
+    """Return where the time goes, what waits for what, and how full the memory is (local)."""
+    terms, step_s = estimate.timing.terms, estimate.step_s
+    computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
+    lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
+    lines = [f"{share(computing_s / step_s)} of a step computes"]
+    if lost:
+        worst = sorted(lost, reverse=True)[:3]
+        lines[0] += "; " + ", ".join(f"{name} takes {share(seconds_ / step_s)}" for seconds_, name in worst)
+    limit = min(estimate.memory.limit_bytes, memory_bytes or estimate.memory.limit_bytes)
+    used, most = estimate.memory.bytes, estimate.memory.breaks_first
+    full = "full" if used > NEAR * limit else "filled"
+    lines.append(
+        f"memory is {full} to {share(used / limit)}: {nbytes(used)} of {nbytes(limit)}, of it "
+        f"{nbytes(estimate.memory.terms[most])} {most}"
+    )
+    return tuple(lines)
+
+
+def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
+    """Return why no layout is possible: the leanest, by how much it misses, and tried changes that would fit."""
+    if walk.memory_filter.leanest is None:
+        return tuple(_no_grid(walk))
+    over, layout, needed = walk.memory_filter.leanest
+    most = needed.breaks_first
+    missing = f"{bytes_in_both(over)} are missing on a device of {bytes_in_both(needed.bytes - over)}"
+    largest = f"most of it are {most}, {nbytes(needed.terms[most])}"
+    lines = [f"nothing fits: {missing} even with the layout that needs least, {layout_line(layout)}; {largest}"]
+    lines += _helps(walk, layout, needed.bytes)
+    return tuple(lines)
+
+
+def layout_line(layout: ParallelLayout) -> str:
+    """Return a layout in a line (local)."""
+    parts = [
+        f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}",
+        layout.strategy,
+        f"micro-batch {layout.microbatch}",
+    ]
+    if layout.pipeline > 1:
+        parts.append(layout.schedule + (f" in {layout.chunks} chunks" if layout.chunks > 1 else ""))
+    if layout.recompute != "none":
+        parts.append(f"recomputation {layout.recompute}")
+    if layout.sequence_parallel:
+        parts.append("sequence parallel")
+    if layout.compression != "none":
+        parts.append(f"gradients as {layout.compression}")
+    return ", ".join(parts)
+
+
+def _no_grid(walk: BranchAndBound) -> Iterator[str]:
+    """Yield why no grid was possible, and the most devices that could be used."""
+    counts = {**walk.refusals.layouts, **walk.refusals.grids}
+    told_ = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
+    yield f"no product of degrees on {walk.devices} devices is possible, by what each broke first: {told_}"
+    for devices in range(walk.devices - 1, 0, -1):
+        grids = space.grids(devices, walk.wanted)
+        if any(
+            next(checks.grid_problems(walk.description, grid, walk.cluster, walk.global_batch), None) is None
+            for grid in grids
+        ):
+            yield f"on {devices} devices, {walk.devices - devices} fewer, there are some"
+            return
+
+
+def _helps(walk: BranchAndBound, layout: ParallelLayout, needed_bytes: float) -> Iterator[str]:
+    """Yield changes to the leanest layout under which it would fit, each tried."""
+    limit = walk.limit_bytes
+    yield f"a device of {bytes_in_both(needed_bytes)} would do"
+    more = 2
+    tried = [("full recomputation", replace(layout, recompute="full"))]
+    tried += [(f"the strategy {name}", replace(layout, strategy=name)) for name in ("zero1", "zero2", "zero3")]
+    tried.append(("sequence parallelism", replace(layout, sequence_parallel=layout.tensor > 1)))
+    while more <= 64 and layout.data * more <= walk.global_batch:
+        tried.append((f"{more} times the devices, as data", replace(layout, data=more * layout.data, strategy="zero3")))
+        more *= 2
+    for factor in (2, 4, 8):
+        tried.append((f"{factor} times the devices, as pipeline", replace(layout, pipeline=factor * layout.pipeline)))
+        tried.append((f"{factor} times the devices, as tensor", replace(layout, tensor=factor * layout.tensor)))
+    seen = set()
+    for name, changed in tried:
+        kind = name.split(" ")[-1]
+        if changed == layout or kind in seen:
+            continue
+        larger = replace(walk.cluster, devices=max(walk.cluster.devices, changed.devices))
+        if next(checks.shape_problems(walk.description, changed, larger, walk.global_batch), None) is not None:
+            continue
+        takes = memory(walk.description, changed, larger, walk.global_batch).bytes
+        if takes <= limit:
+            seen.add(kind)
+            yield f"with {name} it would fit: {nbytes(takes)}"

@@ -63,7 +63,7 @@ def check_objective(objective: str, cluster: Cluster) -> None:
 
 
 def value(estimate: PlanEstimate, objective: str) -> float:
-    """Return what is to be small, of one step (local)."""
+    """Return the value of one step, which a search makes small (local)."""
     if objective == "time":
         return estimate.step_s
     if objective == "cost":
@@ -79,14 +79,14 @@ def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, 
     With the most that plans like it are known to be too fast. The limit and that only add to a step, so every bound of
     the formulas' value is one of this pair's.
     """
-    found = value(estimate, objective)
+    objective_value = value(estimate, objective)
     if objective != "time":
-        return found, found
-    return found, estimate.step_range_s[1] if estimate.step_range_s else estimate.timing.modelled_s
+        return objective_value, objective_value
+    return objective_value, estimate.step_range_s[1] if estimate.step_range_s else estimate.timing.modelled_s
 
 
 def unit(objective: str, cluster: Cluster) -> str:
-    """Return what the values are in (local)."""
+    """Return the unit of the values (local)."""
     return cluster.site.currency if objective == "cost" else UNITS[objective]
 
 
@@ -108,7 +108,7 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """All units of a family together: what bounds all of its orders.
+    """Totals of all units of a family, which bound all of its orders.
 
     ``seconds`` are those of a micro-batch on all ranks, without what is computed again ahead; the slowest rank takes
     ``each_s`` of one or more, for as many samples as ``full`` of them have. ``computing`` is the share that computes.
@@ -123,7 +123,7 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return what is known of all layouts of the family (local)."""
+    """Return the totals of the family (local)."""
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
     load, waits = _alone(description, alone, cluster)
@@ -145,12 +145,12 @@ def family_totals(
 def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, CollectiveWait]:
     """Return the load of all units on one rank, and what it waits for: the same where other axes lie otherwise."""
     spans = (span(alone, axis, cluster) for axis in AXES)
-    key, found = (*load_key(description, alone), alone.tensor_overlap, *spans), cached(cluster, "alone")
-    if key not in found:
+    key, known = (*load_key(description, alone), alone.tensor_overlap, *spans), cached(cluster, "alone")
+    if key not in known:
         ((load, _),) = loads(description, alone, cluster)
-        found[key] = load, collective_wait(load, alone, cluster)
-    one: tuple[StageLoad, CollectiveWait] = found[key]
-    return one
+        known[key] = load, collective_wait(load, alone, cluster)
+    entry: tuple[StageLoad, CollectiveWait] = known[key]
+    return entry
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:

@@ -3,7 +3,7 @@
 Nodes wait in a heap by a bound that none of their layouts beats (`hpcdist.planner.search.bounds`). A family on top of
 the heap is opened into its orders; an order waits once more, by the time of its micro-batches, and then its
 strategies are planned. When the bound on top is no better than the last layout of the result, the search ends.
-Impossible layouts are refused on the way: degrees before anything else, schedules and batches when a family is
+Impossible layouts are refused as they come: degrees before anything else, schedules and batches when a family is
 opened, and memory last.
 
 The memory filter asks for as few layouts as possible. What a device needs never shrinks as micro-batches grow, where
@@ -51,7 +51,10 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """The memory of a device: ``limit_bytes`` of it, or all (0). ``leanest`` is what came nearest to fitting."""
+    """Filter of layouts by the memory of a device: ``limit_bytes`` of it, or all (0).
+
+    ``leanest`` is the layout that came nearest to fitting: (bytes too many, layout, estimate).
+    """
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         self.leanest: tuple[float, ParallelLayout, MemoryEstimate] | None = None
@@ -60,52 +63,57 @@ class MemoryFilter:
         self._fits: dict[object, int] = {}  # the largest micro-batch that is known to fit
         self._fails: dict[object, int] = {}  # the smallest that is known not to
 
-    def fitting(self, order: ParallelLayout, ways: Sequence[Strategy], sizes: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return those of ``ways`` with which ``order`` fits (local).
+    def fitting(
+        self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
+    ) -> tuple[Strategy, ...]:
+        """Return those of ``strategies`` with which ``order`` fits (local).
 
         ``sizes`` of micro-batch are those that the order could have, the smallest first: the smallest that this one may
         be compared with is asked for where this one is too much.
         """
         stem: tuple[object, ...] = _STEM(order)
+        # What is learnt of a size holds for others only within one class: such a size is compared with itself alone.
         if self._is_apart(order, order.microbatch):
             stem, least = (*stem, order.microbatch), order.microbatch
         else:
             least = next(size for size in sizes if not self._is_apart(order, size))
-        found = []
-        for way in ways:
+        fitting = []
+        for strategy in strategies:
             if order.microbatch >= self._fails.get(stem, _NEVER):
                 return ()
-            if self._has_room(order, stem, way, least):
-                found.append(way)
-        return tuple(found)
+            if self._has_room(order, stem, strategy, least):
+                fitting.append(strategy)
+        return tuple(fitting)
 
     def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
-        """Whether nothing follows from other sizes: nothing to add up, a smaller one at the end, or odd groups."""
+        """Whether nothing follows from other sizes: one micro-batch alone, a smaller one at the end, or odd groups."""
         many = -(-self._global_batch // (order.data * microbatch))
         is_uneven = self._global_batch % (order.data * microbatch) != 0
         return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
 
-    def _has_room(self, order: ParallelLayout, stem: tuple[object, ...], way: Strategy, least: int) -> bool:
-        key, size = (stem, way), order.microbatch
+    def _has_room(self, order: ParallelLayout, stem: tuple[object, ...], strategy: Strategy, least: int) -> bool:
+        key, size = (stem, strategy), order.microbatch
         if size <= self._fits.get(key, 0):
             return True
         if size >= self._fails.get(key, _NEVER):
             return False
-        if size > least and least > self._fits.get(key, 0) and not self._ask(order, stem, way, least):
+        # The smallest size decides for all: if that is too much, no other needs to be asked for.
+        if size > least and least > self._fits.get(key, 0) and not self._ask(order, stem, strategy, least):
             return False
-        return self._ask(order, stem, way, size)
+        return self._ask(order, stem, strategy, size)
 
-    def _ask(self, order: ParallelLayout, stem: tuple[object, ...], way: Strategy, microbatch: int) -> bool:
-        """Look at one layout, and remember what follows from it."""
-        layout = with_strategy(order, way, microbatch)
+    def _ask(self, order: ParallelLayout, stem: tuple[object, ...], strategy: Strategy, microbatch: int) -> bool:
+        """Return whether one layout fits, and remember what follows from it for others."""
+        layout = with_strategy(order, strategy, microbatch)
         needed = memory(self._description, layout, self._cluster, self._global_batch)
         limit = min(needed.limit_bytes, self._limit_bytes or needed.limit_bytes)
         over = needed.bytes - limit
-        key = (stem, way)
+        key = (stem, strategy)
         if over <= 0:
             self._fits[key] = max(microbatch, self._fits.get(key, 0))
             return True
         self._fails[key] = min(microbatch, self._fails.get(key, _NEVER))
+        # Activations alone are too much: so they are with each other strategy (the stem names none).
         if sum(needed.terms.get(name, 0.0) for name in ALIKE) > limit:
             self._fails[stem] = min(microbatch, self._fails.get(stem, _NEVER))
         if self.leanest is None or over < self.leanest[0]:
@@ -114,7 +122,7 @@ class MemoryFilter:
 
 
 Bound = tuple[float, float]  # of a value, and of what the formulas alone give where an MFU is limited
-Rank = tuple[float, float, int, int]  # both; between equal ones the order, and its way, that were first seen
+Rank = tuple[float, float, int, int]  # both; between equal ones the order, and the strategy of it, that were first seen
 
 
 class SearchNode(NamedTuple):
@@ -124,7 +132,7 @@ class SearchNode(NamedTuple):
     number: int  # in the order in which they were first seen, which decides between those of one bound
     layout: ParallelLayout
     known: FamilyTotals | MicrobatchFlow | None
-    ways: tuple[Strategy, ...] = ()
+    strategies: tuple[Strategy, ...] = ()
 
 
 @dataclass
@@ -150,7 +158,7 @@ class Refusals:
 
 @dataclass
 class BranchAndBound:
-    """One search. ``kept`` has the best estimates after `run`, best first."""
+    """One search. ``best`` has (value, estimate) of the best layouts after `run`, best first."""
 
     description: ModelDescription
     cluster: Cluster
@@ -161,20 +169,21 @@ class BranchAndBound:
     layouts: int = 0
     estimated: int = 0
     refusals: Refusals = field(default_factory=Refusals)
-    kept: list[tuple[float, PlanEstimate]] = field(default_factory=list)
+    best: list[tuple[float, PlanEstimate]] = field(default_factory=list)
     _best_of: dict[Any, tuple[Rank, PlanEstimate]] = field(default_factory=dict)
     _heap: list[SearchNode] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s`, by devices
-    _last: Rank = (math.inf, 0.0, 0, 0)  # of those that are kept, when there are enough of them
+    _last: Rank = (math.inf, 0.0, 0, 0)  # of the worst of the best, when there are enough of them
 
     def __post_init__(self) -> None:
         self.limit_bytes = space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
-        self.room = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
+        self.memory_filter = MemoryFilter(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
-        """Walk until nothing that is left can be among the best (local)."""
-        self._sow()
+        """Open nodes, best bound first, until none that is left can be among the best (local)."""
+        self._push_families()
+        # The bound on top is the least of all: once it is no better than the last of the best, no node below it is.
         while self._heap and self._heap[0].bound < self._last[:2]:
             node = heapq.heappop(self._heap)
             if isinstance(node.known, FamilyTotals):
@@ -182,12 +191,12 @@ class BranchAndBound:
             elif node.known is None:
                 self._time(node)
             else:
-                for place, way in enumerate(node.ways):
-                    self._plan(space.with_strategy(node.layout, way), node.known, (node.number, place))
-        self.kept = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
+                for place, strategy in enumerate(node.strategies):
+                    self._plan(space.with_strategy(node.layout, strategy), node.known, (node.number, place))
+        self.best = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
 
-    def _sow(self) -> None:
-        """Put all families into the heap."""
+    def _push_families(self) -> None:
+        """Make the heap of all families."""
         objective = self.wanted.objective
         nodes = []
         for grid in space.grids(self.devices, self.wanted):
@@ -199,13 +208,13 @@ class BranchAndBound:
                 self.refusals.grid(LayoutProblem("unbuilt", reasons[0]))
                 continue
             orders = len(space.orders(self.description, grid, self.wanted))
-            ways = len(space.strategies(grid, self.wanted))
+            variants = len(space.strategies(grid, self.wanted))
             for cut in space.families(grid, self.wanted):
                 if problem := next(checks.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
                     self.refusals.grid(problem)
                     continue
                 for microbatch in space.sizes(cut, self.global_batch, self.wanted):
-                    self.layouts += orders * ways
+                    self.layouts += orders * variants
                     family = cut.but(microbatch=microbatch)
                     of_all = bounds.family_totals(self.description, family, self.cluster, self.global_batch)
                     bound = bounds.family_bound(of_all, family, self.cluster, objective)
@@ -214,28 +223,28 @@ class BranchAndBound:
         self._heap = nodes
 
     def _open(self, family: ParallelLayout, of_all: FamilyTotals) -> None:
-        """Let the orders wait that can be."""
+        """Push the possible orders of a family, each with the strategies that fit."""
         sizes = space.sizes(family, self.global_batch, self.wanted)
         hop_s = border(self.description, family, self.cluster).seconds
         for schedule, chunks in space.orders(self.description, family, self.wanted):
             order = family.but(schedule=schedule, chunks=chunks)
-            ways = space.strategies(order, self.wanted)
+            strategies = space.strategies(order, self.wanted)
             if problem := next(checks.order_problems(self.description, order, self.global_batch), None):
-                self.refusals.layout(problem, len(ways))
+                self.refusals.layout(problem, len(strategies))
                 continue
-            ways = self._runnable(order, ways)
-            fitting = self.room.fitting(order, ways, sizes)
-            if len(fitting) < len(ways):
-                self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
+            strategies = self._runnable(order, strategies)
+            fitting = self.memory_filter.fitting(order, strategies, sizes)
+            if len(fitting) < len(strategies):
+                self.refusals.layout(self._full(order, strategies), len(strategies) - len(fitting))
             if fitting:
                 bound = bounds.schedule_bound(of_all, order, hop_s, self.cluster, self.wanted.objective)
                 self._wait(SearchNode(self._bound(bound, order), next(self._numbers), order, None, fitting))
 
     def _time(self, node: SearchNode) -> None:
-        """Let an order wait by what its micro-batches take."""
-        given = node.layout, self.cluster, self.global_batch
-        known = microbatch_flow(self.description, *given)
-        bound = bounds.order_bound(known, self.description, *given, self.wanted.objective)
+        """Push an order again, with the tighter bound by the time of its micro-batches."""
+        arguments = node.layout, self.cluster, self.global_batch
+        known = microbatch_flow(self.description, *arguments)
+        bound = bounds.order_bound(known, self.description, *arguments, self.wanted.objective)
         self._wait(node._replace(bound=self._bound(bound, node.layout), known=known))
 
     def _bound(self, floor: float, layout: ParallelLayout) -> Bound:
@@ -248,40 +257,40 @@ class BranchAndBound:
             return floor, floor
         workers = layout.devices - layout.servers
         if workers not in self._least_s:
-            done = step_flops(self.description, layout, self.global_batch)
-            self._least_s[workers] = least_s(done, layout, self.cluster)
+            flops = step_flops(self.description, layout, self.global_batch)
+            self._least_s[workers] = least_s(flops, layout, self.cluster)
         return max(floor, self._least_s[workers]), floor
 
     def _wait(self, node: SearchNode) -> None:
-        """Put a node into the heap, unless it is too late for it."""
+        """Push a node, unless its bound is no better than the worst of the best."""
         if node.bound < self._last[:2]:
             heapq.heappush(self._heap, node)
 
-    def _runnable(self, order: ParallelLayout, ways: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Return the ways that this version runs, or all where others are wanted as well."""
+    def _runnable(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the strategies that this version runs; all of them where the search is not asked for runnable ones."""
         if not self.wanted.runnable:
-            return ways
-        found = []
-        for way in ways:
-            if reasons := checks.unsupported(space.with_strategy(order, way)):
+            return strategies
+        runnable = []
+        for strategy in strategies:
+            if reasons := checks.unsupported(space.with_strategy(order, strategy)):
                 self.refusals.layout(LayoutProblem("unbuilt", reasons[0]))
             else:
-                found.append(way)
-        return tuple(found)
+                runnable.append(strategy)
+        return tuple(runnable)
 
-    def _full(self, order: ParallelLayout, ways: tuple[Strategy, ...]) -> LayoutProblem:
-        """Return what is too much; the first text is kept, so only that one is made."""
+    def _full(self, order: ParallelLayout, strategies: tuple[Strategy, ...]) -> LayoutProblem:
+        """Return the problem of memory; only the first text is shown, so only that one is made."""
         if "memory" not in self.refusals.layouts:
-            for way in ways:
-                layout = space.with_strategy(order, way)
+            for strategy in strategies:
+                layout = space.with_strategy(order, strategy)
                 needed = memory(self.description, layout, self.cluster, self.global_batch)
                 if problem := checks.memory_problem(needed, self.limit_bytes):
                     return problem
         return LayoutProblem("memory", "")
 
     def _plan(self, layout: ParallelLayout, known: MicrobatchFlow, seen: tuple[int, int]) -> None:
-        given = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
-        estimate = plan(*given, limit_bytes=self.limit_bytes, known=known)
+        arguments = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
+        estimate = plan(*arguments, limit_bytes=self.limit_bytes, known=known)
         self.estimated += 1
         self._keep((*bounds.value_and_tie_break(estimate, self.wanted.objective), *seen), estimate)
 
@@ -297,6 +306,6 @@ class BranchAndBound:
                 return
         self._best_of[key] = rank, estimate
         if len(self._best_of) > self.keep:
-            del self._best_of[max(self._best_of, key=lambda one: self._best_of[one][0])]
+            del self._best_of[max(self._best_of, key=lambda entry: self._best_of[entry][0])]
         if len(self._best_of) == self.keep:
             self._last = max(rank for rank, _ in self._best_of.values())

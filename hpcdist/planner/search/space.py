@@ -60,7 +60,7 @@ class SearchSpec:
     distinct: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what no search can be for."""
+        """Raise UsageError for values without meaning."""
         for name, choices in (
             ("strategies", STRATEGIES),
             ("schedules", PIPELINES),
@@ -90,7 +90,7 @@ class SearchSpec:
 
 
 def limit_bytes(wanted: SearchSpec, memory_bytes: float) -> float:
-    """Return what a layout may use of a device's ``memory_bytes`` (local)."""
+    """Return the part of a device's ``memory_bytes`` that a layout may use (local)."""
     if wanted.memory_bytes:
         return min(wanted.memory_bytes, memory_bytes)
     return memory_bytes * (1 - wanted.headroom)
@@ -120,10 +120,10 @@ def grids(devices: int, wanted: SearchSpec) -> Iterator[ParallelLayout]:
 def families(grid: ParallelLayout, wanted: SearchSpec) -> Iterator[ParallelLayout]:
     """Yield the grid with each recomputation and sequence parallelism (local)."""
     both = wanted.sequence_parallel if grid.tensor > 1 else (False,)
-    ways = wanted.recompute
-    if grid.implementation == "hpcdist" and "none" in ways:  # scores are computed again in any case
-        ways = tuple(way for way in ways if way != "selective")
-    for recompute in ways:
+    choices = wanted.recompute
+    if grid.implementation == "hpcdist" and "none" in choices:  # scores are computed again in any case
+        choices = tuple(choice for choice in choices if choice != "selective")
+    for recompute in choices:
         for sequence_parallel in both:
             yield grid.but(recompute=recompute, sequence_parallel=sequence_parallel)
 
@@ -139,24 +139,24 @@ def sizes(grid: ParallelLayout, global_batch: int, wanted: SearchSpec) -> tuple[
     share = -(-global_batch // grid.data)
     if grid.implementation == "megatron":
         return divisors(share)
-    found = {-(-share // many) for many in range(1, share + 1)}
+    candidates = {-(-share // many) for many in range(1, share + 1)}
     if grid.pipeline > 1:
-        found = {size for size in found if global_batch % -(-global_batch // (grid.data * size)) == 0}
-    return tuple(sorted(found))
+        candidates = {size for size in candidates if global_batch % -(-global_batch // (grid.data * size)) == 0}
+    return tuple(sorted(candidates))
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, wanted: SearchSpec) -> tuple[tuple[str, int], ...]:
     """Return schedules with their chunks; one alone without a pipeline (local)."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     for name in wanted.schedules:
         row = SCHEDULES[name]
         if row.most is not None:
-            found.append((name, row.most))
+            pairs.append((name, row.most))
         else:
-            found += [(name, chunks) for chunks in _chunks(description, grid, wanted) if chunks >= row.least]
-    return tuple(found)
+            pairs += [(name, chunks) for chunks in _chunks(description, grid, wanted) if chunks >= row.least]
+    return tuple(pairs)
 
 
 def strategies(grid: ParallelLayout, wanted: SearchSpec) -> tuple[Strategy, ...]:
@@ -167,9 +167,9 @@ def strategies(grid: ParallelLayout, wanted: SearchSpec) -> tuple[Strategy, ...]
     return tuple((strategy, compression) for strategy in wanted.strategies for compression in wanted.compressions)
 
 
-def with_strategy(order: ParallelLayout, way: Strategy, microbatch: int = 0) -> ParallelLayout:
+def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
     """Return the layout of an order with a strategy and a compression, and another size of micro-batch (local)."""
-    strategy, compression = way
+    strategy, compression = variant
     # Nothing compressed travels behind the backward in hpcdist, and nothing to a server.
     alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
     return order.but(
@@ -183,12 +183,12 @@ def with_strategy(order: ParallelLayout, way: Strategy, microbatch: int = 0) -> 
 @lru_cache(maxsize=65536)
 def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of ``number``, the smallest first (local)."""
-    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return tuple(sorted({*small, *(number // one for one in small)}))
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 def _chosen(possible: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one for one in possible if one in wanted) if wanted else possible
+    return tuple(value for value in possible if value in wanted) if wanted else possible
 
 
 def _chunks(description: ModelDescription, grid: ParallelLayout, wanted: SearchSpec) -> tuple[int, ...]:

@@ -87,10 +87,10 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
         layout.gradient_fusion,
     )
     known = cached(cluster, "unit_seconds")
-    found: UnitSeconds | None = known.get(key)
-    if found is None:
-        found = known[key] = _Unit(unit, layout, cluster).seconds()
-    return found
+    times: UnitSeconds | None = known.get(key)
+    if times is None:
+        times = known[key] = _Unit(unit, layout, cluster).seconds()
+    return times
 
 
 def main_bytes(layout: ParallelLayout) -> int:

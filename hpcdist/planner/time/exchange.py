@@ -54,10 +54,11 @@ from hpcdist.planner.time.gradient_payloads import (
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, repeated_cost, span, substituted
 
 WORTHWHILE: Final = 0.9  # the share of what is exposed that longer buckets may leave, to be worth asking for
+TENSORS: Final = 12  # of a block of GPT: two norms and four products, weight and bias each; see above
 
 
 class BucketChoice(NamedTuple):
-    """All messages, what of them hides, and the gradients that a bucket has, in bytes as they are kept."""
+    """Cost of all messages, the seconds of it that hide, and the gradients of a bucket, in bytes as they are stored."""
 
     cost: MessageCost
     hidden_s: float
@@ -65,7 +66,7 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Those of a device: ``parameters`` of them, ``nbytes`` as they are kept, complete ``units`` at a time.
+    """Gradients of a device: ``parameters`` of them, ``nbytes`` as they are stored, complete ``units`` at a time.
 
     They may hide in the ``backward_s`` of a micro-batch, and take ``spare_bytes`` of memory more than by default.
     """
@@ -78,25 +79,28 @@ class BucketedGradients(NamedTuple):
 
 
 def choose_bucket(
-    given: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
+    gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the fastest of the lengths of buckets; ``cost_of`` tells what so many of them take (local)."""
+    """Return the fastest length of buckets; ``cost_of`` gives the cost of so many of them (local)."""
+    # Lengths are tried from the shortest on, each twice the last. Ours begin with the default of a recipe; the
+    # published implementation with a message for each unit, of no less than the same bytes.
     is_ours = layout.implementation == "hpcdist"
-    short = max(1, min(given.units, int(given.nbytes // BUCKET_BYTES)))
-    count = math.ceil(given.nbytes / BUCKET_BYTES) if is_ours else short
+    short = max(1, min(gradients.units, int(gradients.nbytes // BUCKET_BYTES)))
+    count = math.ceil(gradients.nbytes / BUCKET_BYTES) if is_ours else short
     best, default_s = BucketChoice(NO_COST, -math.inf, 0.0), 0.0
     while count:
-        bucket = given.nbytes / count
-        if is_ours and default_s and _more(given, layout, bucket) > given.spare_bytes:
+        bucket = gradients.nbytes / count
+        if is_ours and default_s and _more(gradients, layout, bucket) > gradients.spare_bytes:
             break
-        cost, parts = cost_of(count), min(count, given.units)  # nothing is left to hide the last unit behind
+        cost, parts = cost_of(count), min(count, gradients.units)  # nothing is left to hide the last unit behind
+        # Only a part of the messages may hide, and no longer than there is a backward; what is left is exposed.
         may_s = layout.overlap * cost.seconds * (parts - 1) / parts
-        left_s = cost.seconds - min(may_s, given.backward_s)
+        left_s = cost.seconds - min(may_s, gradients.backward_s)
         default_s = default_s or left_s
         if left_s < (WORTHWHILE if is_ours else 1) * (best.cost.seconds - best.hidden_s):
             best = BucketChoice(cost, cost.seconds - left_s, bucket)
         # Longer ones would begin later, and all that may hide does.
-        if may_s <= given.backward_s and (may_s or not is_ours):
+        if may_s <= gradients.backward_s and (may_s or not is_ours):
             break
         count //= 2
     if not is_ours or best.bucket_bytes <= BUCKET_BYTES:
@@ -109,19 +113,16 @@ def choose_bucket(
     return best._replace(cost=best.cost._replace(flags=(*best.cost.flags, flag)))
 
 
-def _more(given: BucketedGradients, layout: ParallelLayout, bucket_bytes: float) -> float:
-    """Return the memory that such buckets take beyond those of the default."""
-    return exchanged(layout, given.parameters, 0.0, bucket_bytes) - exchanged(layout, given.parameters, 0.0)
-
-
-TENSORS: Final = 12  # of a block of GPT: two norms and four products, weight and bias each; see above
+def _more(gradients: BucketedGradients, layout: ParallelLayout, bucket_bytes: float) -> float:
+    """Return the bytes that such buckets take beyond those of the default."""
+    return exchanged(layout, gradients.parameters, 0.0, bucket_bytes) - exchanged(layout, gradients.parameters, 0.0)
 
 
 class ExchangeCost(NamedTuple):
     """Seconds of a step that wait for the data axis, and those behind computation; bytes that a device sends.
 
     ``server_nbytes`` are those that a dedicated server sends, 0 without one; ``bucket_bytes`` those of gradients, as
-    they are kept, that an allreduce sums at a time, 0 without one.
+    they are stored, that an allreduce sums at a time, 0 without one.
     """
 
     exposed_s: float
@@ -133,7 +134,7 @@ class ExchangeCost(NamedTuple):
     bucket_bytes: float = 0.0
 
     def plus(self, other: "ExchangeCost") -> "ExchangeCost":
-        """Return both, one after the other."""
+        """Return the cost of both exchanges, one after the other."""
         flags = tuple(dict.fromkeys((*self.flags, *other.flags)))
         names = dict.fromkeys(name for name in (self.algorithm, other.algorithm) if name != "none")
         return ExchangeCost(
@@ -180,14 +181,16 @@ def exchange(
     by_tensor = layout.strategy == "zero3" and layout.implementation == "megatron"
     messages = max(1, units) * (TENSORS if by_tensor else 1)
     job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), messages, ends, matrices, spare_bytes)
-    found = job.of(common, "replicas", layout.data * layout.context)
+    cost = job.of(common, "replicas", layout.data * layout.context)
     if layout.expert > 1:
         replicas = layout.data // layout.expert * layout.context
-        found = found.plus(job.of(expert_parameters, "expert_replicas", replicas))
-    return found
+        cost = cost.plus(job.of(expert_parameters, "expert_replicas", replicas))
+    return cost
 
 
 class _Job(NamedTuple):
+    """Exchange to be timed: a layout on a cluster, the passes that may hide it, and how it is cut into messages."""
+
     layout: ParallelLayout
     cluster: Cluster
     backward_s: float
@@ -212,10 +215,12 @@ class _Job(NamedTuple):
     def _allreduce(self, parameters: float, axis: str) -> ExchangeCost:
         is_coded = self._payload(parameters) is not None
         nbytes = parameters * (WIDE if is_coded else unsharded(self.layout).gradient)
-        given = BucketedGradients(parameters, nbytes, self.units, self.backward_s, self.spare_bytes)
-        found = choose_bucket(given, self.layout, lambda count: self._gradients("allreduce", parameters, axis, count))
-        whole_s = found.cost.seconds, found.hidden_s
-        return self._result(whole_s, 0.0, found.cost)._replace(bucket_bytes=found.bucket_bytes)
+        gradients = BucketedGradients(parameters, nbytes, self.units, self.backward_s, self.spare_bytes)
+        choice = choose_bucket(
+            gradients, self.layout, lambda count: self._gradients("allreduce", parameters, axis, count)
+        )
+        whole_s = choice.cost.seconds, choice.hidden_s
+        return self._result(whole_s, 0.0, choice.cost)._replace(bucket_bytes=choice.bucket_bytes)
 
     def _zero(self, parameters: float, axis: str) -> ExchangeCost:
         layout, m = self.layout, self.microbatches
@@ -230,9 +235,11 @@ class _Job(NamedTuple):
             return self._result(
                 self._hide(scatter.seconds * often, often), gather.seconds, repeated_cost(scatter, often), gather
             )
-        again = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
+        recomputes = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
+        # A forward, a recomputation and a backward each gather all units. The last unit is still there when its
+        # backward follows its forward; the first one when the next micro-batch's forward follows its backward.
         first, last = (end / parameters for end in self.ends) if axis == "replicas" else (0.0, 0.0)
-        uses = (3 if again else 2) * m - m * last - (m - 1) * first
+        uses = (3 if recomputes else 2) * m - m * last - (m - 1) * first
         # One gather goes with each forward; the others, and the gradients, with the backward.
         forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
         backward_s = scatter.seconds * m + gather.seconds * (uses - m)
@@ -245,7 +252,7 @@ class _Job(NamedTuple):
         )
 
     def _servers(self, parameters: float, axis: str, ranks: int) -> ExchangeCost:
-        """Return push and pull in lock-step; the pull waits for the update, of which timing tells."""
+        """Return push and pull in lock-step; the pull waits for the update, which `hpcdist.planner.time.step` times."""
         layout, cluster = self.layout, self.cluster
         payload = self._payload(parameters, ranks)
         pushed = parameters * gradient_item_bytes(layout) if payload is None else payload.nbytes
@@ -304,9 +311,9 @@ class _Job(NamedTuple):
         plain = self._in_messages(operation, parameters * gradient_item_bytes(self.layout), axis, messages)
         if self._payload(parameters) is None:
             return plain._replace(flags=(*plain.flags, *self._useless()))
-        given = CompressedGradients(parameters, self.units, self.matrices)
+        gradients = CompressedGradients(parameters, self.units, self.matrices)
         way = "allreduce" if operation == "allreduce" else "reduce_scatter"
-        cost = compressed_sum(way, given, self.layout, axis, self.cluster, messages)
+        cost = compressed_sum(way, gradients, self.layout, axis, self.cluster, messages)
         if cost.seconds <= plain.seconds:
             return cost
         slower = f"{self.layout.compression} takes {cost.seconds:.3g} s, gradients as they are {plain.seconds:.3g} s"
@@ -314,10 +321,10 @@ class _Job(NamedTuple):
 
     def _payload(self, parameters: float, ranks: int = 2) -> Payload | None:
         """Return what is sent in place of gradients; None where that is no less than they are."""
-        found = gradient_payloads.payload(self.layout.compression, parameters, ranks, self.units, self.matrices)
-        if found is None or found.nbytes >= 0.999 * parameters * gradient_item_bytes(self.layout):
+        payload = gradient_payloads.payload(self.layout.compression, parameters, ranks, self.units, self.matrices)
+        if payload is None or payload.nbytes >= 0.999 * parameters * gradient_item_bytes(self.layout):
             return None
-        return found
+        return payload
 
     def _useless(self) -> tuple[str, ...]:
         name = self.layout.compression
@@ -331,8 +338,8 @@ class _Job(NamedTuple):
         """Return so many collectives one after the other."""
         layout = self.layout
         reach = span(layout, axis, self.cluster)
-        one = collective(operation, nbytes / messages, reach, self.cluster, layout.algorithm)
-        return repeated_cost(one, messages)
+        cost = collective(operation, nbytes / messages, reach, self.cluster, layout.algorithm)
+        return repeated_cost(cost, messages)
 
     def _hideable(self, seconds: float) -> float:
         """Return how much of messages for all units may hide: not those of one unit."""

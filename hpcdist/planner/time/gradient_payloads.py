@@ -82,7 +82,7 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return what ``compression`` makes of so many ``values`` in ``units`` of one device; None for "none".
+    """Return the payload of ``values`` in ``units`` of one device under ``compression``; None for "none".
 
     Raises UsageError for a name that is none.
     """
@@ -123,7 +123,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """``values`` of one device, in ``units``; ``matrices`` as in `payloads.payload`."""
+    """``values`` of one device, in ``units``; ``matrices`` as in `payload`."""
 
     values: float
     units: int
@@ -131,14 +131,19 @@ class CompressedGradients(NamedTuple):
 
 
 def compressed_sum(
-    operation: str, given: CompressedGradients, layout: ParallelLayout, axis: str, cluster: Cluster, messages: int = 1
+    operation: str,
+    gradients: CompressedGradients,
+    layout: ParallelLayout,
+    axis: str,
+    cluster: Cluster,
+    messages: int = 1,
 ) -> MessageCost:
-    """Return what the compressed sum takes in so many ``messages``, with encoding and decoding.
+    """Return the cost of a compressed sum in so many ``messages``, with encoding and decoding.
 
     ``operation`` is allreduce or reduce_scatter.
     """
     whole = span(layout, axis, cluster)
-    flat = _over(operation, given, layout, whole, cluster, messages)
+    flat = _over(operation, gradients, layout, whole, cluster, messages)
     inside = _inside(whole, cluster)
     if inside in (1, whole.size) or flat.algorithm.endswith("allreduce"):
         return flat
@@ -147,12 +152,13 @@ def compressed_sum(
     far = group(whole.size // inside, whole.stride * inside, total, cluster.levels, layout.channels)
     halves = ("reduce_scatter", "all_gather") if operation == "allreduce" else ("reduce_scatter",)
     sums = [
-        repeated_cost(collective(half, _FLOAT32 * given.values / messages, near, cluster), messages) for half in halves
+        repeated_cost(collective(half, _FLOAT32 * gradients.values / messages, near, cluster), messages)
+        for half in halves
     ]
-    between = _over(operation, given._replace(values=given.values / inside), layout, far, cluster, messages)
+    between = _over(operation, gradients._replace(values=gradients.values / inside), layout, far, cluster, messages)
     nodes = MessageCost(
-        between.seconds + sum(one.seconds for one in sums),
-        between.nbytes + sum(one.nbytes for one in sums),
+        between.seconds + sum(half_cost.seconds for half_cost in sums),
+        between.nbytes + sum(half_cost.nbytes for half_cost in sums),
         f"{between.algorithm} between nodes",
         between.flags,
     )

@@ -1,11 +1,20 @@
 """Cost of a collective or message on a cluster: from measured fits, else by formula over the links that it crosses.
 
-`hpcdist.planner.time.network.span` finds the links that a group of an axis crosses. Measurements
-(`hpcdist.planner.cluster.hardware.MeasuredFit`) come first, where they are of the same algorithm of the same library,
-on as many ranks in the same places: neighbours, over links of the same level. Below the smallest measured size the
-formula holds, and nothing takes longer than that size did. Bytes are those of the whole buffer, in fits too.
+**Links.** A group of an axis is ``size`` devices, ``stride`` apart (`hpcdist.strategies.core.grid`: tensor fastest,
+then context, data, pipeline). `span` finds its *tiers*, the levels of links that it crosses: each box of a tier joins
+``fan`` boxes of the tier below, and the fans multiply to ``size``. A level's ``bytes_per_s`` is that of a device while
+all of its box sends. A flat ring has one sender for each group in a box, so it is slowed only by other groups
+(``single``); where all devices send at once it is ``crowded``. With ``channels``, as NCCL does, as many rings or trees
+as a box has members of the group leave it, each by another link: together they are one ring with the links of all
+members.
 
-p devices, n bytes of the whole buffer, alpha and beta of a tier, h = the sum over the tiers of ceil(log2 fan):
+**Measurements** (`hpcdist.planner.cluster.hardware.MeasuredFit`) come first, where they are of the same algorithm of
+the same library, on as many ranks in the same places: neighbours, over links of the same level. Below the smallest
+measured size the formula holds, and nothing takes longer than that size did. Bytes are those of the whole buffer, in
+fits too.
+
+**Formulas.** p devices, n bytes of the whole buffer, alpha and beta of a tier, h = the sum over the tiers of
+ceil(log2 fan):
 
     ring            2 (p-1) alpha + 2 (p-1)/p n beta                   allreduce; half of it reduce_scatter, all_gather
     tree            2 n beta + 4 h alpha + 2 sqrt(8 h alpha n beta)    allreduce, double binary; half of it broadcast
@@ -23,10 +32,10 @@ reach, sums included. That 2 (p-1)/p n is the least an allreduce can send: P. Pa
 the buffer down trees of depth h take 2 h + 2 k turns of alpha + n / (2 k) beta, least for k = sqrt(h n beta / (2
 alpha)); once up, once down. Hierarchical: H. Mikami et al., arXiv:1811.05233. The others: `hpcdist.collectives`.
 
-A flat ring goes at the pace of its slowest link, `Span.slow`; doubling and its kin have all devices of a box send at
-once. The tiers of a hierarchical allreduce work at the same time, on segments: the slowest one counts, and what a
-segment takes in the others. Its halves, reduce_scatter and all_gather, are segmented with channels only; else tiers
-add up.
+A flat ring goes at the pace of its slowest link, `GroupSpan.slow`; doubling and its kin have all devices of a box
+send at once. The tiers of a hierarchical allreduce work at the same time, on segments: the slowest one counts, and
+what a segment takes in the others. Its halves, reduce_scatter and all_gather, are segmented with channels only; else
+tiers add up.
 """
 
 import math
@@ -44,7 +53,7 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """One level of links as a group uses it; ``crowded`` and ``single`` in seconds a byte, see above.
+    """One level of links as a group uses it; ``crowded`` and ``single`` in seconds a byte (module docstring).
 
     ``lanes`` are the members of the group in a box below: so many of its devices have a link out of it. ``outer`` is
     the place of the level in its cluster, 0 for the fastest.
@@ -82,6 +91,7 @@ class GroupSpan:
 
     def tier_at(self, distance: int) -> LinkTier:
         """Return the tier between members whose numbers differ in the bit ``distance``."""
+        # Partners share an aligned block of 2 distance members: the first tier whose boxes are whole such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
                 return tier
@@ -134,6 +144,7 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
         if total > box > stride and (box % stride or inside < min(size, box // stride)):
             flags.append(f"groups of {size} devices, {stride} apart, do not fill boxes of {box} evenly")
         if inside > below:
+            # A box below has a member of so many groups; in a flat ring each sends once through the links of the box.
             groups = min(stride, box_below, total)
             most = level.alone_bytes_per_s or level.bytes_per_s
             single = 1 / min(most, level.bytes_per_s * box_below / groups)
@@ -150,12 +161,13 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
 
 @lru_cache(maxsize=1 << 14)
 def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, flags: tuple[str, ...]) -> GroupSpan:
-    """Return the one span of these links: what is known of it holds for all groups that lie so, of any total."""
+    """Return the one object for these links: groups that lie so share its cached costs, whatever their total."""
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
 def _inside(size: int, stride: int, box: int, below: int) -> int:
     """Return how many neighbours of a group share a box of ``box`` devices, ``below`` of them the box below it."""
+    # Boxes nest: a multiple of those in the box below, and one that cuts the group into equal parts.
     room = max(1, box // stride)
     return below * math.gcd(size // below, max(1, room // below))
 
@@ -187,7 +199,9 @@ def _ring(passes: int) -> Formula:
 def _tree(passes: int) -> Formula:
     def cost(n: float, span: GroupSpan) -> tuple[float, float]:
         depth_s = sum((tier.fan - 1).bit_length() * tier.latency_s for tier in span.tiers)
+        # k segments of each half take 2 h alpha + n beta + 2 k alpha + h n beta / k: with the best k, the root below.
         beta_s = n * span.slow
+        # Halves of the buffer: one up as a leaf of one tree; one up and two down as an inner node of the other.
         sent = n / 2 * min(span.size, 4) if passes == 2 else n
         return passes * (beta_s + 2 * depth_s + math.sqrt(8 * depth_s * beta_s)), sent
 
@@ -198,9 +212,11 @@ def _hierarchical(passes: int) -> Formula:
     def cost(n: float, span: GroupSpan) -> tuple[float, float]:
         p = span.size
         latency_s = passes * sum((tier.fan - 1) * tier.latency_s for tier in span.tiers)
+        # Of a tier each of the ``lanes`` members in a box below carries its own part of the buffer.
         parts = [passes * (tier.fan - 1) / tier.fan * n / tier.lanes * tier.crowded for tier in span.tiers]
         seconds = sum(parts)
         if passes == 2 or span.channels:
+            # Segments overlap: the slowest tier is busy throughout, the others show with the first segment alone.
             longest = max(parts)
             first = min(1.0, SEGMENT_BYTES * span.tiers[-1].lanes / n)  # the share of a segment of all streams
             seconds = longest + first * (seconds - longest)
@@ -223,6 +239,7 @@ def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
     if sent and n >= HALVES_BYTES:  # pairs exchange halves
         tier = span.tier_at(1)
         seconds, sent = 2 * tier.latency_s + n * tier.crowded, n
+    # Halving sends n/2 over the largest distance, n/4 over the next, ...; doubling brings as much back.
     distances = list(_bits(span.size))
     cube = 2 * distances[-1]
     for distance in distances:
@@ -233,7 +250,7 @@ def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
 
 
 def _fold(n: float, span: GroupSpan) -> tuple[float, float]:
-    """Return what pairs do first and last where p is no power of two: one sends and waits, the other the reverse."""
+    """Return the cost of folding p to a power of two: pairs sum into one rank first, and share the result last."""
     if span.size & (span.size - 1) == 0:
         return 0.0, 0.0
     tier = span.tier_at(1)
@@ -259,7 +276,7 @@ def _circulant(passes: int) -> Formula:
 
 def _pairs(n: float, span: GroupSpan) -> tuple[float, float]:
     p, near, seconds = span.size, 1, 0.0
-    for tier in span.tiers:
+    for tier in span.tiers:  # peers in the same box of this tier, and in another one of the tier below
         peers = tier.lanes * tier.fan - near
         seconds += peers * (tier.latency_s + n / p * tier.crowded)
         near += peers
@@ -288,28 +305,12 @@ FORMULAS: Final[dict[str, dict[str, Formula]]] = {
 # Of libraries whose rings have channels: what else there is sends all from every device at once, as MPI's may.
 WITH_CHANNELS: Final = ("ring", "tree", "binomial", "pairs")
 
-
-__all__ = [
-    "AXES",
-    "NO_COST",
-    "OPERATIONS",
-    "GroupSpan",
-    "LinkTier",
-    "MessageCost",
-    "collective",
-    "group",
-    "message",
-    "repeated_cost",
-    "span",
-    "substituted",
-]
-
 OPERATIONS: Final = tuple(FORMULAS)
 _NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() for name in formulas}
 
 
 class MessageCost(NamedTuple):
-    """Seconds, the most bytes that a device sends, and by which algorithm; ``flags`` tell what was assumed."""
+    """Cost of a message or collective: seconds, the most bytes that a device sends, the algorithm, assumptions."""
 
     seconds: float
     nbytes: float
@@ -321,14 +322,14 @@ NO_COST: Final = MessageCost(0.0, 0.0, "none")
 
 
 def repeated_cost(cost: MessageCost, often: float) -> MessageCost:
-    """Return what it takes so often, one after the other (local)."""
+    """Return the cost of ``often`` such operations, one after the other (local)."""
     return MessageCost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)
 
 
 def collective(
     operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
 ) -> MessageCost:
-    """Return what ``operation`` on a buffer of ``nbytes`` takes over ``span``.
+    """Return the cost of ``operation`` on a buffer of ``nbytes`` over ``span``.
 
     ``nbytes`` is the whole buffer: what reduce_scatter begins with, what all_gather ends with, and all that a device
     has in all_to_all, its own part included. "auto" is what was measured, else the fastest formula; where an
@@ -337,7 +338,7 @@ def collective(
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
-    if cluster.fits and span.stride == 1:
+    if cluster.fits and span.stride == 1:  # measured on neighbours: a strided group has other links
         for fit in cluster.fits:
             known = (fit.operation, fit.ranks, fit.algorithm) == (operation, span.size, algorithm)
             if known and _on(fit, span, cluster):
@@ -348,7 +349,7 @@ def collective(
 
 
 def message(nbytes: float, layout: ParallelLayout, axis: str, cluster: Cluster) -> MessageCost:
-    """Return what a message to the next along ``axis`` takes while all groups send one; of the slowest neighbours."""
+    """Return the cost of a message to the next along ``axis`` while all groups send one, between the slowest links."""
     reach = span(layout, axis, cluster)
     if reach.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -368,7 +369,7 @@ def _on(fit: MeasuredFit, span: GroupSpan, cluster: Cluster) -> bool:
 
 
 def _within(fit: MeasuredFit, nbytes: float, measured: MessageCost, formula: MessageCost) -> MessageCost:
-    """Return what was ``measured``, flagged beyond its sizes; below them the ``formula`` (see above)."""
+    """Return ``measured``, flagged beyond the sizes of the fit; below them the ``formula`` (module docstring)."""
     if fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
         return measured
     sizes = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
@@ -386,7 +387,7 @@ def _fitted(fit: MeasuredFit, nbytes: float) -> float:
 
 
 def _least_bytes(operation: str, nbytes: float, p: int) -> float:
-    """Return what a device has to send at least (Patarasuk and Yuan 2009): of measured ones nobody knows more."""
+    """Return the bytes that a device sends at least (Patarasuk and Yuan 2009); all that is known of a measured one."""
     if operation == "broadcast":
         return nbytes
     return (2 if operation == "allreduce" else 1) * (p - 1) / p * nbytes
@@ -409,7 +410,7 @@ def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> Mes
 
 
 def substituted(algorithm: str, operation: str, taken: str) -> str:
-    """Return the flag of an ``operation`` that goes another way than by the ``algorithm`` that was asked for."""
+    """Return the flag of an ``operation`` that goes by ``taken``, since it has no such ``algorithm``."""
     return f"algorithm = {algorithm}: {operation} has none of that name, and goes by {taken}"
 
 

@@ -68,12 +68,12 @@ class PlannedSeconds(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Forward and back."""
+        """Seconds of forward and backward."""
         return self.forward_s + self.input_s + self.weight_s
 
 
 class PipelineTime(NamedTuple):
-    """A step's passes: those of the slowest rank, what it waits for messages, and what it is idle besides.
+    """Time of a step's passes: those of the slowest rank, its waits for messages, and its idle time besides.
 
     ``bubble`` is the idle share as in `hpcdist.strategies.schedule.simulate.timeline`, messages included.
     """
@@ -85,7 +85,7 @@ class PipelineTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """From the first pass to the end of the last; or to where the next step begins."""
+        """Seconds from the first pass to the end of the last, or to where the next step begins."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -102,7 +102,7 @@ def closed_time(
     steps_overlap: bool = False,
     ahead_s: float = 0.0,
 ) -> PipelineTime:
-    """Return the closed form for a pipeline whose ``slowest`` rank takes so long, and the mean of the ``others``.
+    """Return the closed form for a pipeline of a ``slowest`` rank and the mean of the ``others``.
 
     ``message_s`` is what one between neighbours takes, ``blocking`` where nothing is computed meanwhile;
     ``steps_overlap`` where a step begins on a rank as soon as the one before it has ended there. ``ahead_s`` is what
@@ -114,9 +114,12 @@ def closed_time(
     chunks = chunks_of(schedule, chunks)
     idle_s = _idle_s(schedule, others, ranks, microbatches, chunks)
     if ahead_s:
+        # Recomputation goes on while a rank waits for a gradient, and hides there: 2 A (interleaved 3 A) at most, and
+        # A + B at most; with one micro-batch A.
         back_s = others.whole_s - others.forward_s
         hidden_s = min({"1f1b": 2, "interleaved": 3}.get(schedule, 0) * ahead_s, ahead_s + back_s) / chunks
         idle_s = max(0.0, idle_s - (hidden_s if microbatches > 1 else ahead_s))
+    # Ranks of zb-h2 and zb-v begin (p-1) F / v after each other, and end so: no idle time within the span of a rank.
     span_s = idle_s
     if schedule in ("zb-h2", "zb-v"):
         span_s = max(0.0, idle_s - (ranks - 1) * others.forward_s / chunks)
@@ -126,10 +129,10 @@ def closed_time(
 
 
 def _idle_s(schedule: str, others: PlannedSeconds, ranks: int, microbatches: int, chunks: int) -> float:
-    """Return what is beside m T; others: F, I, W of the rest."""
+    """Return the time beside m T (module docstring); ``others`` are F, I, W of the other ranks."""
     forward_s, input_s, weight_s = others
     behind, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
-    filled_s = min(others)
+    filled_s = min(others)  # w: the part of a W that fits into each gap
     if schedule == "zb-h1":
         return there_and_back - min(microbatches - 1, behind) * filled_s
     if schedule == "zb-h2":
@@ -146,9 +149,9 @@ def _idle_s(schedule: str, others: PlannedSeconds, ranks: int, microbatches: int
 
 
 def _waits(schedule: str, ranks: int, microbatches: int, chunks: int, blocking: bool) -> int:
-    """Return how many messages are waited for, one after the other."""
+    """Return the number of messages on the critical path."""
     behind = ranks - 1
-    if blocking and schedule not in SPLIT:
+    if blocking and schedule not in SPLIT:  # each pass is as much longer as a message takes
         return 2 * (chunks * microbatches + behind)
     if schedule == "gpipe":
         return 2 * behind
@@ -177,7 +180,7 @@ def simulated_timeline(
     from hpcdist.strategies.schedule.simulate.program import LinkCost, Rate, StepCosts
 
     known = SCHEDULES[schedule]
-    each = len(chunks) // ranks
+    chunks_per_rank = len(chunks) // ranks
     placement = known.place([range(number, number + 1) for number in range(len(chunks))], ranks)
     costs = StepCosts(
         forward_s=[chunk.forward_s for chunk in chunks],
@@ -186,21 +189,23 @@ def simulated_timeline(
         weight_s=[chunk.weight_s for chunk in chunks],
         link=LinkCost(carries=Rate(message_s)),
     )
-    return timeline.simulate_passes(_rows(schedule, ranks, microbatches, each), placement, costs, recompute=recompute)
+    return timeline.simulate_passes(
+        _rows(schedule, ranks, microbatches, chunks_per_rank), placement, costs, recompute=recompute
+    )
 
 
 @lru_cache(maxsize=4)
-def _rows(schedule: str, ranks: int, microbatches: int, each: int) -> "list[np.ndarray]":
-    """Return the passes of all ranks: the last ones, which are asked for with messages and without."""
+def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) -> "list[np.ndarray]":
+    """Return the passes of all ranks; cached, since they are simulated with messages and without."""
     from hpcdist.strategies.schedule.simulate.passes import compact
 
-    return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, each)) for rank in range(ranks)]
+    return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, chunks_per_rank)) for rank in range(ranks)]
 
 
 class StageTime(NamedTuple):
-    """One rank of the pipeline: what it computes and sends for a micro-batch, and both together.
+    """One rank of the pipeline: its load, its waits for collectives, and the seconds of both for a micro-batch.
 
-    ``ahead_s`` is what it computes again before the gradient is there, with its messages; else that is in ``seconds``.
+    ``ahead_s`` is its recomputation before the gradient is there, with messages; otherwise that is in ``seconds``.
     """
 
     load: StageLoad
@@ -210,7 +215,7 @@ class StageTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """All of a micro-batch."""
+        """Seconds of a micro-batch, recomputation included."""
         return self.seconds.whole_s + self.ahead_s
 
 
@@ -221,7 +226,7 @@ def stage_of(
     microbatches: int,
     known: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return what a rank, or a chunk, with this ``load`` takes for one of so many micro-batches (local).
+    """Return the time of a rank, or a chunk, with this ``load`` for one of so many micro-batches (local).
 
     ``known`` collects the costs of collectives of this layout.
     """
@@ -257,7 +262,7 @@ def chunks_seconds(
 
 
 def border(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return what the message of a micro-batch between two ranks of the pipeline takes (local).
+    """Return the cost of the message of a micro-batch between two ranks of the pipeline (local).
 
     Tokens that are cut over the tensor axis are sent as they are. Where they are not, Megatron-LM sends a part from
     each tensor rank and gathers the parts behind the wire (arXiv:2104.04473, section 4.1); ours sends the whole.
@@ -280,10 +285,10 @@ def messages_per_microbatch(layout: ParallelLayout) -> int:
     One with two neighbours sends an activation and a gradient for each of its chunks; of two ranks each has half of
     what crosses the borders of chunks between them.
     """
-    each = chunks_of(layout.schedule, layout.chunks)
+    chunks_per_rank = chunks_of(layout.schedule, layout.chunks)
     if layout.pipeline > 2:
-        return 2 * each
-    return 2 * each - (2 if SCHEDULES[layout.schedule].folded else 1)
+        return 2 * chunks_per_rank
+    return 2 * chunks_per_rank - (2 if SCHEDULES[layout.schedule].folded else 1)
 
 
 def messages_block(layout: ParallelLayout) -> bool:
@@ -297,13 +302,13 @@ def steps_overlap(layout: ParallelLayout) -> bool:
 
 
 def closed_pipe(
-    layout: ParallelLayout, m: int, found: Sequence[tuple[StageTime, int]], slowest: StageTime, hop_s: float
+    layout: ParallelLayout, m: int, ranks: Sequence[tuple[StageTime, int]], slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return the closed form for the ranks that are ``found`` (local)."""
+    """Return the closed form for these ``ranks`` and how many of each there are (local)."""
     others = slowest.seconds
     if layout.pipeline > 1:
         rest = [0.0, 0.0, 0.0]
-        for stage, often in found:
+        for stage, often in ranks:
             for part, seconds in enumerate(stage.seconds):
                 rest[part] += seconds * (often - (stage is slowest))
         others = PlannedSeconds(*(total / (layout.pipeline - 1) for total in rest))
@@ -318,7 +323,7 @@ def closed_form(
     hop_s: float,
     ahead_s: float = 0.0,
 ) -> PipelineTime:
-    """Return the closed form of the layout's schedule, for ranks that take so long (local)."""
+    """Return the closed form of the layout's schedule, for ranks of these times (local)."""
     return closed_time(
         layout.schedule,
         slowest,
@@ -336,13 +341,14 @@ def closed_form(
 def simulated_pipe(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, m: int, slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return what the simulator says, run once with messages and once without (local)."""
+    """Return the simulated time of the passes, run once with messages and once without (local)."""
     chunks = chunks_seconds(description, layout, cluster, m)
+    # Without messages the simulator gives what the schedule leaves idle; what it takes longer with them is waiting.
     repeats, busy_s = recomputes_ahead(layout), m * slowest.whole_s
     bare = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, recompute=repeats)
     blocked_s = 2 * m * len(chunks) // layout.pipeline * hop_s if messages_block(layout) else 0.0
-    if blocked_s:
-        chunks = [PlannedSeconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
+    if blocked_s:  # a message is a part of the pass: the rank computes nothing meanwhile
+        chunks = [PlannedSeconds(chunk.forward_s + hop_s, chunk.input_s + hop_s, chunk.weight_s) for chunk in chunks]
         full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m)
     else:
         full = simulated_timeline(layout.schedule, chunks, layout.pipeline, m, message_s=hop_s, recompute=repeats)
@@ -350,7 +356,7 @@ def simulated_pipe(
         bare_s, full_s = (max(stage.span_s for stage in line.stages) for line in (bare, full))
     else:
         bare_s, full_s = bare.computes_s, full.computes_s
-    longest = max(full.stages, key=lambda stage: (round(stage.span_s, 12), stage.bubble))
+    longest = max(full.stages, key=lambda stage: (round(stage.span_s, 12), stage.bubble))  # ties: the idlest
     bubble = longest.bubble + blocked_s / longest.span_s
     # Where the slowest rank computes less again than it might, the passes end before its time is over.
     return PipelineTime(min(busy_s, bare_s), full_s - bare_s, max(0.0, bare_s - busy_s), bubble)

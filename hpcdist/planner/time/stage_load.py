@@ -81,20 +81,23 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
     """Return the different loads that ranks of the pipeline have, and how many ranks have each (local)."""
     known = cached(cluster, "loads")
     key = load_key(description, layout)
-    found: tuple[tuple[StageLoad, int], ...] | None = known.get(key)
-    if found is None:
+    different: tuple[tuple[StageLoad, int], ...] | None = known.get(key)
+    if different is None:
         of_ranks = stages(description, layout)
-        again: list[Counter[int]] = [Counter() for _ in of_ranks]
+        repeats: list[Counter[int]] = [Counter() for _ in of_ranks]
         for rank, shares in recomputed(description, layout):
-            again[rank].update({share.place: share.times for share in shares})
+            repeats[rank].update({share.place: share.times for share in shares})
         composed = [
             (tuple((share.place, share.times) for share in shares), tuple(sorted(own.items())))
-            for shares, own in zip(of_ranks, again, strict=True)
+            for shares, own in zip(of_ranks, repeats, strict=True)
         ]
         alike, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
-        found = tuple((_load(alike[one], dict(one[1]), description, layout, cluster), often[one]) for one in often)
-        known[key] = found
-    return found
+        different = tuple(
+            (_load(alike[composition], dict(composition[1]), description, layout, cluster), often[composition])
+            for composition in often
+        )
+        known[key] = different
+    return different
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
@@ -105,21 +108,21 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
     )
 
 
-def combined(one: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the load of a rank that has both (local)."""
+def combined(load: StageLoad, other: StageLoad) -> StageLoad:
+    """Return the sum of two loads: that of a rank that has both (local)."""
     return StageLoad(
-        one.forward_s + other.forward_s,
-        one.input_s + other.input_s,
-        one.weight_s + other.weight_s,
-        one.again_s + other.again_s,
-        one.add_s + other.add_s,
-        one.cover_s + other.cover_s,
-        one.calls + other.calls,
-        one.parameters + other.parameters,
-        one.expert_parameters + other.expert_parameters,
-        one.uncut + other.uncut,
-        one.units + other.units,
-        tuple(dict.fromkeys(one.flags + other.flags)),
+        load.forward_s + other.forward_s,
+        load.input_s + other.input_s,
+        load.weight_s + other.weight_s,
+        load.again_s + other.again_s,
+        load.add_s + other.add_s,
+        load.cover_s + other.cover_s,
+        load.calls + other.calls,
+        load.parameters + other.parameters,
+        load.expert_parameters + other.expert_parameters,
+        load.uncut + other.uncut,
+        load.units + other.units,
+        tuple(dict.fromkeys(load.flags + other.flags)),
     )
 
 
@@ -129,7 +132,7 @@ def collective_wait(
     cluster: Cluster,
     known: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return what a micro-batch waits for the collectives of ``load`` (local). ``known``: costs of the same layout."""
+    """Return the waits of a micro-batch for the collectives of ``load`` (local); ``known`` has costs of this layout."""
     known = {} if known is None else known
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
@@ -157,7 +160,7 @@ def collective_wait(
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return all that `loads` depend on (local)."""
+    """Return the key of the cache of `loads`: all that they depend on (local)."""
     return (
         description,
         layout.pipeline,

@@ -72,8 +72,8 @@ def bytes_each(layout: ParallelLayout) -> float:
     """Return the bytes that norm and optimizer move for each number (local)."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
-    kept = WIDE_BYTES if wide else parameter
-    step = 2 * kept * (1 + layout.optimizer_slots) + (parameter if wide else 0)
+    master = WIDE_BYTES if wide else parameter
+    step = 2 * master * (1 + layout.optimizer_slots) + (parameter if wide else 0)
     if layout.implementation == "megatron":
         copied = 2 + WIDE_BYTES if wide and gradient == 2 else 0
         return copied + 2 * WIDE_BYTES + WIDE_BYTES + 2 * WIDE_BYTES + WIDE_BYTES + step + gradient
@@ -88,7 +88,7 @@ class MicrobatchFlow(NamedTuple):
     """Seconds of the micro-batches of a step, whichever strategy and compression the data axis has.
 
     ``slowest`` is the rank of the pipeline that takes longest, ``fullest`` the one with most parameters, ``hop`` a
-    message between two ranks; ``terms`` are those of `Timing` up to "bubble".
+    message between two ranks; ``terms`` are those of `TimeEstimate` up to "bubble".
     """
 
     slowest: StageTime
@@ -106,18 +106,18 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return what the micro-batches of a step take (local). Arguments and errors are those of `timing`."""
+    """Return the time of the micro-batches of a step (local). Arguments and errors are those of `timing`."""
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
-    found = ranks_of(description, layout, cluster, m)
-    slowest = max((stage for stage, _ in found), key=lambda stage: stage.whole_s)
+    ranks = ranks_of(description, layout, cluster, m)
+    slowest = max((stage for stage, _ in ranks), key=lambda stage: stage.whole_s)
     hop = border(description, layout, cluster)
     if simulate and layout.pipeline > 1:
         pipe = simulated_pipe(description, layout, cluster, m, slowest, hop.seconds)
     else:
-        pipe = closed_pipe(layout, m, found, slowest, hop.seconds)
-    fullest = max((stage for stage, _ in found), key=lambda stage: stage.load.parameters)
+        pipe = closed_pipe(layout, m, ranks, slowest, hop.seconds)
+    fullest = max((stage for stage, _ in ranks), key=lambda stage: stage.load.parameters)
     load, waits = slowest.load, slowest.sent
     full = _full(layout, global_batch)
     terms = {
@@ -141,7 +141,7 @@ def timing(
     spare_bytes: float = math.inf,
     known: MicrobatchFlow | None = None,
 ) -> TimeEstimate:
-    """Return where the time of a step goes (local).
+    """Return the time of a step by terms (local).
 
     With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. ``spare_bytes``:
     memory that longer buckets of gradients may take. ``known`` is the `flow` of this layout, or of one that has another
@@ -205,13 +205,13 @@ def data_exchange(
 
 def _matrices(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[int, int, int], ...]:
     """Return the matrices of all units, as they are on one device: (rows, columns, how many)."""
-    found = []
+    matrices = []
     for unit in description.units:
         for product in unit.products:
             cut = {"columns": (1, layout.tensor), "inner": (layout.tensor, 1)}.get(product.cut, (1, 1))
             often = unit.count * (product.experts // layout.expert if product.experts > 1 else 1)
-            found.append((product.inner // cut[0], product.columns // cut[1], often))
-    return tuple(found)
+            matrices.append((product.inner // cut[0], product.columns // cut[1], often))
+    return tuple(matrices)
 
 
 def tied_sum(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
@@ -267,14 +267,14 @@ def _bytes(
     tied: MessageCost,
     rows: MessageCost,
 ) -> dict[str, float]:
-    """Return what the busiest rank sends in a step, by axis."""
-    found = {axis: full * nbytes for axis, nbytes in waits.nbytes.items()}
+    """Return the bytes that the busiest rank sends in a step, by axis."""
+    sent = {axis: full * nbytes for axis, nbytes in waits.nbytes.items()}
     if rows.nbytes:
-        found["tensor"] += rows.nbytes
+        sent["tensor"] += rows.nbytes
     if layout.pipeline > 1:
-        found["pipeline"] = messages_per_microbatch(layout) * full * hop.nbytes
-    found["data"] = swap.nbytes + tied.nbytes
-    return found
+        sent["pipeline"] = messages_per_microbatch(layout) * full * hop.nbytes
+    sent["data"] = swap.nbytes + tied.nbytes
+    return sent
 
 
 def _algorithms(waits: CollectiveWait, swap: ExchangeCost) -> dict[str, str]:
@@ -282,7 +282,7 @@ def _algorithms(waits: CollectiveWait, swap: ExchangeCost) -> dict[str, str]:
 
 
 def _check(layout: ParallelLayout, microbatches: int) -> None:
-    """Refuse schedules that cannot run so, and those of a file, whose passes nobody knows here."""
+    """Raise for a schedule that cannot run so, and for that of a file, whose passes are not known here."""
     if layout.schedule == FILE:
         raise ConfigurationError(
             f"schedule = {FILE!r}: a schedule from a file may be anything, so no plan is made of it; choose one of "

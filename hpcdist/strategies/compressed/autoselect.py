@@ -41,7 +41,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Time of one way to sum a bucket, in seconds; ``codec_s`` of it without any message."""
+    """Seconds of one way to sum a bucket; ``codec_s`` of them encode and decode, without any message."""
 
     name: str
     seconds: float
@@ -66,7 +66,7 @@ class CompressionDecision:
     note: str = ""
 
     def described(self) -> str:
-        """Return what a log says of a choice, "" where there was none (local)."""
+        """Return the choice in words for a log, "" where there was none (local)."""
         if self.source == "recipe":
             return ""
         if not self.rows:
@@ -80,7 +80,7 @@ class CompressionDecision:
         return f"communication.compression = auto: {self.name}: {why}; {format_bytes(self.bucket_bytes)}: {shown}"
 
     def numbers(self) -> dict[str, Any]:
-        """Return it as JSON values (local)."""
+        """Return the decision as JSON values (local)."""
         rows = [vars(row) for row in self.rows]
         return {"name": self.name, "source": self.source, "bucket_bytes": self.bucket_bytes, "measured": rows}
 
@@ -141,7 +141,7 @@ def _most(context: RankContext, value: float) -> float:
 
 
 class _Dense:
-    """The largest bucket, summed as it is."""
+    """Uncompressed contender: the largest bucket, summed as it is."""
 
     name = NONE
     share = 1.0  # of what `run` takes that counts, where it sums more or less than the largest bucket
@@ -153,7 +153,7 @@ class _Dense:
         self.values = _like_gradients(context, self.bucket).astype(context.dtype)
 
     def run(self) -> None:
-        """Sum it. Collective over the data axis."""
+        """Sum the bucket. Collective over the data axis."""
         data, algorithm = self.context.data, self.context.algorithm
         if not self._halved:
             collectives.allreduce(data, self.values, algorithm)
@@ -162,7 +162,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Make ready for the next round: what is not encoded takes as long whatever it is (local)."""
+        """Prepare the next round: nothing, since a dense sum takes as long whatever the values are (local)."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         """Return 0: nothing is encoded."""
@@ -170,7 +170,7 @@ class _Dense:
 
 
 class _Candidate(_Dense):
-    """The same bucket through a compressor, with its feedback."""
+    """Compressed contender: the same bucket through a compressor, with its feedback."""
 
     def __init__(self, context: RankContext, name: str, config: CompressionConfig, seed: int, halved: bool) -> None:
         super().__init__(context, halved and not config.across_nodes)
@@ -181,21 +181,21 @@ class _Candidate(_Dense):
         self.bucket = longest
         self.values = _like_gradients(context, longest)
         if config.error_feedback:
-            self._summing.codes.feedback = _feedback(context, self._summing.way.kept(longest))
+            self._summing.codes.feedback = _feedback(context, self._summing.reduction.kept(longest))
 
     def run(self) -> None:
-        """Sum it. Collective over the data axis."""
+        """Sum the bucket. Collective over the data axis."""
         codes = self._summing.codes
         if self._halved and isinstance(codes, GradientCoder):
-            way = QuantisedReduction(self._summing.comm, codes)
-            way.reduce_scatter(self.values, self.bucket, way.shares(self.bucket))
+            reduction = QuantisedReduction(self._summing.comm, codes)
+            reduction.reduce_scatter(self.values, self.bucket, reduction.shares(self.bucket))
         else:
-            self._summing.way.allreduce(self.values, self.bucket)
+            self._summing.reduction.allreduce(self.values, self.bucket)
         if codes.feedback is not None:
             codes.feedback.keep()
 
     def settle(self) -> None:
-        """Make a mean of the sum: after many rounds on many ranks it would be infinite, and not encoded (local)."""
+        """Divide the sum by the ranks: after many rounds it would be infinite, and not encoded (local)."""
         if not self._halved:
             self.values *= np.float32(1.0 / self.context.data.size)
 
@@ -210,7 +210,7 @@ class _Candidate(_Dense):
         encode_s = _timed(lambda: codes.encode(self.values, self.bucket, payloads), self.values, clock)
         decode_s = _timed(lambda: codes.decode(payloads, self.bucket, self.values), self.values, clock)
         codes.feedback = feedback
-        encodes, decodes = self._summing.way.passes
+        encodes, decodes = self._summing.reduction.passes
         return encodes * encode_s + decodes * decode_s
 
 

@@ -43,14 +43,14 @@ VELOCITY: Final = "velocity"
 
 
 class DgcVelocities(Residuals):
-    """The velocities of this rank: kept as residuals are, under a name of their own."""
+    """Velocities of this rank, saved and restored as residuals are, under a name of their own."""
 
     def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
         return [replace(piece, kind=_kind(rank)) for piece in super()._pieces_of(store, rank, parts)]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the pieces of `wanted`; each may be missing."""
+        """Names of the pieces of `wanted`; each may be missing."""
         return tuple(map(_kind, self.old))
 
 
@@ -59,19 +59,19 @@ def _kind(rank: int) -> str:
 
 
 class DgcCoder(GradientCoder):
-    """Sends the largest of what is unsent; the values that it is given are not looked at."""
+    """Coder that sends the largest of the unsent values; the gradients that it is given are not looked at."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
         self._states = states
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Write the payload of one unit, and forget at this rank what it has."""
+        """Write the payload of one unit, and clear the values that it has from the unsent ones."""
         self._states[unit.where].encode(payload)
 
 
 class DgcExchange(LocalGradients):
-    """Sparse sums of velocities over the data axis. Collective over it, but where it says local.
+    """Exchange of sparse velocities over the data axis. Collective over it, but where it says local.
 
     Without ``masks_velocity`` elements that are sent keep their velocity: with all of them sent that is momentum SGD.
     """
@@ -100,7 +100,7 @@ class DgcExchange(LocalGradients):
             for bucket in self.buckets
             for _, where in context.layout.within(bucket)
         }
-        self._ways = {self.density: self._gathered()}
+        self._by_density = {self.density: self._gathered()}
         self._clip = 1.0
 
     @property
@@ -121,12 +121,12 @@ class DgcExchange(LocalGradients):
         return [*keeps, Operation(Kind.AGREE), *sent, *self.sharded_update.plan()]
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step; ``scale``, of a sum that nobody has, gives way to that of own gradients."""
+        """Begin the update of the step; ``scale`` is not used: each rank clips its own gradients."""
         self._clip = self.clip_factor()
         density = self.density
-        if density not in self._ways:
-            self._ways = {density: self._gathered()}
-        (self._way,) = self._ways.values()
+        if density not in self._by_density:
+            self._by_density = {density: self._gathered()}
+        (self._reduction,) = self._by_density.values()
         super().begin_update(1.0)
 
     def compress(self, op: Operation) -> None:
@@ -139,20 +139,20 @@ class DgcExchange(LocalGradients):
             if self.context.data.size == 1:
                 state.release(own)
         if self.context.data.size > 1:
-            self._way.allreduce(gradients, op.range)
+            self._reduction.allreduce(gradients, op.range)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return also this rank's velocities and what it has not sent."""
+        """Return the pieces of the base class, this rank's velocities and its unsent values."""
         return [*super().pieces(), *self.unsent.pieces(), *self.velocity.pieces()]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Take note of whose state a checkpoint has; it may lack all of it (local)."""
+        """Record the ranks whose state a checkpoint has; it may lack all of it (local)."""
         for residuals in (self.unsent, self.velocity):
             residuals.prepare_restore(state)
         return {*super().prepare_restore(state), *self.unsent.kinds, *self.velocity.kinds}
 
     def wanted(self) -> Sequence[Piece]:
-        """Return also where velocities go, and what was not sent."""
+        """Return the pieces of the base class, velocities and unsent values, to be restored."""
         return [*super().wanted(), *self.unsent.wanted(), *self.velocity.wanted()]
 
     def state(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class DgcExchange(LocalGradients):
         return super().state() | self.unsent.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there (local)."""
+        """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         for residuals in (self.unsent, self.velocity):
             residuals.restored()

@@ -32,21 +32,21 @@ STATE: Final = "residuals"  # the number of ranks that had some, among the numbe
 
 
 class RankNumber(Protocol):
-    """One of several ranks, as a communicator counts them."""
+    """Rank and size of a group of ranks, as a communicator has them."""
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """Number of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """The number of residuals."""
+        """Number of ranks."""
         ...
 
 
 class Residuals:
-    """The residuals of this rank for ``parts``, one of those in ``comm``. All of it is local.
+    """Residuals of this rank for ``parts``; ``comm`` counts the ranks that have some. All of it is local.
 
     ``can_roll_back`` where a step may be given up after its gradients were encoded.
     """
@@ -75,7 +75,7 @@ class Residuals:
             self.feedback.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return views of the residuals, of a kind of this rank's own."""
+        """Return views of the residuals, as pieces of this rank's own kind."""
         self.settle()
         return self._pieces_of(
             self._store, self.rank, counted(self._context.layout, self._store.parts, self._context.tensor)
@@ -89,14 +89,14 @@ class Residuals:
         ]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> None:
-        """Take note of the numbers of the checkpoint that is about to be read: `wanted` follows them."""
+        """Record how many ranks had residuals in the checkpoint about to be read: `wanted` follows from it."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
             raise StorageError(f"the checkpoint says that {ranks!r} ranks had residuals of compression; it is damaged")
         self._before = ranks
 
     def wanted(self) -> list[Piece]:
-        """Return where residuals of a checkpoint go; it may have none."""
+        """Return the memory into which residuals of a checkpoint are read; it may have none."""
         if self._before == self.ranks:
             return self._pieces_of(self._store, self.rank, self._store.parts)
         own = [_share(part, self.ranks)[self.rank] for part in self._store.parts]
@@ -108,16 +108,16 @@ class Residuals:
 
     @property
     def old(self) -> range:
-        """The ranks that had residuals in the checkpoint that is read."""
+        """Ranks that had residuals in the checkpoint that is read."""
         return range(self._before)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of the pieces of `wanted`; each may be missing."""
+        """Names of the pieces of `wanted`; each may be missing."""
         return tuple(map(_kind, self.old))
 
     def restored(self) -> None:
-        """Take what was read: sums of all old ranks, where their number was another one."""
+        """End a restore: keep the sums over all old ranks, where their number was another one."""
         if self._before == self.ranks:
             return
         self._store.zero()
@@ -127,7 +127,7 @@ class Residuals:
         self._taken, self._before = [], self.ranks
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the pieces."""
+        """Return the scalars that a checkpoint keeps beside the pieces."""
         return {STATE: self.ranks}
 
 
@@ -143,7 +143,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class ErrorFeedbackExchange(ShardedUpdateExchange):
-    """An exchange that may have ``residuals``. To stand before the exchange that it adds them to.
+    """Mixin of exchanges that may have ``residuals``; it comes before the exchange among the base classes.
 
     A subclass opens the step when it encodes, and gives up one that is still open at its `begin`.
     """
@@ -152,25 +152,25 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
     _is_open = False  # gradients were encoded that are not applied yet
 
     def _give_up(self) -> None:
-        """Forget a step that was given up, if there was one (local)."""
+        """Restore the residuals of before a step that was given up, if there was one (local)."""
         if self._is_open and self.residuals is not None:
             self.residuals.settle()
         self._is_open = False
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step: what was encoded of its gradients counts."""
+        """Begin the update of the step, and commit its residuals."""
         self._is_open = False
         if self.residuals is not None:
             self.residuals.keep()
         super().begin_update(scale)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return also this rank's residuals."""
+        """Return the pieces of the base class and this rank's residuals."""
         self._give_up()
         return [*super().pieces(), *([] if self.residuals is None else self.residuals.pieces())]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Take note of whose residuals a checkpoint has; it may lack all of them (local)."""
+        """Record the ranks whose residuals a checkpoint has; it may lack all of them (local)."""
         kinds = set(super().prepare_restore(state))
         if self.residuals is not None:
             self.residuals.prepare_restore(state)
@@ -178,7 +178,7 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
         return kinds
 
     def wanted(self) -> Sequence[Piece]:
-        """Return also where residuals go."""
+        """Return the pieces of the base class and the residuals, to be restored."""
         return [*super().wanted(), *([] if self.residuals is None else self.residuals.wanted())]
 
     def state(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class ErrorFeedbackExchange(ShardedUpdateExchange):
         return super().state() | ({} if self.residuals is None else self.residuals.state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there."""
+        """Restore what `state` returned, once the pieces are there."""
         super().restore(state)
         if self.residuals is not None:
             self.residuals.restored()

@@ -45,7 +45,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class LocalGradients(AllreduceExchange):
-    """Base of compressed exchanges. The owner steps by ``optimizer``, which has no momentum of its own."""
+    """Base of exchanges whose compressor replaces the momentum; ``optimizer``, of the update, has none."""
 
     def __init__(self, context: RankContext, optimizer: OptimizerConfig) -> None:
         super().__init__(replace(context, optimizer=optimizer))
@@ -56,7 +56,7 @@ class LocalGradients(AllreduceExchange):
         """Leave the gradients as they are (local)."""
 
     def compress(self, op: Operation) -> None:
-        """Make directions of the range out of the gradients of all ranks. Collective over the data axis."""
+        """Exchange payloads, and turn gradients into directions. Collective over the data axis."""
         raise NotImplementedError
 
     def norm_squared(self) -> float:
@@ -74,13 +74,13 @@ class LocalGradients(AllreduceExchange):
         return own
 
     def clip_factor(self) -> float:
-        """Return what this rank multiplies its finite gradients by, one factor for all ranks of its replica (local)."""
+        """Return the factor that clips this rank's finite gradients, one for all ranks of its replica (local)."""
         limit = self.context.optimizer.clip_norm
         return dgc.clip_factor(self._replica, limit, self.context.data.size) if limit else 1.0
 
 
 class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
-    """Gradients summed over the data axis as ``name`` compresses them. Collective over it, but where it says local.
+    """Allreduce of gradients compressed by ``name``. Collective over the data axis, but where it says local.
 
     ``seed`` is that of the run: all draws follow from it, the step, the rank and the place of a tensor.
     """
@@ -107,7 +107,7 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         return [*reduces, Operation(Kind.AGREE), *self.sharded_update.plan()]
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Forget a step that was given up (local)."""
+        """Undo the encoding of a step that was given up, if there was one (local)."""
         self._give_up()
         if isinstance(self._codes, GradientCoder):
             self._codes.step = self.sharded_update.optimizer.count
@@ -120,7 +120,7 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         super()._give_up()
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Take note of the loss scale of the step that begins (local)."""
+        """Record the loss scale of the step that begins (local)."""
         self._loss_scale = loss_scale
 
     def reduce(self, op: Operation) -> None:
@@ -133,15 +133,15 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         self._is_open = True
         gradients = self.gradients.range(op.range)
         values = without_loss_scale(gradients, self._loss_scale)
-        self._summing.way.allreduce(values, op.range)
+        self._summing.reduction.allreduce(values, op.range)
         with_loss_scale(values, gradients, self._loss_scale)
 
     def _pay(self, part: Range) -> None:
-        """Add to own gradients all that is owed of them: they travel as they are, or not at all (local)."""
+        """Add the residuals of ``part`` to its gradients in full, where these are not encoded (local)."""
         if not self._owes or self.residuals is None:
             return
         feedback, gradients = self.residuals.feedback, self.gradients.range(part)
-        owing_parts = [own for own in self._summing.way.kept(part) if feedback.residuals.range(own).any()]
+        owing_parts = [own for own in self._summing.reduction.kept(part) if feedback.residuals.range(own).any()]
         if not owing_parts:
             return  # the bits of the gradients stay as they are
         self._is_open = True
@@ -154,27 +154,27 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         with_loss_scale(values, gradients, self._loss_scale)
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step: what was encoded of its gradients counts."""
+        """Begin the update of the step, and commit its residuals."""
         self._owes = False
         super().begin_update(scale)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return also residuals; factors, which all who exchange them have, are those of the first."""
+        """Return the pieces of the base class with residuals; the first rank adds the factors, equal on all."""
         pieces = list(super().pieces())
         if isinstance(self._codes, PowerSgdReduction) and self._summing.comm.rank == 0:
             pieces += self._codes.pieces(self._summing.kept())
         return pieces
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Take note of whose residuals a checkpoint has; it may lack all of them, and factors (local)."""
+        """Record the ranks whose residuals a checkpoint has; it may lack residuals and factors (local)."""
         return {*super().prepare_restore(state), QUERY}
 
     def wanted(self) -> Sequence[Piece]:
-        """Return also where residuals and factors go."""
+        """Return the pieces of the base class, residuals and factors, to be restored."""
         factors = self._codes.pieces(self._summing.kept()) if isinstance(self._codes, PowerSgdReduction) else []
         return [*super().wanted(), *factors]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there (local)."""
+        """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._owes = self.residuals is not None

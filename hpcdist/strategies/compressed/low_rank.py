@@ -26,7 +26,7 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """A `hpcdist.strategies.compressed.reduction.CompressedReduction` with a state: the factors of the step before.
+    """Reduction (`reduction.CompressedReduction`) by low-rank factors, which are kept from step to step.
 
     ``parts`` is what it will ever sum: whole tensors.
     """
@@ -62,11 +62,11 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return all of it: what vectors have comes of a checkpoint, where they were encoded."""
+        """Return all of ``part``: vectors may have residuals of a checkpoint in which they were encoded."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
-        """Return each tensor of ``part``, and where it has its values in the messages of both rounds (local)."""
+        """Return each tensor of ``part``, and its place in the messages of both rounds (local)."""
         rounds, ends = [], [0, 0]
         for segment, _ in self.layout.within(part):
             is_thin = segment.key in self.matrices
@@ -77,7 +77,7 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values`` (part.size,) in place: matrices by their factors. Collective."""
+        """Sum ``values`` (part.size,) in place, matrices by their factors. Collective."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -110,7 +110,7 @@ class PowerSgdReduction:
         self._owing.clear()
 
     def _in_full(self, segment: Segment, gradient: Array) -> Array:
-        """Return the gradient of a tensor that travels as it is, and with it all that is owed of earlier ones."""
+        """Return the gradient of a tensor that is not compressed, plus all of its residual."""
         if not self.owes:
             return gradient
         total = self._compensated(segment, gradient).copy()
@@ -119,19 +119,19 @@ class PowerSgdReduction:
         return total
 
     def _compensated(self, segment: Segment, gradient: Array) -> Array:
-        """Return the gradient of a tensor with what was lost of earlier ones; one that is not finite stays alone."""
+        """Return the gradient of a tensor plus its residual; one that is not finite is left alone."""
         if self.feedback is None or not is_finite(gradient):
             return gradient
         self._owing[segment.key] = self.feedback.compensate(segment.range, gradient)
         return self._owing[segment.key]
 
     def _take_away(self, segment: Segment, total: Array) -> None:
-        """Leave in the residual of a matrix what this rank's part of the ``total`` does not have of it."""
+        """Subtract this rank's share of the ``total`` from the residual of a matrix."""
         if segment.key in self._owing:
             self._owing[segment.key] -= total * np.float32(1.0 / self.comm.size)
 
     def rollback(self) -> None:
-        """Forget a step that was given up: factors are those of before it (local)."""
+        """Restore the factors of before a step that was given up (local)."""
         for key, before in self._before.items():
             self.matrices[key].query[...] = before
 

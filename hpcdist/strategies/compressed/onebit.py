@@ -23,7 +23,7 @@ sqrt(p), see `LocalGradients`. (Under DeepSpeed each clips the mean of its own s
 norm, which is sqrt(p) times harder, and harder the more ranks there are.)
 
 On one data rank nothing is compressed, and nothing is frozen: it is AdamW. A checkpoint has the moments once, of each
-rank the worker errors, and the server errors once, whoever owned them. For another number of ranks the mean of the
+rank the worker errors, and the server errors once, of all owners. For another number of ranks the mean of the
 worker errors is kept: each takes p'/p of their sum in its own chunks. A checkpoint of AdamW, or of the warm-up,
 begins with no errors; one that is frozen stays so, but for one data rank, which pays the errors at once and goes on
 with Adam.
@@ -58,7 +58,7 @@ LEAST: Final = 1 << 12  # elements of a chunk
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """``tensors`` one behind the other, without gaps: each with its range of the flat space."""
+    """Tensors that are encoded together: ``tensors`` one behind the other, each with its range of the flat space."""
 
     tensors: tuple[tuple[Segment, Range], ...]
 
@@ -69,12 +69,12 @@ class ScaleGroup:
 
     @property
     def places(self) -> list[Range]:
-        """Places of the tensors in the stretch."""
+        """Places of the tensors within the group."""
         starts = accumulate((where.size for _, where in self.tensors), initial=0)
         return [where.shift(start - where.start) for (_, where), start in zip(self.tensors, starts, strict=False)]
 
     def gather(self, store: FlatStore) -> Array:
-        """Return the elements of the stretch: a view, or a copy in scratch memory, which `scatter` brings back."""
+        """Return the elements of the group: a view, or a copy in scratch memory, which `scatter` writes back."""
         if len(self.tensors) == 1:
             return store.range(self.tensors[0][1])
         copy = scratch("compressed.stretch", self.size, np.dtype(store.dtype), store.array)
@@ -83,14 +83,14 @@ class ScaleGroup:
         return copy
 
     def scatter(self, values: Array, store: FlatStore) -> None:
-        """Write ``values``, which `gather` returned, where they came from."""
+        """Write ``values``, which `gather` returned, back to ``store``."""
         if len(self.tensors) == 1:
             return
         for (_, where), place in zip(self.tensors, self.places, strict=True):
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield pieces, in ``parts`` of the flat space, of ``array``, which has the range ``within`` of the stretch."""
+        """Yield pieces, in ``parts`` of the flat space, of ``array``, the elements ``within`` of the group."""
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
             held = place.intersect(within)
@@ -103,7 +103,7 @@ class ScaleGroup:
 
 
 def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
-    """Return the stretches of ``part`` of the flat space for so many ranks (local)."""
+    """Return the scale groups of ``part`` of the flat space on so many ranks (local)."""
     groups: list[ScaleGroup] = []
     packs: dict[tuple[bool, bool], list[tuple[Segment, Range]]] = {}
     for segment, where in layout.within(part):
@@ -116,7 +116,7 @@ def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
 
 @dataclass(frozen=True)
 class ScaleGroupState:
-    """A stretch and the state of its elements."""
+    """A scale group and the Adam state of its elements."""
 
     stretch: ScaleGroup
     adam: OneBitAdam
@@ -130,7 +130,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class OneBitExchange(LocalGradients):
-    """Signs of momenta over the data axis. Collective over it, but where it says local."""
+    """Exchange of signs of momenta over the data axis. Collective over it, but where it says local."""
 
     restores: Collection[str] = (FROZEN,)
 
@@ -162,12 +162,12 @@ class OneBitExchange(LocalGradients):
 
     @property
     def is_compressing(self) -> bool:
-        """Whether the momentum travels as signs in the step that begins (local)."""
+        """Whether the step that begins sends signs of the momentum (local)."""
         warm = self.sharded_update.optimizer.count < self.config.warmup_steps
         return self.context.data.size > 1 and (self._is_frozen or not warm)
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE per bucket, which is that of the warm-up, AGREE, COMPRESS of each part, and the update."""
+        """Return REDUCE per bucket (of the warm-up), AGREE, COMPRESS of each part, and the update."""
         steps = super().plan()
         agreed = steps.index(Operation(Kind.AGREE)) + 1
         return [*steps[:agreed], *(Operation(Kind.COMPRESS, range=part) for part in self.held), *steps[agreed:]]
@@ -216,7 +216,7 @@ class OneBitExchange(LocalGradients):
                 held.stretch.scatter(direction, self.gradients)
 
     def _send(self, held: Sequence[ScaleGroupState]) -> None:
-        """Bring the chunks to their owners, and their means to all."""
+        """Reduce-scatter the signs of the momenta to the owners of chunks, and all-gather the means."""
         comm, like = self.context.data, self.gradients.array
         adams = [state.adam for state in held]
         # Payloads lie alike in every message of a chunk; (ranks, stretches)
@@ -244,7 +244,7 @@ class OneBitExchange(LocalGradients):
         return RandomKey(self._seed, self.sharded_update.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return also this rank's share of the moments, which all have, and its errors."""
+        """Return the pieces of the base class, this rank's share of the moments, and its errors."""
         context, shares, pieces = self.context, self.shares(), list(super().pieces())
         once = counted(context.layout, context.parts, context.tensor)
         for held in self._all():
@@ -258,14 +258,14 @@ class OneBitExchange(LocalGradients):
         return pieces
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Take note of whose errors a checkpoint has; it may lack them (local)."""
+        """Record the ranks whose errors a checkpoint has; it may lack them (local)."""
         self._before = state.get(FROZEN, 0)
         if not (isinstance(self._before, int) and self._before >= 0):
             raise StorageError(f"the checkpoint says that {self._before!r} ranks had errors of signs; it is damaged")
         return {*super().prepare_restore(state), SERVER, *(f"{WORKER}.{rank}" for rank in range(self._before))}
 
     def wanted(self) -> Sequence[Piece]:
-        """Return also where moments and errors go."""
+        """Return the pieces of the base class, moments and errors, to be restored."""
         context, pieces = self.context, list(super().wanted())
         self._taken = []
         for held in self._all():
@@ -289,7 +289,7 @@ class OneBitExchange(LocalGradients):
         return super().state() | {FROZEN: self.context.data.size if self._is_frozen else 0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there (local)."""
+        """Restore what `state` returned, once the pieces are there (local)."""
         super().restore(state)
         self._is_frozen = state.get(FROZEN, 0) > 0
         for held in self._all():
@@ -305,7 +305,7 @@ class OneBitExchange(LocalGradients):
 
 
 def _rows(sizes: Sequence[int]) -> list[Range]:
-    """Return where messages of these sizes lie one behind the other."""
+    """Return the ranges of messages of these sizes, one behind the other."""
     return places(list(sizes))
 
 

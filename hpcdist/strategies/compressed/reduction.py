@@ -47,7 +47,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # elements: tensors
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """Unit of encoding: ``where`` in the flat space, ``place`` in bytes of its message."""
+    """One payload: its values ``where`` in the flat space, and its ``place`` in bytes of the message."""
 
     where: Range
     place: Range
@@ -55,14 +55,14 @@ class CodedUnit:
 
 @dataclass(frozen=True)
 class CodedMessage:
-    """The payloads of a range, and their bytes together."""
+    """Payloads of a range of the flat space, one for each tensor, and their bytes together."""
 
     units: tuple[CodedUnit, ...]
     nbytes: int
 
 
 class GradientCoder:
-    """Encodes and decodes the gradients of one rank. All of it is local.
+    """Encoder and decoder of the gradients of one rank. All of it is local.
 
     ``rank`` names the streams of this rank among those whose payloads meet. ``feedback`` keeps what is lost, where
     there is one. ``step`` is set before each step to a number that no other step of the run has.
@@ -75,7 +75,7 @@ class GradientCoder:
         self.message = lru_cache(maxsize=None)(self._message)
 
     def _message(self, part: Range) -> CodedMessage:
-        """Return how the payloads of ``part`` lie in a message."""
+        """Return the layout of the payloads of ``part`` in a message."""
         units, offset = [], 0
         for _, where in self.layout.within(part):
             start = align(offset)
@@ -91,7 +91,7 @@ class GradientCoder:
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
         """Write the payload of the ``values`` of one unit."""
         key = self._key(unit)
-        if not is_finite(values):
+        if not is_finite(values):  # the payload decodes to NaN: no scale encodes infinity, and it must not be lost
             self.compressor.poison(payload, key)
         elif self.feedback is None:
             self.compressor.encode(values, payload, key)
@@ -102,12 +102,12 @@ class GradientCoder:
         return RandomKey(self.seed, self.step, self.rank, unit.where.start // _LINE)
 
     def decode(self, payloads: Array, part: Range, out: Array) -> None:
-        """Write what ``payloads`` say of ``part`` to ``out``; padding between tensors is not touched."""
+        """Decode ``payloads`` of ``part`` to ``out``; padding between tensors is not touched."""
         for unit in self.message(part).units:
             self.compressor.decode(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
     def add(self, payloads: Array, part: Range, out: Array) -> None:
-        """Add what ``payloads`` say of ``part`` to ``out``."""
+        """Decode ``payloads`` of ``part`` and add them to ``out``."""
         for unit in self.message(part).units:
             self.compressor.add(payloads[unit.place.slice], out[unit.where.shift(-part.start).slice])
 
@@ -120,11 +120,11 @@ _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class CompressedReduction(Protocol):
-    """Sums float32 gradients in place."""
+    """Sum of float32 gradients over the ranks, in place."""
 
     @property
     def passes(self) -> tuple[float, float]:
-        """The number of times that every value is encoded and decoded by a rank, on average."""
+        """Times that a rank encodes, and decodes, each value, on average."""
         ...
 
     def kept(self, part: Range) -> list[Range]:
@@ -137,7 +137,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Messages of bytes over ``comm``, in segments where it has several nodes. Construction is collective over it."""
+    """Point-to-point messages of bytes, in segments between nodes. Construction is collective over ``comm``."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -155,10 +155,10 @@ class _Messages:
         return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
 
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
-        """Fill the own row by ``encode``, bring all to everybody and ``take`` them in order of ranks. Collective."""
+        """Fill the own row by ``encode``, all-gather, and ``take`` the rows in order of ranks. Collective."""
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
-        encode()
+        encode()  # while the first messages are on their way
         ahead = [(rank + distance) % size for distance in range(1, size)]
         sends = [request for peer in ahead for request in self.send(rows[rank], peer)]
         for peer in range(size):
@@ -168,22 +168,22 @@ class _Messages:
 
 
 class QuantisedReduction:
-    """Every share to its owner, float32 sums, one further encoding, and every sum to everybody."""
+    """Reduce-scatter and all-gather of payloads: owners sum in float32, and encode the sum once more."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Encoded by all but the owner, and once by it; decoded by the owner as often, and once by everybody."""
+        """One encoding, by all but the owner and once by it; as many decodings by the owner, and one by all."""
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def kept(self, part: Range) -> list[Range]:
-        """Return all of it: shares of others, and sums of the own one."""
+        """Return all of ``part``: shares of others are encoded here, and so is the sum of the own one."""
         return [part]
 
     def shares(self, part: Range) -> list[Range]:
-        """Return what each rank owns of ``part`` (local)."""
+        """Return the share of ``part`` that each rank owns (local)."""
         return [share.shift(part.start) for share in split(part.size, self.comm.size, _FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -200,6 +200,8 @@ class QuantisedReduction:
         """
         comm, own = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
+        # Receives of the own share are posted from everybody, then the shares of others are encoded and sent; sums go
+        # in order of ranks, whatever comes first, for the same bits in every run.
         rows = _rows("compressed.arrived", [self.coder.message(own).nbytes] * comm.size, values)
         others = [peer for peer, row in enumerate(rows) if peer != comm.rank and row.size]
         receives = {peer: self._messages.receive(rows[peer], peer) for peer in others}
@@ -211,7 +213,7 @@ class QuantisedReduction:
         wait_all(sends)
 
     def _send_shares(self, values: Array, part: Range, shares: Sequence[Range]) -> list[Request]:
-        """Encode and send the shares of the others, the next rank's first, so that no rank is everybody's first."""
+        """Encode and send the shares of the others, the next rank's first, to spread the load of receivers."""
         comm, sent = self.comm, list[Request]()
         rows = _rows("compressed.outgoing", [self.coder.message(share).nbytes for share in shares], values)
         for distance in range(1, comm.size):
@@ -234,22 +236,22 @@ class QuantisedReduction:
 
 
 class GatheredReduction:
-    """The payloads of all ranks to everybody."""
+    """All-gather of the payloads of all ranks, which every rank sums."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Encoded once, and decoded from every rank."""
+        """One encoding, and one decoding for every rank."""
         return 1.0, float(self.comm.size)
 
     def kept(self, part: Range) -> list[Range]:
-        """Return all of it."""
+        """Return all of ``part``."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values`` (part.size,) in place: zeros, and what each rank sends in order of ranks. Collective."""
+        """Sum ``values`` (part.size,) in place, the payloads of the ranks in their order. Collective."""
         comm = self.comm
         _compare(comm, "gather", self.coder, part, [part])
         rows = _rows("compressed.arrived", [self.coder.message(part).nbytes] * comm.size, values)
@@ -263,7 +265,7 @@ class GatheredReduction:
 
 
 class PayloadAllreduce:
-    """An allreduce of payloads: those of one unit name the same elements on all ranks, so the coder's rank is 0."""
+    """Allreduce of payloads that name the same elements on all ranks, so that the coder's rank is 0."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
         assert coder.compressor.is_linear and coder.rank == 0
@@ -271,11 +273,11 @@ class PayloadAllreduce:
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Encoded once, and the sum decoded once."""
+        """One encoding, and one decoding of the sum."""
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return all of it."""
+        """Return all of ``part``."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -283,6 +285,7 @@ class PayloadAllreduce:
         message, compressor = self.coder.message(part), self.coder.compressor
         payloads = scratch("compressed.arrived", message.nbytes, _BYTES, values)
         self.coder.encode(values, part, payloads)
+        # The parts of the payloads that may be summed as floats, copied into one buffer for one allreduce, and back.
         floats = [compressor.summable(payloads[unit.place.slice]) for unit in message.units]
         total = scratch("compressed.summed", sum(piece.size for piece in floats), _FLOAT32, values)
         ends = np.cumsum([0, *(piece.size for piece in floats)]).tolist()
@@ -306,14 +309,14 @@ def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
 
 
 def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, shares: Sequence[Range]) -> None:
-    """Raise on all ranks unless they are about to do the same, where calls are checked. Collective over ``comm``."""
+    """Raise on all ranks unless all make the same call, where calls are checked. Collective over ``comm``."""
     if comm.checked and comm.size > 1:
         count = f"{part.size} in {len(shares)} shares"
         checks.compare_calls(comm, checks.CollectiveCall(f"compressed {call}", coder.compressor.name, "float32", count))
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the ranks that stand for the same share, one of each node. Collective over ``data``.
+    """Return the ranks with this rank's number in their nodes, one of each node. Collective over ``data``.
 
     Raises ConfigurationError, on every rank, where nodes have different numbers of ranks.
     """
@@ -328,31 +331,32 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction:
-    """Reduction (`CompressedReduction`) that compresses between nodes only; ``way`` sums over `inter_node` ranks."""
+    """Reduction that compresses between nodes only; ``between_nodes`` sums over the ranks of `inter_node`."""
 
-    def __init__(self, data: Communicator, way: CompressedReduction) -> None:
-        self._way = way
+    def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:
+        self._between_nodes = between_nodes
         self._node, self._sharding = data.nodes().intra, SHARDED["ring"]
 
     def _shares(self, part: Range) -> list[Range]:
-        """Return what each rank of the node stands for, from the start of ``part``: whole tensors for factors."""
+        """Return the share of each rank of the node, from the start of ``part``: whole tensors for factors."""
         shares = self._sharding.shares(self._node, part.size, np.dtype(np.float32).itemsize)
-        if not isinstance(self._way, PowerSgdReduction):
+        if not isinstance(self._between_nodes, PowerSgdReduction):
             return shares
-        starts = [where.start - part.start for _, where in self._way.layout.within(part)]
+        # Factors are of whole tensors: each edge between shares moves to the nearest edge of a tensor.
+        starts = [where.start - part.start for _, where in self._between_nodes.layout.within(part)]
         edges = [0, *(min([*starts, part.size], key=lambda at: abs(at - share.stop)) for share in shares[:-1])]
         return [Range(start, stop) for start, stop in pairwise([*edges, part.size])]
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Those of the way between nodes, for a share."""
-        encodes, decodes = self._way.passes
+        """Those of the reduction between nodes, for a share."""
+        encodes, decodes = self._between_nodes.passes
         return encodes / self._node.size, decodes / self._node.size
 
     def kept(self, part: Range) -> list[Range]:
-        """Return what the way between nodes keeps of this rank's share."""
+        """Return the ranges of this rank's share that the reduction between nodes has residuals of."""
         own = self._shares(part)[self._node.rank].shift(part.start)
-        return self._way.kept(own) if own else []
+        return self._between_nodes.kept(own) if own else []
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum ``values`` (part.size,) in place. Collective over the data axis."""
@@ -360,5 +364,5 @@ class InterNodeReduction:
         own = shares[self._node.rank]
         self._sharding.reduce_scatter(self._node, values, shares)
         if own:
-            self._way.allreduce(values[own.slice], own.shift(part.start))
+            self._between_nodes.allreduce(values[own.slice], own.shift(part.start))
         self._sharding.all_gather(self._node, values, shares)

@@ -59,29 +59,31 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of what is encoded, whatever
 class BucketReduction:
     """Sum of the gradients of a rank over the ranks of ``comm``, bucket by bucket.
 
-    ``codes`` holds the state between steps; ``way`` is what sums: itself, or something around it.
+    ``codes`` holds the state between steps; ``reduction`` is what sums: itself, or something around it.
     """
 
     comm: Communicator
     buckets: tuple[Range, ...]
     codes: GradientCoder | PowerSgdReduction
-    way: CompressedReduction
+    reduction: CompressedReduction
 
     def kept(self) -> list[Range]:
         """Return the ranges of which this rank may have residuals, ascending (local)."""
-        parts = [part for bucket in self.buckets for part in self.way.kept(bucket)]
+        parts = [part for bucket in self.buckets for part in self.reduction.kept(bucket)]
         return sorted(parts, key=lambda part: part.start)
 
 
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
-    """Return how ``name`` sums over the data axis of ``context``, without feedback. Collective over it.
+    """Return the sum over the data axis compressed by ``name``, without feedback. Collective over that axis.
 
     Raises ConfigurationError where nodes that ``config`` tells apart have different numbers of ranks.
     """
     comm = inter_node(context.data) if config.across_nodes else context.data
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
-    codes, way = _way(context, comm, buckets, name, config, seed)
-    return BucketReduction(comm, buckets, codes, InterNodeReduction(context.data, way) if config.across_nodes else way)
+    codes, reduction = _reduction(context, comm, buckets, name, config, seed)
+    return BucketReduction(
+        comm, buckets, codes, InterNodeReduction(context.data, reduction) if config.across_nodes else reduction
+    )
 
 
 def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
@@ -103,7 +105,7 @@ def _cut(context: RankContext, name: str, part: Range) -> list[Range]:
     return buckets
 
 
-def _way(
+def _reduction(
     context: RankContext, comm: Communicator, parts: tuple[Range, ...], name: str, config: CompressionConfig, seed: int
 ) -> tuple[GradientCoder | PowerSgdReduction, CompressedReduction]:
     if name in LOW_RANK:

@@ -80,7 +80,7 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, levels: Levels, *, across_nodes: bool) -> list[bool]:
-    """Return whether payloads go over each level and, last, over the replicas. Collective over ``data``.
+    """Return whether each level and, last, the replicas exchange payloads. Collective over ``data``.
 
     Raises ConfigurationError, on every rank, where a level is neither within nodes nor between them.
     """
@@ -99,7 +99,7 @@ def compressed_levels(data: Communicator, levels: Levels, *, across_nodes: bool)
 
 
 def _kind(comm: Communicator | None) -> str:
-    """Return where the ranks of a level are. Collective over ``comm``."""
+    """Return whether the ranks of a level share a node, are on nodes of their own, or both. Collective."""
     if comm is None:
         return "alone"
     nodes = comm.nodes()
@@ -147,11 +147,11 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """Whether some may have to be added to gradients that are not encoded."""
+        """Whether residuals may have to be added to gradients that are not encoded."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Begin to encode the float32 ``gradients`` of a layer; what is owed in plain places is added to them."""
+        """Begin to encode the float32 ``gradients`` of a layer; residuals of its plain parts are added to them."""
         self.feedback.keep()  # what was encoded of it for an earlier micro-batch is done with
         if layer not in self._open:
             self._open.add(layer)
@@ -178,7 +178,7 @@ class StepResiduals(Residuals):
         self._paid.clear()
 
     def settle(self) -> None:
-        """End a step that was given up, if there was one: residuals are those of before it, where they can be."""
+        """Restore, where it can be, the residuals of before a step that was given up, if there was one."""
         if self._saved is not None:
             for layer in self._open:
                 part = self._layers[layer]
@@ -187,7 +187,7 @@ class StepResiduals(Residuals):
         self.keep()
 
     def restored(self) -> None:
-        """Take what was read, of the same number of ranks or another, and of these cuts or others."""
+        """End a restore: residuals may be of another number of ranks, and of other cuts."""
         super().restored()
         self._due = set(self._layers)
 
@@ -196,24 +196,24 @@ _NEAREST = CompressionConfig(error_feedback=True)  # how the catalogue is asked 
 
 
 class CompressedGathers:
-    """Gathers along ``levels`` as ``name`` encodes. Construction is collective over the data axis."""
+    """All-gathers along ``levels``, compressed by ``name``. Construction is collective over the data axis."""
 
     def __init__(self, context: RankContext, levels: Levels, name: str, *, across_nodes: bool) -> None:
         self._levels = levels
         carries = compressed_levels(context.data, levels, across_nodes=across_nodes)
         coder = GradientCoder(context.layout, compressor(name, _NEAREST), 0, 0)
-        self._ways = {
+        self._reductions = {
             level: QuantisedReduction(comm, coder)
             for level, comm in enumerate(levels.comms)
             if comm is not None and carries[level]
         }
         # Whether shards hold what is decoded, and not the weights of their owners.
-        self.keeps_decoded = any(level in self._ways for level in range(PARAMETERS, OPTIMIZER))
+        self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Fill cut ``start`` of a layer from the cuts ``stop`` of the ranks that have them. Collective over them."""
         for level in reversed(range(start, stop)):
-            if level in self._ways:
+            if level in self._reductions:
                 self._decode(store, layer, level)
             else:
                 self._levels.gather(store, layer, level, level + 1)
@@ -226,7 +226,7 @@ class CompressedGathers:
         if store.dtype != FLOAT32:
             values = float32_scratch(store, layer, level, self._levels)
             kernels.widen(store.range(own), values.range(own))
-        self._ways[level].all_gather(values.range(part), part, self._levels.shares_at(layer, level))
+        self._reductions[level].all_gather(values.range(part), part, self._levels.shares_at(layer, level))
         if values is not store:
             for _, where in store.layout.within(part):
                 kernels.round_into(values.range(where), store.range(where))
@@ -236,16 +236,16 @@ _ROUND = 1 << 24  # steps are numbered below it, and how often a layer was summe
 
 
 class CompressedReduceScatters:
-    """Sums along ``levels``. Collective over the data axis, but where it says local; see `CompressedZero`."""
+    """Compressed reduce-scatters along ``levels``. Collective over the data axis, but where it says local."""
 
     def __init__(self, context: RankContext, levels: Levels, name: str, config: CompressionConfig, seed: int) -> None:
         self._levels, self._step = levels, 0
         self._coded = compressed_levels(context.data, levels, across_nodes=config.across_nodes)
-        # Payloads of SUMMED are read as those of rank 0, whoever wrote them.
+        # Payloads of SUMMED compressors are decoded as those of rank 0 on all ranks.
         self.coder = GradientCoder(
             context.layout, compressor(name, config), seed, 0 if name in SUMMED else context.data.rank
         )
-        self._ways = {
+        self._reductions = {
             level: QuantisedReduction(comm, self.coder)
             for level, comm in enumerate(levels.comms)
             if comm is not None and self._coded[level]
@@ -264,10 +264,10 @@ class CompressedReduceScatters:
             self.coder.feedback = self.residuals.feedback
 
     def _plain(self, cuts: Sequence[Range]) -> list[Range]:
-        """Return what this rank never encodes of a layer (local)."""
+        """Return the ranges of a layer that this rank never encodes (local)."""
         parts = [cuts[OPTIMIZER]] if self._of_replicas is None else []
         for level in range(OPTIMIZER):
-            if level not in self._ways:
+            if level not in self._reductions:
                 outer, inner = cuts[level], cuts[level + 1]
                 parts += [Range(outer.start, inner.start), Range(inner.stop, outer.stop)]
         return [part for part in parts if part]
@@ -300,10 +300,10 @@ class CompressedReduceScatters:
                 self.residuals.open(layer, values)
         for level in range(start, stop):
             part = cuts[level]
-            if level not in self._ways:
+            if level not in self._reductions:
                 self._levels.reduce(values, layer, level, level + 1)
             elif part:
-                self._ways[level].reduce_scatter(values.range(part), part, self._levels.shares_at(layer, level))
+                self._reductions[level].reduce_scatter(values.range(part), part, self._levels.shares_at(layer, level))
         own = cuts[OPTIMIZER]
         if stop == OPTIMIZER and self._of_replicas is None:
             self._levels.sum_replicas(values, layer)
@@ -312,7 +312,7 @@ class CompressedReduceScatters:
 
 
 class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
-    """ZeRO whose gradients are summed as ``name`` compresses them, "none" for not at all. Collective as ZeRO is.
+    """ZeRO with gradients compressed by ``name``, "none" for not at all. Collective as ZeRO is.
 
     ``config.parameters`` says how those that are cut are gathered. ``seed`` is that of the run.
     """
@@ -329,7 +329,7 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
         self.residuals = self._fed_back = None if self.sums is None else self.sums.residuals
 
     def _make_parameters(self, own: Sequence[Range]) -> FlatStore:
-        """Return what the owners step: the own cuts alone, where shards are decoded and are no master's copies."""
+        """Return the parameters that owners update: the own cuts apart, where shards are decoded copies."""
         parameters = super()._make_parameters(own)
         if self._asked.parameters == "none":
             return parameters
@@ -348,7 +348,7 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """The parameters that this rank computes with, or gathers: the decoded ones where the weights are elsewhere."""
+        """Parameters that this rank computes with, or gathers: the decoded ones where the weights are elsewhere."""
         return super().parameters if self._shards is None else self._shards
 
     @property
@@ -364,7 +364,7 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
         return self.context.data.size > 1 or (self._fed_back is not None and self._fed_back.are_owed)
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Forget a step that was given up; after `load_initial` or `restore`, bring what is decoded to its shards."""
+        """Undo a step that was given up; after `load_initial` or `restore`, refresh the decoded shards."""
         self._give_up()
         if self.sums is not None:
             self.sums.begin(self.sharded_update.optimizer.count)
@@ -374,7 +374,7 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
         super().begin(operations)
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Take note of the loss scale of the step that begins (local)."""
+        """Record the loss scale of the step that begins (local)."""
         self._loss_scale = loss_scale
 
     def _reduce_scatter(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
@@ -391,29 +391,29 @@ class CompressedZero(ErrorFeedbackExchange, ZeroExchange):
             self.gathered.gather(store, layer, start, stop)
 
     def gather(self, op: Operation) -> None:
-        """Bring a layer together; one that is kept whole from the new cuts, as they are."""
+        """All-gather a layer; one that is kept whole is gathered from the new cuts, uncompressed."""
         layer = self.context.model.stages[op.unit].layer
         if layer not in self._cut_layers:
             self._fetch(layer)
         super().gather(op)
 
     def refresh(self, op: Operation) -> None:
-        """Bring the shard of a layer together from the new cuts, as what is decoded of them."""
+        """Gather the shard of a layer from the new cuts, decoded."""
         self._fetch(self.context.model.stages[op.unit].layer)
         super().refresh(op)
 
     def _fetch(self, layer: int) -> None:
-        """Take the own cut of a layer that is kept, in full or as a shard, from where it was stepped (local)."""
+        """Copy the updated own cut of a layer to where the layer, or its shard, is kept (local)."""
         if self._shards is not None:
             own = self.levels.cuts[layer][OPTIMIZER]
             self._shards.range(own)[...] = self.sharded_update.parameters.range(own)
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over the initial values (local)."""
+        """Load the initial values (local)."""
         super().load_initial(initial)
         self._is_stale = self.gathered is not None and self.gathered.keeps_decoded
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there. Collective over the data axis."""
+        """Restore what `state` returned, once the pieces are there. Collective over the data axis."""
         super().restore(state)
         self._is_stale = self._shards is not None  # working copies were made anew, and brought together

@@ -28,7 +28,7 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 
 @dataclass(frozen=True)
 class PrefetchCounts:
-    """Gathers that were started ahead: those that were there when they were waited for, those that were not.
+    """Gathers that were started ahead, by whether they were complete when they were waited for.
 
     ``exposed_s`` is the time that starting and waiting took.
     """
@@ -39,14 +39,14 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Operations that are under way over the axis ``data``, by any key, and the time that the rank had to wait for.
+    """Collectives under way over the axis ``data``, by any key, and the time that the rank waits for them.
 
     Construction is collective. ``kind`` is one of `nonblocking.KINDS`: with "thread" nothing has to be polled.
     """
 
     def __init__(self, data: Communicator, kind: str) -> None:
         self._progress = engines.begin(data, kind)
-        self.over = self._progress.own  # the communicator that sums: not ``data``, on which others may go on
+        self.over = self._progress.own  # the communicator of the collectives: not ``data``, which others may use
         self.polls = kind == "poll"
         self._under_way: dict[Hashable, Handle] = {}
         self._exposed_s = self._busy_before_s = 0.0
@@ -63,17 +63,17 @@ class BackgroundCollectives:
             self._under_way[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
     def wait(self, key: Hashable) -> None:
-        """Return when the sum that was started under ``key`` is there."""
+        """Wait for the sum that was started under ``key``."""
         with self._exposed():
             self._under_way.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Begin to bring the shares of all ranks together. Collective over the axis, in the same order."""
+        """Begin to all-gather the shares of all ranks. Collective over the axis, in the same order."""
         with self._fetching():
             self._under_way[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
     def wait_gather(self, key: Hashable) -> None:
-        """Return when what was gathered under ``key`` is there; count whether it was there already."""
+        """Wait for the gather of ``key``; count whether it was complete already."""
         with self._fetching():
             handle = self._under_way.pop(key)
             if handle.test():
@@ -83,12 +83,12 @@ class BackgroundCollectives:
                 handle.wait()
 
     def poll(self) -> None:
-        """Move what is under way, without waiting (local)."""
+        """Make progress on what is under way, without waiting (local)."""
         with self._exposed():
             self._progress.progress()
 
     def drain(self) -> None:
-        """Return when nothing is under way (local): then ``over`` may be used by others.
+        """Wait until nothing is under way (local): then ``over`` may be used by others.
 
         What was started is still to be waited for, each by its key.
         """
@@ -110,10 +110,10 @@ class BackgroundCollectives:
         self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
 
     def taken(self) -> tuple[float, float]:
-        """Return, since the last call, the time that this rank gave to what goes on beside, and that it took (local).
+        """Return, since the last call, the exposed and the busy seconds of background collectives (local).
 
-        The first is spent starting, polling and waiting. The second is the time in which the thread was at work,
-        waiting for other ranks included; NaN without a thread: while nobody looks, nobody knows what moves.
+        Exposed is the time spent starting, polling and waiting. Busy is the time in which the thread was at work,
+        waiting for other ranks included; NaN without a thread, where it is not known.
         """
         exposed_s, self._exposed_s = self._exposed_s, 0.0
         busy_s, before_s = self._progress.busy_s, self._busy_before_s
@@ -122,11 +122,11 @@ class BackgroundCollectives:
 
     def fetched(self) -> PrefetchCounts:
         """Return the gathers that were waited for since the last call (local)."""
-        found, self._fetched = self._fetched, PrefetchCounts()
-        return found
+        counts, self._fetched = self._fetched, PrefetchCounts()
+        return counts
 
     def close(self) -> None:
-        """Give the communicator, and the thread, back. Collective."""
+        """Free the communicator, and end the thread. Collective."""
         self._progress.close()
 
 
@@ -134,7 +134,7 @@ Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
 class ExchangeDefaults:
-    """Answers of an exchange that has nothing special to say; see `Exchange`. Local."""
+    """Default answers of an exchange; see `Exchange`. Local."""
 
     accumulates = True
     degrees: ShardingDegrees | None = None
@@ -149,12 +149,17 @@ class ExchangeDefaults:
     fullest: float | None = None
     restores: Collection[str] = ()
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Zero: nothing is read from memory of other ranks."""
+        return 0
+
     def describe(self) -> str:
-        """Return nothing."""
+        """Return "": the replicas make each step together."""
         return ""
 
     def describe_sums(self) -> str:
-        """Return nothing: sums follow the ranks."""
+        """Return "": sums follow the ranks."""
         return ""
 
     def new_consensus_distances(self) -> dict[int, float]:
@@ -162,7 +167,7 @@ class ExchangeDefaults:
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return nothing: the replicas are one model."""
+        """Return none: the replicas are one model."""
         return {}
 
     def summed_gradients(self) -> Iterable[Array]:
@@ -170,11 +175,11 @@ class ExchangeDefaults:
         return ()
 
     def close(self) -> None:
-        """Give nothing back."""
+        """Do nothing: there is nothing to free."""
 
 
 class Exchange(Protocol):
-    """Exchange of an architecture: it turns the gradients of replicas into the next parameters.
+    """Protocol of a strategy: it turns the gradients of replicas into the next parameters.
 
     ``plan`` contributes operations to the step, and ``handlers`` has the function for each kind of them; the
     executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
@@ -183,12 +188,12 @@ class Exchange(Protocol):
 
     algorithm: str  # of the reductions; kept in checkpoints
     lock_step: bool  # whether all ranks make each step together
-    replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
+    replicas_identical: bool  # whether `replica_check` may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
-    degrees: ShardingDegrees | None  # over how many replicas what is cut, where none keeps everything
+    degrees: ShardingDegrees | None  # the sharding degrees; None where every replica keeps everything
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
     gathers: Mapping[int, Sequence[int]]
-    keeps_parameters: bool  # whether they stay from their first use in a step to their last
+    keeps_parameters: bool  # whether gathered parameters stay from their first use in a step to their last
     alternates: bool  # whether gradients of a step go elsewhere than those of the step before
     ahead: int  # how many gathers are started before their turn
     overlap: BackgroundCollectives | None  # the reductions that go on beside the computation, where there are any
@@ -200,6 +205,11 @@ class Exchange(Protocol):
     handlers: Handlers
 
     @property
+    def loaded_bytes(self) -> int:
+        """The bytes that this rank has read from memory that others of its node wrote; never part of those sent."""
+        ...
+
+    @property
     def parameters(self) -> FlatStore:
         """The parameters that this rank keeps between steps."""
         ...
@@ -209,7 +219,7 @@ class Exchange(Protocol):
         ...
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Take note that this rank is about to run ``operations``: a step, or an evaluation.
+        """Prepare for the list ``operations``, a step or an evaluation.
 
         Collective over the data axis, or local.
         """
@@ -242,26 +252,26 @@ class Exchange(Protocol):
         ...
 
     def begin_update(self, scale: float) -> None:
-        """Take note that this step updates, with gradients multiplied by ``scale`` (local)."""
+        """Record that this step updates, with gradients multiplied by ``scale`` (local)."""
         ...
 
     def count_samples(self, own: int, samples: int) -> None:
-        """Take note that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
+        """Record that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
         ...
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Take note that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
+        """Record that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
         ...
 
     def flush(self) -> bool:
-        """Make one state of what the replicas have, where it differs; return whether it did. Collective.
+        """Bring replicas that differ to one state; return whether they differed. Collective.
 
         Called before a run saves or evaluates.
         """
         ...
 
     def describe(self) -> str:
-        """Return how the replicas come together, in words; "" where they make each step together (local)."""
+        """Return the mixing or averaging of the replicas in words; "" where they make each step together (local)."""
         ...
 
     def describe_sums(self) -> str:
@@ -269,7 +279,7 @@ class Exchange(Protocol):
         ...
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the consensus distances, by step, that are new since the last call, and let them go (local)."""
+        """Return the consensus distances, by step, since the last call, and forget them (local)."""
         ...
 
     def consensus(self) -> Mapping[str, float]:
@@ -277,22 +287,22 @@ class Exchange(Protocol):
         ...
 
     def summed_gradients(self) -> Iterable[Array]:
-        """Return the gradients that this rank updates by, summed, part by part (local)."""
+        """Return the summed gradients that this rank updates by, part by part (local)."""
         ...
 
     def close(self) -> None:
-        """Give back what is not memory alone; no step can be made afterwards. Collective over the world."""
+        """Free communicators, windows and threads; no step can be made afterwards. Collective over the world."""
         ...
 
     def finish(self) -> bool:
-        """Bring into the parameters what the last step has left to be done; return whether there was any. Collective.
+        """Apply what the last step has left to be done; return whether there was any. Collective.
 
         Called when the run is complete.
         """
         ...
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over what concerns this rank of the initial values in ``initial``, which are on the host (local)."""
+        """Load this rank's part of the initial values in ``initial``, which are on the host (local)."""
         ...
 
     def pieces(self) -> Sequence[Piece]:
@@ -303,7 +313,7 @@ class Exchange(Protocol):
         ...
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Take note of the ``state`` that will be restored, before `wanted` is asked (local).
+        """Record the ``state`` that will be restored, before `wanted` is called (local).
 
         Returns the kinds of pieces that it may lack: they begin as they are.
         """
@@ -314,11 +324,11 @@ class Exchange(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers that a checkpoint needs beside the pieces: JSON values (local)."""
+        """Return the scalars that a checkpoint needs beside the pieces: JSON values (local)."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there (local)."""
+        """Restore what `state` returned, once the pieces are there (local)."""
         ...
 
 

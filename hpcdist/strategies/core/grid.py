@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a grid is asked for where numpy is not loaded
     from hpcdist.comm.communicator import Communicator
 
 ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
-SHOWN: Final = 4  # of many in a row, the first and the last
+SHOWN: Final = 4  # so many of the first and of the last groups of a long row are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return which ranks compute each stage of the pipeline, and on which of ``nodes``; a line a stage.
+    """Return a line for each stage of the pipeline: its ranks, and their nodes of ``nodes``.
 
     Ranks in brackets compute each layer together. ``nodes`` are the ranks of each node.
     """
@@ -111,7 +111,7 @@ def _few(words: list[str]) -> list[str]:
 
 
 class GridCommunicators:
-    """The communicators along the axes of a grid, split when they are first asked for.
+    """Communicators along the axes of a grid, split when they are first used.
 
     Every rank must ask for the same axis at the same point: the split is collective over ``comm``.
     """

@@ -56,7 +56,7 @@ def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
 
 
 def _numbers(rows: int, columns: int, dtype: "np.dtype[Any]") -> np.ndarray:  # (rows, columns)
-    """Return numbers between -1 and 1 without a pattern, from integers: no generator may change them."""
+    """Return numbers between -1 and 1 without a pattern, made of integers: no random generator changes them."""
     mixed = np.arange(rows * columns, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
     return ((mixed.astype(np.float64) / (1 << 23)) - 1.0).astype(dtype).reshape(rows, columns)
 
@@ -66,7 +66,7 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """The ``count`` logical shards of each step; ``own`` are those that this rank computes, none where it only serves.
+    """The ``count`` logical shards of each step; ``own`` are those of this rank, none where it only serves.
 
     Construction is collective over the world. ``arithmetic`` names the bits that the ranks compute; construction and
     `check` raise ConfigurationError, on all of them, where it is not the same on all ranks or not that of the run so
@@ -91,7 +91,7 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Sum ``losses``, one of each own shard, in the order of the tree, and ``values`` by ``agree``, as they come.
+        """Sum ``losses``, one of each own shard, in the order of the tree, and ``values`` by ``agree``.
 
         Collective, as ``agree`` is.
         """
@@ -101,7 +101,7 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the name of the arithmetic (local)."""
+        """Return the name of the arithmetic, for a checkpoint (local)."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:

@@ -42,38 +42,40 @@ MAXIMUM_OVERFLOWS: Final = 16  # overflows in a row at a scale that cannot be lo
 
 
 class NoLossScale:
-    """No scale: a gradient that is not finite ends the run. Local."""
+    """Loss scale of 1: a gradient that is not finite ends the run. Local."""
 
     scale = 1.0
     skipped = 0
+    skips_overflow = False  # whether a gradient that is not finite skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return whether the step updates; raises NonFiniteError, which says ``step``, where ``norm`` is not finite."""
+        """Return True: the step updates. Raises NonFiniteError, which names ``step``, for a ``norm`` not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: nothing."""
+        """Return nothing for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take nothing back; a checkpoint of scaled steps goes on without a scale."""
+        """Restore nothing; a checkpoint of scaled steps goes on without a scale."""
 
 
 @dataclass
 class FixedLossScale(NoLossScale):
-    """Always the same ``scale``. Local: every rank is told the same norms.
+    """Constant loss scale. Local: every rank sees the same norms.
 
     ``skipped`` counts the steps of the whole run that were given up, ``overflows`` those in a row.
     """
 
+    skips_overflow = True
     scale: float
     skipped: int = 0
     overflows: int = 0
 
     def after(self, step: str, norm: float) -> bool:
-        """Return whether the step updates, which it does where ``norm``, agreed on by all ranks, is finite.
+        """Return whether the step updates: where ``norm``, agreed on by all ranks, is finite.
 
         Raises NonFiniteError after `MAXIMUM_OVERFLOWS` overflows in a row that no lower scale could end.
         """
@@ -87,7 +89,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Take note of a step without overflow."""
+        """Record a step without overflow."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -100,17 +102,17 @@ class FixedLossScale(NoLossScale):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the counts that a checkpoint keeps."""
         return {"skipped": self.skipped, "overflows": self.overflows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, of this kind or another."""
+        """Restore what `state` returned, of this kind or another."""
         self.skipped, self.overflows = int(state.get("skipped", 0)), int(state.get("overflows", 0))
 
 
 @dataclass
 class DynamicLossScale(FixedLossScale):
-    """A scale that doubles after ``interval`` steps without overflow, and halves at the overflow number ``hysteresis``.
+    """Loss scale that doubles after ``interval`` steps without overflow, and halves at overflow ``hysteresis``.
 
     That is in a row, and each further one of the row halves it again, but never below ``least``. ``grown`` counts the
     steps since the last overflow or change, ``stuck`` the overflows in a row at the least scale.
@@ -140,11 +142,11 @@ class DynamicLossScale(FixedLossScale):
             self.scale = max(0.5 * self.scale, self.least)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the scale and the counts that a checkpoint keeps."""
         return super().state() | {"scale": self.scale, "grown": self.grown, "stuck": self.stuck}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned; a run that had no such scale begins with the first one."""
+        """Restore what `state` returned; a run that had no such scale begins with the first one."""
         super().restore(state)
         self.scale = max(float(state.get("scale", self.scale)), self.least)
         self.grown, self.stuck = int(state.get("grown", 0)), int(state.get("stuck", 0))
@@ -162,10 +164,10 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 layers that come and go over the 16-bit stores of an exchange, and of copies. All of it is local.
+    """Float32 layers over the 16-bit stores of an exchange and of tied copies. All of it is local.
 
-    A tensor that another stage uses is owned by one before it: what this rank adds to its gradient is complete when its
-    own stage has gone back or, for a copy of another rank's, when the stage that uses it has.
+    A tied tensor is owned by the first of the stages that use it: the gradient of this rank is complete after the
+    backward of the owning stage or, for a copy of another rank's tensor, after that of the stage that uses it.
     """
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
@@ -191,7 +193,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False  # whether those are there in float32
 
     def begin(self) -> None:
-        """Forget what an earlier list has widened and written."""
+        """Drop the float32 layers of an earlier list."""
         super().begin()
         self._keep(set())
         for unit in self._open:
@@ -224,14 +226,14 @@ class MixedPrecisionViews(ParameterViews):
         self._parameters.clear()
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return where a micro-batch writes the gradients of a stage, in float32."""
+        """Return the float32 views into which a micro-batch writes the gradients of a stage."""
         if unit not in self._gradients:
             self._open.update(self._needs[unit])
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Round the gradients of a stage, those of a micro-batch, into the 16-bit store, or add them to it."""
+        """Round the gradients of a stage into the 16-bit store or, after the first micro-batch, add them."""
         own, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         own.finish()
         wide = self._wide_gradients.at(layer).range(part)
@@ -250,23 +252,23 @@ class MixedPrecisionViews(ParameterViews):
             del self._gradients[user]
 
     def no_backward(self, unit: int) -> None:
-        """Take 16-bit memory where `backward_done` of other ranks does."""
+        """Allocate 16-bit memory where `backward_done` of other ranks does."""
         self._exchange.gradients_at(self._layers[unit])
 
     def complete(self, unit: int) -> None:
-        """Zero the gradients of a stage that no micro-batch has gone back through."""
+        """Zero the gradients of a stage without a backward."""
         if unit not in self._held:
             self._exchange.gradients_at(self._layers[unit]).range(self._ranges[unit])[...] = 0
             self._held.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of copies that no micro-batch has gone back through."""
+        """Zero the gradients of tied copies without a backward."""
         for key in self._copies.keys - self._held_copies:
             self._copies.gradients.view(key)[...] = 0
             self._held_copies.add(key)
 
     def exchanged(self, unit: int) -> None:
-        """Take note that the 16-bit gradients of a stage are the exchange's now."""
+        """Record that the exchange has taken the 16-bit gradients of a stage."""
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
@@ -280,7 +282,7 @@ class MixedPrecisionViews(ParameterViews):
 
 
 def _take_in(working: Array, wide: Array, *, again: bool) -> None:
-    """Round the float32 ``wide`` into ``working`` or, where that holds something ``again``, add it in float32."""
+    """Round the float32 ``wide`` into ``working`` or, with ``again``, add it to what is there in float32."""
     if again:
         kernels.add_rounded(working, wide)
     else:

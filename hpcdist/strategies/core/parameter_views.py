@@ -22,7 +22,7 @@ from hpcdist.strategies.pipeline.tied import TiedCopies
 
 
 class ParameterViews:
-    """Views of what an exchange keeps, bound while its memory stays where it is. All of it is local."""
+    """Views of the stores of an exchange by stage, bound while their memory stays in place. All of it is local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         self._model, self._exchange, self._copies = context.model, exchange, copies
@@ -32,7 +32,7 @@ class ParameterViews:
         self.written: set[str] = set()  # tensors that have a gradient in this step
 
     def begin(self) -> None:
-        """Forget what an earlier list has written."""
+        """Reset the records of an earlier list."""
         self.written.clear()
         self._complete.clear()
         if self._exchange.alternates:
@@ -45,36 +45,36 @@ class ParameterViews:
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return where a stage writes its gradients, or adds them."""
+        """Return the views into which a stage writes its gradients, or adds them."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Take note that a micro-batch has gone back through a stage."""
+        """Record the backward of a micro-batch through a stage."""
 
     def no_backward(self, unit: int) -> None:
-        """Take the memory into which a micro-batch without samples writes nothing: others take theirs here too."""
+        """Allocate the gradients of a micro-batch without samples, as the other ranks do here."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """Zero what no micro-batch has written of a stage, once all have gone back."""
+        """Zero the gradients of a stage that no micro-batch has written, after the last backward."""
         if unit not in self._complete:
             self.gradients(unit).finish()  # or it would be last step's
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero what no micro-batch has written of the tensors that other ranks own."""
+        """Zero the gradients of tied copies that no micro-batch has written."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
     def exchanged(self, unit: int) -> None:
-        """Take note that the gradients of a stage are the exchange's now: the next micro-batch has its own memory."""
+        """Record that the exchange has taken the gradients of a stage: the next micro-batch has its own memory."""
         self._gradients.pop(unit).begin_step()
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Take note that the parameters of a stage, or all, lie elsewhere now."""
+        """Record that the parameters of a stage, or of all, are at another address now."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -86,7 +86,7 @@ class ParameterViews:
 
 
 class TransientLayers:
-    """Whole layers that come and go in memory taken once: at most as many at a time as were ever alive together.
+    """Pool of memory for whole layers that are freed after use: as many blocks as were ever in use at once.
 
     Layers that only their own stage uses share blocks as long as the longest of them. One that others are tied to lives
     long, may be far longer, and has a block of its own. ``units`` are those that ever come; ``over`` joins the ranks
@@ -111,7 +111,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the store of ``layer``; its memory is uninitialised when it was not there (local)."""
+        """Return the store of ``layer``; its memory is uninitialised when it is new (local)."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])
@@ -122,7 +122,7 @@ class TransientLayers:
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
-        """Give the memory of ``layer`` back (local)."""
+        """Return the memory of ``layer`` to the pool (local)."""
         del self._stores[layer]
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 

@@ -33,7 +33,7 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Place of a rank, for the architecture: its communicators, its model, its optimizer and its settings.
+    """Context of a rank, for its strategy: communicators, model, optimizer and settings.
 
     ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
     replica, ``tensor`` those who compute these stages together, each with its part of the tensors, which ``model``
@@ -60,22 +60,22 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """The stages that each rank of the pipeline computes."""
+        """Stages of each rank of the pipeline."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """The stages that this rank computes, by consecutive ones."""
+        """Stages of this rank, as ranges of consecutive ones."""
         return self.placed.of(self.pipeline.rank)
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The stages that this rank computes, in the order of the model; never none."""
+        """Stages of this rank, in the order of the model; never none."""
         return tuple(unit for chunk in self.chunks for unit in chunk)
 
     @property
     def members(self) -> Communicator:
-        """The ranks that compute and serve these stages: the world, but for the replicas in a product."""
+        """Ranks that compute and serve these stages: the world or, in a product of axes, the data axis."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
@@ -95,7 +95,7 @@ class RankContext:
 
     @property
     def parts(self) -> tuple[Range, ...]:
-        """The ranges of the flat space that the stages of this rank take: one, or one for each of its chunks."""
+        """Ranges of the flat space of the stages of this rank: one, or one for each of its chunks."""
         joined: list[Range] = []
         for part in self.ranges.values():
             if joined and joined[-1].stop == part.start:
@@ -117,7 +117,7 @@ class RankContext:
 
     @property
     def agree_algorithm(self) -> str:
-        """The allreduce for a few numbers.
+        """Allreduce algorithm for a few numbers.
 
         They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is. Of a choice by size it
         is that for small buffers, if it suits them on the world too.
@@ -141,7 +141,7 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return how to take memory that the replicas on a node can read, or None where no collective would (local).
+        """Return an allocator of memory that replicas on a node share, None where no collective would use it (local).
 
         What it returns is collective over ``over``, by default ``data``. Buffers that are summed or handed round there
         then need no copy.
@@ -157,7 +157,7 @@ class RankContext:
         return allocate
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
-        """Return the optimizer of ``parts``, with zeroed state, and its master where it has one (local)."""
+        """Return the optimizer of ``parts``, with zeroed state and, for 16-bit parameters, a float32 master (local)."""
         built = optimizers.build(
             self.optimizer,
             self.layout,

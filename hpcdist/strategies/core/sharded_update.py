@@ -29,7 +29,7 @@ from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, su
 
 
 class ShardedUpdate:
-    """Steps ``parameters`` on ``parts`` along the reduced ``gradients``, in the two phases of an optimizer.
+    """Update of ``parameters`` on ``parts`` by the reduced ``gradients``, in the two phases of an optimizer.
 
     ``sharers`` joins the ranks that own the other parts of the same tensors, None where tensors are whole: layer-wise
     rates and the global norm are then exact however tensors are cut. With ``exactly`` they are so to the bit: their
@@ -56,7 +56,8 @@ class ShardedUpdate:
             optimizer.sum_exactly()
         self._tensor = tensor or solo()
         self.counted = counted(gradients.layout, self.parts, self._tensor)
-        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []  # counted by another
+        # Tensors that the tensor axis does not cut are counted by its first rank alone.
+        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
         self.handlers = {
@@ -84,10 +85,11 @@ class ShardedUpdate:
         """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
+        # Sums of digits are exact in any order, and rounded to a float only at the end.
         digits = norms.exact_squares(self.gradients, self.parts)
         if self._sharers is not None:
             collectives.allreduce(self._sharers, digits, self._algorithm)
-        speaks = self._sharers is None or self._sharers.rank == 0
+        speaks = self._sharers is None or self._sharers.rank == 0  # the caller adds up what all ranks return
         return float(exact.rounded(digits)) if speaks else 0.0
 
     def begin_update(self, scale: float) -> None:
@@ -102,24 +104,24 @@ class ShardedUpdate:
 
     def norms(self, op: Operation) -> None:
         """Sum the norms of tensors over those who share them. Collective over the sharers and the tensor axis."""
-        norms = self.optimizer.partial_norms()
+        norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
         sum_norms(norms, self.gradients.layout, self._tensor, self._algorithm)
         self._norms = exact.rounded(norms) if self._exactly else norms
 
     def sum_rows(self, op: Operation) -> None:
-        """Sum what the ranks of the tensor axis have of gradients of tensors that are not cut. Collective over it."""
+        """Sum the ranks' gradients of tensors that the tensor axis does not cut. Collective over it."""
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:
-        """Step the parameters (local)."""
+        """Update the parameters along the directions (local)."""
         assert op.range is not None
         self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
 
     @property
     def master(self) -> MasterWeights | None:
-        """The optimizer where it keeps float32 weights of its own, and the parameters are their 16-bit copies."""
+        """Optimizer with float32 master weights, where the parameters are their 16-bit copies; else None."""
         return self.optimizer if isinstance(self.optimizer, MasterWeights) else None
 
     def slots(self) -> dict[str, FlatStore]:
@@ -162,11 +164,11 @@ class ShardedUpdateExchange(ExchangeDefaults):
 
     @property
     def weights(self) -> FlatStore:
-        """The parameters that a checkpoint keeps: never a rounded copy."""
+        """Parameters that a checkpoint keeps: never a rounded copy."""
         return self.parameters if self.sharded_update.master is None else self.sharded_update.master.weights
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Nothing has to be known of a list before it runs (local)."""
+        """Do nothing: no list has to be known before it runs (local)."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the one store of parameters."""
@@ -177,7 +179,7 @@ class ShardedUpdateExchange(ExchangeDefaults):
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return the share of the owned parts: together they are the model, once."""
+        """Return the squared norm of the owned parts: those of all owners add up to that of the model."""
         return self.sharded_update.norm_squared()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
@@ -197,21 +199,21 @@ class ShardedUpdateExchange(ExchangeDefaults):
         self.sharded_update.begin_update(scale)
 
     def count_samples(self, own: int, samples: int) -> None:
-        """Sums over the replicas need no weights (local)."""
+        """Do nothing: sums over the replicas need no weights (local)."""
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Sums of scaled gradients are scaled sums (local)."""
+        """Do nothing: sums of scaled gradients are scaled sums (local)."""
 
     def flush(self) -> bool:
-        """All replicas have the same."""
+        """Return False: the replicas are the same already."""
         return False
 
     def finish(self) -> bool:
-        """Nothing is left to be done between steps."""
+        """Return False: no step leaves work behind."""
         return False
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over the initial values; working copies are their 16-bit rounding."""
+        """Load the initial values; working copies are their 16-bit rounding."""
         self.weights.copy_from(initial)
         if self.sharded_update.master is not None:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
@@ -237,7 +239,7 @@ class ShardedUpdateExchange(ExchangeDefaults):
         return self.sharded_update.optimizer.state() | (self.shards.state() if self.shards is not None else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock, and make working copies anew. Collective over the data axis then."""
+        """Restore the optimizer's clock, and make working copies anew. Collective over the data axis then."""
         if self.shards is not None:
             self.shards.check(state)
         self.sharded_update.optimizer.restore(dict(state))
@@ -246,4 +248,4 @@ class ShardedUpdateExchange(ExchangeDefaults):
             self.spread()
 
     def spread(self) -> None:
-        """Bring the parameters of the owned parts to all who keep them: here each rank has made its own (local)."""
+        """Send the owned parts to all ranks that keep them: here each rank has updated its own (local)."""

@@ -24,7 +24,7 @@ _EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 
 @dataclass(frozen=True, kw_only=True)
 class DecentralisedConfig:
-    """Section ``[decentralised]``: the way in which replicas that take steps of their own come together again.
+    """Section ``[decentralised]``: mixing and averaging of replicas that make steps of their own.
 
     Of the strategy gossip: after each step a rank takes a weighted mean of its parameters and those of its neighbours
     on ``graph`` (see `hpcdist.strategies.decentralised.gossip`); ``edges``, such as "0-1, 1-2", are those of the graph

@@ -45,7 +45,7 @@ _NOTHING: Final = 1e-12  # below it an eigenvalue is what rounding left of zero
 
 @dataclass(frozen=True)
 class Graph:
-    """``rounds`` of mixing that follow each other, again and again: for each rank what it takes from whom.
+    """Mixing graph: ``rounds`` in turns, in each of which a rank takes from its sources with their weights.
 
     A complete graph has none: its mean is that of all. ``gap`` is 1 - rho, in the geometric mean of several rounds; NaN
     where it was too much work.
@@ -58,13 +58,13 @@ class Graph:
 
     @property
     def degree(self) -> int:
-        """The most ranks that one rank takes from in a step."""
+        """Largest number of ranks that one rank takes from in a step."""
         if not self.rounds:
             return self.size - 1
         return max(len(taken) for rows in self.rounds for taken in rows)
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return what ``rank`` takes in round ``number``, by ascending rank."""
+        """Return the sources of ``rank`` in round ``number``, by ascending rank."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
@@ -72,7 +72,7 @@ class Graph:
         return [other for other, taken in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in taken)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)
-        """Return W of round ``number``: row i says what the mean of rank i consists of."""
+        """Return W of round ``number``: row i has the weights of the mean of rank i."""
         if not self.rounds:
             return np.full((self.size, self.size), 1.0 / self.size)
         return _matrix(self.rounds[number])
@@ -115,11 +115,13 @@ def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[
     taken = tuple(tuple(_neighbours(rank, shape, steps) for rank in range(size)) for steps in rounds)
     eigenvalues = np.ones(shape, np.complex128)
     for rows in taken:
+        # All rows of a (block) circulant matrix are shifts of the first, so its eigenvalues are the transform of it.
         first = np.zeros(size)
         first[0] = 1.0 - sum(weight for _, weight in rows[0])
         for peer, weight in rows[0]:
             first[peer] = weight
         eigenvalues *= np.fft.fftn(first.reshape(shape))
+    # Without the eigenvalue 1 of the mean, which is the first; several rounds count in their geometric mean.
     rho = float(np.abs(eigenvalues).reshape(-1)[1:].max(initial=0.0))
     return Graph(name, size, taken, 1.0 - (rho if rho > _NOTHING else 0.0) ** (1.0 / len(rounds)))
 
@@ -147,6 +149,7 @@ def _of_edges(size: int, edges: Sequence[tuple[int, int]]) -> Graph:
             f"decentralised.edges: the graph of {size} ranks is not connected: {named} never hear of each other; "
             "add an edge between them"
         )
+    # Metropolis weights: symmetric, so doubly stochastic with what is left on the diagonal, whatever the degrees.
     rows = tuple(tuple((peer, 1.0 / (1 + max(len(own), len(peers[peer])))) for peer in sorted(own)) for own in peers)
     gap = math.nan
     if size <= MOST_FOR_A_GAP:
@@ -185,7 +188,7 @@ BLOCK: Final = 1 << 14  # elements of each replica that are mixed at a time: the
 
 
 class NeighbourMixing:
-    """Mixes ``parameters`` of this rank with those of its neighbours. Construction is collective over the data axis.
+    """Mixing of ``parameters`` with those of neighbours. Construction is collective over the data axis.
 
     ``start`` and ``wait`` are called by all ranks in the same round; in between the parameters must not change.
     """
@@ -202,8 +205,9 @@ class NeighbourMixing:
         self._under_way: list[Request] = []
 
     def start(self, number: int) -> None:
-        """Begin to send and to receive what round ``number`` mixes."""
+        """Begin to send and to receive the parameters of round ``number``."""
         sources, targets = self._rounds[number % len(self._rounds)]
+        # Receives before sends: a message that finds its receive goes straight to its place. The tag is the bucket.
         for tag, part in enumerate(self._ranges):
             for (peer, _), store in zip(sources, self._arrived, strict=False):
                 self._under_way.append(self._comm.irecv(store.range(part), peer, tag))
@@ -212,17 +216,17 @@ class NeighbourMixing:
             self._under_way += [self._comm.isend(own, peer, tag) for peer in targets]
 
     def poll(self) -> None:
-        """Let what is under way move (local)."""
+        """Make progress on the messages under way (local)."""
         self._under_way = [request for request in self._under_way if not request.test()]
 
     def wait(self) -> None:
-        """Return when all has come and gone."""
+        """Wait for all messages of the round."""
         for request in self._under_way:
             request.wait()
         self._under_way.clear()
 
     def combine(self, number: int) -> None:
-        """Turn the parameters into the weighted mean of round ``number`` (local).
+        """Replace the parameters by the weighted mean of round ``number`` (local).
 
         As x + sum_j w_j (x_j - x), in the order of the ranks: where all are equal the mean is exact, however the
         weights are rounded, and what one rank of a pair gains, the other loses.
@@ -234,6 +238,7 @@ class NeighbourMixing:
             for block in cut(part, max(1, longest)):
                 own = self._parameters.range(block)
                 theirs = [store.range(block) for store, _ in zip(self._arrived, sources, strict=False)]
+                # All differences come before the first sum: they are to ``own`` as it was.
                 for values, (_, weight) in zip(theirs, sources, strict=True):
                     xp.subtract(values, own, out=values)
                     values *= values.dtype.type(weight)
@@ -245,7 +250,7 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # each of them may end a ste
 
 
 class GossipExchange(Replicas):
-    """D-PSGD on the graph of ``config``. Collective over the data axis, but for what is said to be local."""
+    """D-PSGD on the graph of ``config``. Collective over the data axis, but where it says local."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)
@@ -259,7 +264,7 @@ class GossipExchange(Replicas):
         mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
         together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
         handlers = {**self.handlers, **together}
-        self.handlers = handlers | {kind: self._then_look(handlers[kind]) for kind in LAST if kind in handlers}
+        self.handlers = handlers | {kind: self._measured_after(handlers[kind]) for kind in LAST if kind in handlers}
 
     def plan(self) -> list[Operation]:
         """Return the local step, with the messages before it or behind it."""
@@ -276,7 +281,7 @@ class GossipExchange(Replicas):
         return [keep, agree, *directions, apply, start, wait, mix]
 
     def count_samples(self, own: int, samples: int) -> None:
-        """Take note of the round that the step mixes in (local)."""
+        """Record the round that the step mixes in (local)."""
         self._round = self.step
 
     def start(self, op: Operation) -> None:
@@ -285,12 +290,12 @@ class GossipExchange(Replicas):
         self._mixing.start(self._round)
 
     def poll(self, op: Operation) -> None:
-        """Move what was started (local)."""
+        """Make progress on what was started (local)."""
         assert self._mixing is not None
         self._mixing.poll()
 
     def wait(self, op: Operation) -> None:
-        """Return when the neighbours' parameters are here, and the own ones there."""
+        """Wait for the neighbours' parameters, and until the own ones are sent."""
         assert self._mixing is not None
         self._mixing.wait()
 
@@ -303,16 +308,16 @@ class GossipExchange(Replicas):
         """Replace the parameters by their mean over all ranks: mixing on the complete graph."""
         self.average(self.parameters)
 
-    def _then_look(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
-        """Return ``handler`` with a look at the consensus distance behind the last operation of a step."""
+    def _measured_after(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
+        """Return ``handler`` with a measurement of the consensus distance after the last operation of a step."""
 
-        def carry_out(op: Operation) -> None:
+        def measure_after(op: Operation) -> None:
             handler(op)
             every = self.config.report_every
             if op == self._last and every and self.step % every == 0:
                 self.measure()
 
-        return carry_out
+        return measure_after
 
     def consensus(self) -> Mapping[str, float]:
         """Return the spectral gap of the graph, and the last consensus distance (local)."""

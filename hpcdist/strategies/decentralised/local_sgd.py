@@ -32,7 +32,7 @@ OUTER: Final = "optimizer.outer"  # the kind of its velocity in a checkpoint
 
 
 class OuterOptimizer:
-    """The outer optimizer: the same state on every rank. Local."""
+    """Outer optimizer, with the same state on every rank. Local."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
@@ -40,11 +40,11 @@ class OuterOptimizer:
         self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
-        """Take ``parameters`` for those from which the local steps begin."""
+        """Keep ``parameters`` as the start of the local steps."""
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
-        """Turn ``parameters``, the mean of the replicas, into those from which the next local steps begin."""
+        """Replace ``parameters``, the mean of the replicas, by the start of the next local steps."""
         start, difference = self._start.array, parameters.array
         namespace(start).subtract(start, difference, out=difference)
         if self._momentum:
@@ -57,7 +57,7 @@ class OuterOptimizer:
 
 
 class LocalSgdExchange(Replicas):
-    """Averaging every ``config.period`` steps. Collective over the data axis, but for what is said to be local."""
+    """Averaging every ``config.period`` steps. Collective over the data axis, but where it says local."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)
@@ -68,7 +68,7 @@ class LocalSgdExchange(Replicas):
         self.handlers = {**self.handlers, Kind.AVERAGE: self.replace_by_mean}
 
     def plan(self) -> list[Operation]:
-        """Return the local step, and the averaging that is due in some of them."""
+        """Return the local step, and AVERAGE, which is due in some of the steps."""
         part = self.context.part
         return [
             Operation(Kind.KEEP, range=part),
@@ -78,7 +78,7 @@ class LocalSgdExchange(Replicas):
         ]
 
     def count_samples(self, own: int, samples: int) -> None:
-        """Take note of how many of the samples of the step are this rank's (local)."""
+        """Record how many of the samples of the step are this rank's (local)."""
         self.factor = samples / own if own else 0.0
         before = self._weights if self._steps else (0, 0)
         self._weights = before[0] + own, before[1] + samples
@@ -118,12 +118,12 @@ class LocalSgdExchange(Replicas):
                 self.average(moments, weight, total)
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
+        """Load the initial values."""
         super().load_initial(initial)
         self._begin()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock, and begin a period from the restored parameters."""
+        """Restore the optimizer's clock, and begin a period from the restored parameters."""
         super().restore(state)
         self._begin()
 
@@ -133,11 +133,11 @@ class LocalSgdExchange(Replicas):
             self._outer.begin(self.parameters)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """A run that took no outer steps so far begins them at rest (local)."""
+        """Return the outer velocity: a checkpoint may lack it, and it begins at rest (local)."""
         return (OUTER,)
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return what is saved beside the parameters, by kind (local)."""
+        """Return the stores that are saved beside the parameters, by kind (local)."""
         return super().kept() | (self._outer.slots if self._outer is not None else {})
 
     def describe(self) -> str:

@@ -72,7 +72,7 @@ def average(
 
 
 class Replicas(ShardedUpdateExchange):
-    """Replicas that step by their own gradients. A subclass says by which factor, and how they come together.
+    """Base of replicas that update by their own gradients. A subclass adds their factor, and the averaging.
 
     ``distances`` has the consensus distance of steps after which it was measured, until somebody takes it; the same
     everywhere.
@@ -96,18 +96,18 @@ class Replicas(ShardedUpdateExchange):
 
     @property
     def step(self) -> int:
-        """The number of updates, the begun one included: that of the step under way once it updates."""
+        """Number of updates; once it updates, that of the step under way."""
         return self.sharded_update.optimizer.count
 
     def plan(self) -> list[Operation]:
-        """Return the local step, and how the replicas come together before it or behind it."""
+        """Return the local step, and the mixing or averaging before or after it."""
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
         """Leave the gradients as they are (local)."""
 
     def norm_squared(self) -> float:
-        """Return this rank's part of the mean over the ranks of the squared norms of what they step by."""
+        """Return this rank's share of the mean of the squared norms of the ranks' own gradients."""
         self._norm_squared = self.sharded_update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
@@ -126,12 +126,12 @@ class Replicas(ShardedUpdateExchange):
         )
 
     def note(self, squares: np.ndarray) -> None:
-        """Keep the consensus distance after this step, given what `average` of the parameters returned. Collective."""
+        """Record the consensus distance of this step, from the squares that `average` returned. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the consensus distances, by step, that are new since the last call, and let them go (local)."""
+        """Return the consensus distances, by step, since the last call, and forget them (local)."""
         new, self.distances = self.distances, {}
         return new
 
@@ -159,7 +159,7 @@ class Replicas(ShardedUpdateExchange):
         return pieces_of({"parameters": self.parameters, **self.kept()}, [mine])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return what is saved beside the parameters, by kind (local)."""
+        """Return the stores that are saved beside the parameters, by kind (local)."""
         return self.sharded_update.slots()
 
     def wanted(self) -> Sequence[Piece]:
@@ -171,5 +171,5 @@ class Replicas(ShardedUpdateExchange):
         return {"spectral_gap": math.nan, "consensus_distance": self.distance}
 
     def describe(self) -> str:
-        """Return how the replicas come together, in words (local)."""
+        """Return the averaging or mixing of the replicas in words (local)."""
         raise NotImplementedError

@@ -15,8 +15,8 @@ that encodes and decodes for every worker. For another number of servers they ar
 alike: each piece of a tensor is encoded by itself, with its own scale. Colocated servers are other bits than
 dedicated ones, since what a rank serves itself is not encoded.
 
-Error feedback is the worker's or, where one speaks for a node, that one's: what is lost is kept by whoever encodes,
-for all ranges, so that other servers may serve them after a restore. What is then owed of a range that the rank
+Residuals of error feedback are those of the rank that encodes, a worker or the one that speaks for its node, and of
+all ranges, so that other servers may serve them after a restore. What is then owed of a range that the rank
 serves itself now is paid in full with its next gradient. Mirrors get float32 sums, as without compression; residuals
 are not mirrored. In the first ``compression.warmup_steps`` updates gradients travel as they are.
 """
@@ -55,19 +55,19 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """See `transport.Transport`. Making it is collective over the world.
+    """Message transport (`transport.Transport`) of payloads. Construction is collective over the world.
 
     What is pushed is encoded by ``coder`` where the step ``compresses``; gradients are then multiplied by
     ``loss_scale``. ``owes``: there may be residuals of ranges that this rank serves.
     """
 
-    def __init__(self, site: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
+    def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
         self.coder, self.compresses, self.loss_scale, self.owes = coder, compresses, 1.0, False
-        super().__init__(site)
+        super().__init__(topology)
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Take note of how the gradients of the next step travel, as all ranks do (local)."""
+        """Record whether the gradients of the next step are compressed, the same on all ranks (local)."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()
@@ -75,9 +75,9 @@ class PayloadTransport(MessageTransport):
     def _receiver(self) -> ReceiveQueue:
         if not self.compresses:
             return super()._receiver()
-        sizes = [self.coder.message(part).nbytes for part in self.site.own]
+        sizes = [self.coder.message(part).nbytes for part in self.topology.own]
         order = [(size, worker) for size in sizes if size for worker in self._heard()]
-        return ReceiveQueue(self.comm, order, _BYTES, self.site.context.on)
+        return ReceiveQueue(self.comm, order, _BYTES, self.topology.context.on)
 
     def push(self, part: Range) -> None:
         """Encode the gradients of a range and begin to send them, unless this rank serves it."""
@@ -85,10 +85,10 @@ class PayloadTransport(MessageTransport):
             super().push(part)
             return
         self._arrivals.begin()
-        gradients, server = self.gradients.range(part), self.site.owners[part]
+        gradients, server = self.gradients.range(part), self.topology.owners[part]
         if self._node is not None:
             reduce_to_leader(self._node, gradients)
-        if not self.speaks or server == self.site.rank:
+        if not self.speaks or server == self.topology.rank:
             return
         payload = self._payload(part)
         if payload.size:
@@ -96,11 +96,11 @@ class PayloadTransport(MessageTransport):
             self._sent.append(self.comm.isend(payload, server, GRADIENT))
 
     def _payload(self, part: Range) -> Array:
-        """Return where the payloads of ``part`` are written: they stay there until `settle` (local)."""
+        """Return the memory for the payloads of ``part``, which stay there until `settle` (local)."""
         if not self._payloads:
-            leaving = [leaving_part for leaving_part, server in self.site.messages if server != self.site.rank]
+            leaving = [leaving_part for leaving_part, server in self.topology.messages if server != self.topology.rank]
             sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
-            whole = segments.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.site.context.on))
+            whole = segments.count_in_ledger(backend.empty(sum(map(align, sizes)), _BYTES, self.topology.context.on))
             start = 0
             for leaving_part, size in zip(leaving, sizes, strict=True):
                 self._payloads[leaving_part] = whole[start : start + size]
@@ -108,7 +108,7 @@ class PayloadTransport(MessageTransport):
         return self._payloads[part]
 
     def collect(self, part: Range) -> None:
-        """Sum what is pushed of an own range over the workers that speak, the first one's first."""
+        """Sum the pushes of an own range over the speaking workers, in their order."""
         if not self.compresses:
             super().collect(part)
             return
@@ -121,13 +121,13 @@ class PayloadTransport(MessageTransport):
         with_loss_scale(total, gradients, self.loss_scale)
 
     def _add_all(self, part: Range, total: Array) -> None:
-        """Sum the workers' payloads, and what is in ``total`` if this rank is one of them, into it."""
+        """Add the workers' payloads to ``total``, which holds this rank's own gradients, if it is a worker."""
         message, place = self.coder.message(part), total
-        if self.speaks and self.speakers[0] != self.site.rank:  # its turn comes later
+        if self.speaks and self.speakers[0] != self.topology.rank:  # its turn comes later
             place = scratch("parameter_server.sum", total.size, total.dtype, total)
         is_first = True
         for worker in self.speakers if message.nbytes else ():
-            if worker == self.site.rank:
+            if worker == self.topology.rank:
                 for unit in () if is_first else message.units:
                     where = unit.where.shift(-part.start).slice
                     total[where] += place[where]
@@ -139,7 +139,7 @@ class PayloadTransport(MessageTransport):
             is_first = False
 
     def _pay(self, part: Range, values: Array) -> None:
-        """Add to own gradients all that is owed of a range that this rank serves: it need not travel (local)."""
+        """Add the residuals of a range that this rank serves in full: its own gradients do not travel (local)."""
         if self.owes and self.coder.feedback is not None:
             owed = self.coder.feedback.compensate(part, values)
             values[...] = owed
@@ -157,14 +157,14 @@ class PushCompression:
 
 @dataclass(frozen=True)
 class PushingWorker:
-    """One of the ``size`` workers that speak to servers."""
+    """Number of a worker among the ``size`` workers that send to servers."""
 
     rank: int
     size: int
 
 
 class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
-    """Workers push payloads, servers sum what they say in float32, workers pull. Collective over the world."""
+    """Parameter server in lock-step with compressed pushes. Collective over the world."""
 
     def __init__(
         self,
@@ -178,21 +178,21 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
         config = self.config = compression.config
         encoder = compressor(compression.name, config)
 
-        def carry(site: ServerTopology) -> PayloadTransport:
+        def carry(topology: ServerTopology) -> PayloadTransport:
             coder = GradientCoder(context.layout, encoder, compression.seed, 0)
-            return PayloadTransport(site, coder, compresses=config.warmup_steps == 0)
+            return PayloadTransport(topology, coder, compresses=config.warmup_steps == 0)
 
         super().__init__(context, roles, servers, carry=carry, mirrored=mirrored)
         assert isinstance(self.transport, PayloadTransport)
         self._payloads, self._coder = self.transport, self.transport.coder
         speakers, speaks = self._payloads.speakers, self._payloads.speaks
-        voice = PushingWorker(speakers.index(self.site.rank) if speaks else 0, len(speakers))
+        speaker = PushingWorker(speakers.index(self.topology.rank) if speaks else 0, len(speakers))
         if compression.name not in SUMMED:  # which draw the same indices on all ranks
-            self._coder.rank = voice.rank
+            self._coder.rank = speaker.rank
         if config.error_feedback:
             can_roll_back = context.working is not None  # else a norm that is not finite ends the run
             parts = context.parts if speaks else ()
-            self.residuals = Residuals(context, voice, parts, can_roll_back=can_roll_back)
+            self.residuals = Residuals(context, speaker, parts, can_roll_back=can_roll_back)
             self._coder.feedback = self.residuals.feedback
 
     @property
@@ -201,27 +201,27 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
         return self.sharded_update.optimizer.count >= self.config.warmup_steps
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Forget a step that was given up (local)."""
+        """Undo the encoding of a step that was given up (local)."""
         self._give_up()
         self._coder.step = self.sharded_update.optimizer.count
         self._payloads.begin(compresses=self.is_compressing)
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Take note of the loss scale of the step that begins (local)."""
+        """Record the loss scale of the step that begins (local)."""
         self._payloads.loss_scale = loss_scale
 
     def push(self, op: Operation) -> None:
-        """Begin to bring the gradients of a range to their server."""
+        """Begin to send the gradients of a range to their server."""
         self._is_open = True
         super().push(op)
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step: what was encoded of its gradients counts."""
+        """Begin the update of the step, and commit its residuals."""
         if self._payloads.compresses:
             self._payloads.owes = False
         super().begin_update(scale)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, once the pieces are there."""
+        """Restore what `state` returned, once the pieces are there."""
         super().restore(state)
         self._payloads.owes = True

@@ -38,7 +38,7 @@ IN_PRODUCTS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
-    """Section ``[parameter_server]``: the servers, and the distance between workers.
+    """Section ``[parameter_server]``: servers, placement, consistency and transport.
 
     ``dedicated``: the last ``servers`` ranks only serve, the others only compute (0: one server). ``colocated``: every
     rank computes and the first ``servers`` ranks serve too (0: all).
@@ -70,12 +70,12 @@ class ParameterServerConfig:
 
     @property
     def bound(self) -> float:
-        """The number of steps that a worker may be ahead of the slowest."""
+        """Number of steps that a worker may be ahead of the slowest."""
         return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
 
     @property
     def described(self) -> str:
-        """The consistency in a few words."""
+        """Consistency in a few words."""
         if self.backup_workers:
             return f"bsp, {self.backup_workers} backup worker{'s' if self.backup_workers > 1 else ''}"
         aware = ", rate by staleness" if self.staleness_aware else ""

@@ -48,7 +48,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 
 
 class LockStepExchange(ShardedUpdateExchange):
-    """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
+    """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
 
     Workers and servers are `RankContext.members`: with a pipeline or tensor axis each place on it has servers of its
     own, and what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
@@ -78,24 +78,24 @@ class LockStepExchange(ShardedUpdateExchange):
                 "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
                 "parameter_server.servers to 2 or more, or mirrored = false"
             )
-        self.site = ServerTopology(
+        self.topology = ServerTopology(
             context, roles, context.members.dup("parameters"), 0 if shards is None else shards.count
         )
-        self.works, self.serves = self.site.works, self.site.serves
+        self.works, self.serves = self.topology.works, self.topology.serves
         self.replicas_identical = self.works
-        self.transport = (carry or TRANSPORTS[transport])(self.site)
+        self.transport = (carry or TRANSPORTS[transport])(self.topology)
         stores = self.transport.parameters, self.transport.gradients
-        parts = self.site.parts(self.site.rank) if self.serves else []
+        parts = self.topology.parts(self.topology.rank) if self.serves else []
         self.sharded_update = ShardedUpdate(
             *(*stores, context.build_optimizer(parts), parts, servers, context.agree_algorithm),
             exactly=shards is not None,
             tensor=context.tensor,
         )
         self.mirrored = mirrored
-        self.mirror = Mirror(self.site, servers, self.sharded_update) if mirrored and servers is not None else None
-        self._within = {part: [part] for part, _ in self.site.messages}
+        self.mirror = Mirror(self.topology, servers, self.sharded_update) if mirrored and servers is not None else None
+        self._within = {part: [part] for part, _ in self.topology.messages}
         for layer in context.ranges.values() if shards is not None else ():
-            self._within[layer] = [part for part, _ in self.site.messages if part.intersect(layer)]
+            self._within[layer] = [part for part, _ in self.topology.messages if part.intersect(layer)]
         self._last = self.plan()[-1]
         self.handlers: Handlers = {
             Kind.ADD: self.add,
@@ -109,13 +109,13 @@ class LockStepExchange(ShardedUpdateExchange):
 
     @property
     def loaded_bytes(self) -> int:
-        """The bytes read so far of memory that others of the node wrote; not part of the sent ones (local)."""
+        """Bytes read so far from memory that others of the node wrote; not part of the sent ones (local)."""
         return self.transport.loaded_bytes
 
     def plan(self) -> list[Operation]:
-        """Return what this rank does as a worker, as a server, or as both."""
-        ranges = [part for part, _ in self.site.messages] if self.works else []
-        own = self.site.own
+        """Return the operations of this rank as a worker, as a server, or as both."""
+        ranges = [part for part, _ in self.topology.messages] if self.works else []
+        own = self.topology.own
         return [
             *(self._pushes() if self.works else []),
             *(Operation(Kind.COLLECT, range=part) for part in own),
@@ -127,19 +127,19 @@ class LockStepExchange(ShardedUpdateExchange):
         ]
 
     def _pushes(self) -> list[Operation]:
-        """Return how a worker's gradients get to the servers: whole layers where each shard's are to be freed."""
+        """Return PUSH of each message; with logical shards ADD and PUSH of whole layers."""
         if self.shards is None:
-            return [Operation(Kind.PUSH, range=part) for part, _ in self.site.messages]
+            return [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
         layers = sorted(self.context.ranges.values(), reverse=True)
         return [Operation(kind, range=layer) for kind in (Kind.ADD, Kind.PUSH) for layer in layers]
 
     def add(self, op: Operation) -> None:
-        """Take in the gradients of a logical shard, which the next one overwrites (local)."""
+        """Add the gradients of a logical shard to the partial sums, before the next one overwrites them (local)."""
         assert op.range is not None and self.transport.partials is not None
         self.transport.partials.add(op.microbatch, op.range)
 
     def push(self, op: Operation) -> None:
-        """Begin to bring the gradients of a range to their server; they must stay until `agree`."""
+        """Begin to send the gradients of a range to their server; they must stay until `agree`."""
         assert op.range is not None
         if self.shards is not None:
             self.add(op)
@@ -154,37 +154,37 @@ class LockStepExchange(ShardedUpdateExchange):
             self.mirror.forward(op.range)
 
     def publish(self, op: Operation) -> None:
-        """Begin to bring the new values of an own range to the workers."""
+        """Begin to send the new values of an own range to the workers."""
         assert op.range is not None
         self.transport.publish(op.range)
         self._settle(op)
 
     def follow(self, op: Operation) -> None:
-        """Take the step of a server that this one mirrors."""
+        """Make the update of the server that this one mirrors."""
         assert self.mirror is not None
         self.mirror.follow(op)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
-        """Take the new values of a range from its server."""
+        """Receive the new values of a range from its server."""
         assert op.range is not None
         self.transport.pull(op.range)
         self._settle(op)
 
     def _settle(self, op: Operation) -> None:
-        """With the last operation of a step nothing is under way any more."""
+        """Wait for all that is under way, after the last operation of a step."""
         if op == self._last:
             self.transport.settle()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum ``values`` over the world, in place; what this rank pushed has then arrived. Collective."""
+        """Sum ``values`` over the world, in place; the pushes of this rank have arrived then. Collective."""
         self.transport.settle()
         if self.mirror is not None:
             self.mirror.settle()
         return super().agree(values)
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step, on the mirror too."""
+        """Begin the update of the step, also on the mirror."""
         super().begin_update(scale)
         if self.mirror is not None:
             self.mirror.begin_update(scale)
@@ -192,14 +192,14 @@ class LockStepExchange(ShardedUpdateExchange):
             self.transport.expect()
 
     def recover(self, server: int) -> None:
-        """Rebuild what the rank ``server`` served and mirrored, bit for bit, from the others, and pull everywhere.
+        """Rebuild the state that the rank ``server`` served and mirrored, bit for bit, and pull everywhere.
 
         Collective over the world, between steps. Raises UsageError where nobody mirrors that rank.
         """
-        if not self.mirrored or server not in self.site.roles.servers:
+        if not self.mirrored or server not in self.topology.roles.servers:
             raise UsageError(
                 f"rank {server} cannot be recovered: "
-                + (f"only {list(self.site.roles.servers)} serve" if self.mirrored else "its state is not mirrored")
+                + (f"only {list(self.topology.roles.servers)} serve" if self.mirrored else "its state is not mirrored")
                 + "; set parameter_server.mirrored = true and name a server"
             )
         if self.mirror is not None:
@@ -207,32 +207,32 @@ class LockStepExchange(ShardedUpdateExchange):
         self.spread()
 
     def spread(self) -> None:
-        """Bring what servers have to all workers. Collective over the members."""
-        for part in self.site.own:
+        """Send the parameters of the servers to all workers. Collective over the members."""
+        for part in self.topology.own:
             self.transport.publish(part)
-        for part, _ in self.site.messages if self.works else ():
+        for part, _ in self.topology.messages if self.works else ():
             self.transport.pull(part)
         self.transport.settle()
 
     def close(self) -> None:
-        """Give back memory that the transport holds; no step can be made afterwards. Collective over the world."""
+        """Release memory that the transport holds; no step can be made afterwards. Collective over the world."""
         self.transport.close()
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
+        """Load the initial values."""
         super().load_initial(initial)
         if self.mirror is not None:
             self.mirror.parameters.copy_from(initial)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return what this rank keeps, and what it mirrors."""
+        """Return the state of this rank, and the state that it mirrors, to be restored."""
         own = list(super().wanted())
         if self.mirror is None:
             return own
         return own + pieces_of({"parameters": self.mirror.parameters, **self.mirror.slots()}, self.mirror.parts)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock."""
+        """Restore the optimizer's clock."""
         super().restore(state)
         if self.mirror is not None:
             self.mirror.optimizer.restore(dict(state))

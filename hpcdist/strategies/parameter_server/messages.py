@@ -33,7 +33,7 @@ AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two ar
 
 
 class ReceiveQueue:
-    """Messages of a known ``order``, (elements, peer), received into buffers that take turns. Local, but for messages.
+    """Receives of a known ``order``, (elements, peer), into buffers that take turns. Local, but for messages.
 
     What `take` returns stays until the second `take` after it.
     """
@@ -55,7 +55,7 @@ class ReceiveQueue:
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Return the next message, waiting for it."""
+        """Wait for the next message, and return it."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # into the buffer of the message before the last
         if index >= 2 and due < len(self._order):
@@ -73,17 +73,17 @@ class ReceiveQueue:
 
 
 class MessageTransport:
-    """See `transport.Transport`. Making it is collective over the world."""
+    """Transport (`transport.Transport`) by messages. Construction is collective over the world."""
 
     loaded_bytes = 0  # nothing is read from memory of others
 
-    def __init__(self, site: ServerTopology) -> None:
-        context = site.context
-        self.site, self.comm = site, site.comm
-        parts = None if site.works else site.parts(site.rank)
+    def __init__(self, topology: ServerTopology) -> None:
+        context = topology.context
+        self.topology, self.comm = topology, topology.comm
+        parts = None if topology.works else topology.parts(topology.rank)
         self.parameters, self.gradients = context.store("parameters", parts), context.store("gradients", parts)
-        self.partials = site.partials(self.gradients)
-        self._node = context.data.nodes().intra if site.works and context.algorithm == "hierarchical" else None
+        self.partials = topology.partials(self.gradients)
+        self._node = context.data.nodes().intra if topology.works and context.algorithm == "hierarchical" else None
         self.speakers, self.speaks = self._speakers()
         self._arrivals = self._receiver()
         self._expected: dict[Range, Request] = {}
@@ -91,49 +91,52 @@ class MessageTransport:
 
     def _speakers(self) -> tuple[list[int], bool]:
         """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
-        own = self.site.works and (self._node is None or self._node.rank == LEADER)
+        own = self.topology.works and (self._node is None or self._node.rank == LEADER)
         speaking = self.comm.allgather_object(own)
         return [rank for rank, speaks in enumerate(speaking) if speaks], own
 
     def _heard(self) -> list[int]:
         """Return the other workers that speak (local)."""
-        return [worker for worker in self.speakers if worker != self.site.rank]
+        return [worker for worker in self.speakers if worker != self.topology.rank]
 
     def _receiver(self) -> ReceiveQueue:
-        """Return what takes the gradients of own ranges as they come (local)."""
-        site = self.site
+        """Return the queue of the gradients of own ranges (local)."""
+        topology = self.topology
         order = [
-            (part.size, worker) for part in site.own for worker in self._heard() for _ in range(site.brings(worker))
+            (part.size, worker)
+            for part in topology.own
+            for worker in self._heard()
+            for _ in range(topology.brings(worker))
         ]
-        return ReceiveQueue(self.comm, order, site.context.dtype, site.context.on)
+        return ReceiveQueue(self.comm, order, topology.context.dtype, topology.context.on)
 
     def push(self, part: Range) -> None:
         """Begin to send the gradients of a range to its server."""
         self._arrivals.begin()  # of an own range: they come while this rank computes
-        server = self.site.owners[part]
+        server = self.topology.owners[part]
         for values in pushed(self.gradients, self.partials, part):
             if self._node is not None:
                 reduce_to_leader(self._node, values)
-            if self.speaks and server != self.site.rank:
+            if self.speaks and server != self.topology.rank:
                 self._sent.append(self.comm.isend(values, server, GRADIENT))
 
     def collect(self, part: Range) -> None:
-        """Sum what is pushed of an own range over the workers that speak, the first one's first, or in the tree."""
+        """Sum the pushes of an own range over the speaking workers, in their order or in the tree."""
         self._arrivals.begin()
         own = self.gradients.range(part)
-        if self.site.tree is not None:
-            self.site.tree.total(self._pushed(part), own, lasting=False)
+        if self.topology.tree is not None:
+            self.topology.tree.total(self._pushed(part), own, lasting=False)
             return
         if is_16bit_float(own.dtype):
             self._sum_wide(own)
             return
         add = ufunc(own, "sum")
         # What the own backward wrote has its turn among the others: sums before it need memory of their own.
-        late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.site.rank
+        late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.topology.rank
         total = None
         for worker in self.speakers:
-            value = own if worker == self.site.rank else self._arrivals.take()
-            if worker == self.site.rank:
+            value = own if worker == self.topology.rank else self._arrivals.take()
+            if worker == self.topology.rank:
                 late = False
             if total is None:
                 total = value
@@ -145,30 +148,30 @@ class MessageTransport:
             own[...] = total
 
     def _sum_wide(self, own: Array) -> None:
-        """Sum what is pushed of a range of 16-bit floats in float32, the first worker's first, and round it once."""
+        """Sum the pushes of a range of 16-bit floats in float32, in the workers' order, and round the sum once."""
         dtype = accumulation_dtype(own.dtype)
         total, addend = (scratch(f"parameter_server.{name}", own.size, dtype, own) for name in ("wide", "addend"))
         for number, worker in enumerate(self.speakers):
-            value = own if worker == self.site.rank else self._arrivals.take()
+            value = own if worker == self.topology.rank else self._arrivals.take()
             widen(value, addend if number else total)
             if number:
                 ufunc(total, "sum")(total, addend, total)
         round_into(own, total)
 
     def _pushed(self, part: Range) -> Iterator[Array]:
-        """Yield what each worker brings of an own range."""
-        for worker in self.site.roles.workers:
-            if worker == self.site.rank:
+        """Yield the addends of each worker for an own range."""
+        for worker in self.topology.roles.workers:
+            if worker == self.topology.rank:
                 yield from pushed(self.gradients, self.partials, part)
             else:
-                yield from (self._arrivals.take() for _ in range(self.site.brings(worker)))
+                yield from (self._arrivals.take() for _ in range(self.topology.brings(worker)))
 
     def expect(self) -> None:
-        """Post the receives of all parameters that others serve, where they need no memory besides."""
-        staged = self.site.context.on == "gpu" and not self.comm.supports("device_pointers")
+        """Post the receives of all parameters that others serve, where they need no further memory."""
+        staged = self.topology.context.on == "gpu" and not self.comm.supports("device_pointers")
         if self.speaks and not staged:  # each would hold pinned memory until its message has come
-            for part, server in self.site.messages:
-                if server != self.site.rank:
+            for part, server in self.topology.messages:
+                if server != self.topology.rank:
                     self._expect(part, server)
 
     def _expect(self, part: Range, server: int) -> None:
@@ -180,9 +183,9 @@ class MessageTransport:
         self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in self._heard()]
 
     def pull(self, part: Range) -> None:
-        """Take the new values of a range from its server."""
-        server = self.site.owners[part]
-        if self.speaks and server != self.site.rank:
+        """Receive the new values of a range from its server."""
+        server = self.topology.owners[part]
+        if self.speaks and server != self.topology.rank:
             if part not in self._expected:
                 self._expect(part, server)
             self._expected.pop(part).wait()
@@ -190,10 +193,10 @@ class MessageTransport:
             broadcast_from_leader(self._node, self.parameters.range(part))
 
     def settle(self) -> None:
-        """Wait for what was sent."""
+        """Wait for the sends."""
         for request in self._sent:
             request.wait()
         self._sent.clear()
 
     def close(self) -> None:
-        """Nothing is held that does not go by itself."""
+        """Do nothing: there is nothing to free."""

@@ -38,18 +38,18 @@ class Mirror(ShardedUpdate):
     Construction is collective over ``servers``.
     """
 
-    def __init__(self, site: ServerTopology, servers: Communicator, own_update: ShardedUpdate) -> None:
-        context, ranks = site.context, site.roles.servers
-        self.site, self.own_update, self._servers = site, own_update, servers
+    def __init__(self, topology: ServerTopology, servers: Communicator, own_update: ShardedUpdate) -> None:
+        context, ranks = topology.context, topology.roles.servers
+        self.topology, self.own_update, self._servers = topology, own_update, servers
         members = servers.nodes().members
         by = shift([node for rank in range(servers.size) for node, ranks in enumerate(members) if rank in ranks])
         index = servers.rank
         self.at = ranks[(index + by) % servers.size]  # where this rank is mirrored
         self.of = ranks[(index - by) % servers.size]  # whom this rank mirrors
-        parts = site.parts(self.of)
+        parts = topology.parts(self.of)
         stores = context.store("parameters", parts), context.store("gradients", parts)
         super().__init__(*stores, context.build_optimizer(parts), parts, None, context.agree_algorithm)
-        self._messages = [part for part, server in site.messages if server == self.of]
+        self._messages = [part for part, server in topology.messages if server == self.of]
         self._sent: list[Request] = []
         self._coming: dict[Range, Request] = {}
         self.handlers = {Kind.MIRROR: self.follow}
@@ -60,24 +60,26 @@ class Mirror(ShardedUpdate):
 
     def forward(self, part: Range) -> None:
         """Begin to send the sum of an own range to the mirror; it must stay until `settle`."""
-        if part == self.site.own[0]:
+        if part == self.topology.own[0]:
             self._listen()
-        self._sent.append(self.site.comm.isend(self.own_update.gradients.range(part), self.at, SUM))
+        self._sent.append(self.topology.comm.isend(self.own_update.gradients.range(part), self.at, SUM))
 
     def _listen(self) -> None:
-        """Post the receives of a step. Those of a step that was given up have come: all ranks had agreed on it."""
+        """Post the receives of a step. Those of an abandoned step have come: all ranks had agreed on it."""
         for request in self._coming.values():
             request.wait()
-        self._coming = {part: self.site.comm.irecv(self.gradients.range(part), self.of, SUM) for part in self._messages}
+        self._coming = {
+            part: self.topology.comm.irecv(self.gradients.range(part), self.of, SUM) for part in self._messages
+        }
 
     def settle(self) -> None:
-        """Wait for what was sent."""
+        """Wait for the sends."""
         for request in self._sent:
             request.wait()
         self._sent.clear()
 
     def follow(self, op: Operation) -> None:
-        """Take the step that the other server has taken (local, once its sum is there)."""
+        """Make the update of the mirrored server (local, once its sum is there)."""
         assert op.range is not None
         self._coming.pop(op.range).wait()
         self._norms = self.own_update._norms  # summed over all servers: those of whole tensors
@@ -85,21 +87,21 @@ class Mirror(ShardedUpdate):
         self.apply(op)
 
     def recover(self, lost: int) -> None:
-        """Give the rank ``lost`` its state back, and what it mirrors. Collective over the servers, between steps."""
-        places = self._servers.allgather_object((self.site.rank, self.at, self.of))
+        """Send the rank ``lost`` its state, and that which it mirrors. Collective over the servers, between steps."""
+        places = self._servers.allgather_object((self.topology.rank, self.at, self.of))
         holder, mirrored = next((at, of) for rank, at, of in places if rank == lost)
         root = next(index for index, (rank, _, _) in enumerate(places) if rank == holder)
         clock = self._servers.broadcast_object(self.optimizer.state(), root)
-        if self.site.rank == holder:
+        if self.topology.rank == holder:
             for array in _state_of(self):
-                self.site.comm.send(array, lost, STATE)
-        if self.site.rank == mirrored:
+                self.topology.comm.send(array, lost, STATE)
+        if self.topology.rank == mirrored:
             for array in _state_of(self.own_update):
-                self.site.comm.send(array, lost, STATE)
-        if self.site.rank == lost:
+                self.topology.comm.send(array, lost, STATE)
+        if self.topology.rank == lost:
             for update, source in ((self.own_update, holder), (self, mirrored)):
                 for array in _state_of(update):
-                    self.site.comm.recv(array, source, STATE)
+                    self.topology.comm.recv(array, source, STATE)
                 update.optimizer.restore(clock)
 
 
@@ -112,7 +114,7 @@ def _state_of(update: ShardedUpdate) -> Iterator[Array]:
 
 
 def shift(nodes: Sequence[int]) -> int:
-    """Return how many servers further a server's mirror is, given the node of each: the same for all of them.
+    """Return the distance of every server to its mirror, given the node of each server.
 
     Of the shifts with the fewest pairs on one node it is the smallest.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # as in `grid`
 
 @dataclass(frozen=True)
 class Roles:
-    """The ranks of the world that are ``workers`` and those that are ``servers``; colocated ranks are both."""
+    """Ranks of the world that are ``workers`` and those that are ``servers``; colocated ranks are both."""
 
     workers: range
     servers: range
@@ -83,7 +83,7 @@ BALANCE: Final = 0.01  # servers may differ by this fraction of an even share
 
 @dataclass(frozen=True)
 class KeyPartition:
-    """``keys`` tile the flat space in ascending order; key i belongs to server ``owners[i]`` of ``servers``."""
+    """Ownership of the flat space: ``keys`` tile it in order, key i belongs to server ``owners[i]``."""
 
     keys: tuple[Range, ...]
     owners: tuple[int, ...]
@@ -91,7 +91,7 @@ class KeyPartition:
 
     @property
     def fullest(self) -> float:
-        """The share of the server that holds most, over an even share: 1 is even."""
+        """Share of the server that holds most, over an even share: 1 is even."""
         held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
         return max(held) * self.servers / sum(held)
 
@@ -100,7 +100,7 @@ class KeyPartition:
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return ``(range, server)`` of what travels as one message: neighbours of one server within one unit.
+        """Return ``(range, server)`` of each message: neighbouring keys of one server within one unit.
 
         ``units`` are the ranges of the layers. The order is that in which backward completes them, last unit first.
         """
@@ -114,7 +114,7 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return which of ``servers`` servers owns which part of ``layout``; the same on every rank.
+    """Return the ownership of ``layout`` by so many ``servers``; the same on every rank.
 
     ``within`` are the ranges of whole layers that are to be owned, by default all. With ``whole`` no tensor is cut.
     Raises ConfigurationError when there are fewer keys than servers, even at the shortest that is possible.
@@ -171,7 +171,7 @@ def _assign(keys: Sequence[Range], servers: int) -> tuple[list[int], list[int]]:
 
 
 def _joined(owned: Iterator[tuple[Range, int]]) -> Iterator[tuple[Range, int]]:
-    """Yield the ranges, consecutive ones of one owner as one."""
+    """Yield the ranges, neighbours of one owner joined."""
     before: tuple[Range, int] | None = None
     for part, owner in owned:
         if before is not None and before[1] == owner and before[0].stop == part.start:

@@ -43,13 +43,14 @@ _WORD_BYTES: Final = 8
 
 @jit
 def raise_word(address: int, value: int) -> None:
-    """Store a counter after everything written before."""
+    """Store ``value`` with release order: earlier writes are visible to whoever loads it."""
     store_release(address, value)
 
 
 @jit
 def wait_for_word(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until a counter is at least ``value``; after a time, return False."""
+    """Wait until a counter is at least ``value``, with acquire order; return False after some time."""
+    # First spin, which costs the least time; then offer the core to other ranks; then let Python look for dead ones.
     left = spins
     while load_acquire(address) < value:
         if left > 0:
@@ -72,7 +73,7 @@ wait_for_word.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
-    """``words`` counters of each rank of ``comm``, which are on one node. Making it is collective, all else local.
+    """Counters in shared memory, ``words`` for each rank of one node. Construction is collective, all else local.
 
     Where memory cannot be shared, ``is_shared`` says so, and nothing else may be called.
     """
@@ -82,15 +83,16 @@ class NodeFlags:
         self.is_shared = self._block.is_shared
         self._at = [view.ctypes.data for view in self._block.views]
         self._own = self._at[comm.rank]
+        # Where ranks share cores, a rank that spins keeps the one that it waits for from running.
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
         self._spins = 1 if comm.size > len(cores) else SPINS
 
     def raise_to(self, word: int, value: int) -> None:
-        """Give the own counter ``word`` a value above the one before."""
+        """Set the own counter ``word`` to a larger value."""
         raise_word(self._own + _WORD_BYTES * word, value)
 
     def wait(self, rank: int, word: int, value: int) -> None:
-        """Return when the counter ``word`` of ``rank`` is at least ``value``.
+        """Wait until the counter ``word`` of ``rank`` is at least ``value``.
 
         MPI progresses meanwhile. Raises CommunicationError when a rank of the node has died.
         """
@@ -104,30 +106,32 @@ class NodeFlags:
             time.sleep(min(LONGEST_PAUSE_S, PAUSE_SHARE * (time.monotonic() - since)))
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Free the memory. Collective."""
         self._block.close()
 
 
 class SharedMemoryTransport:
-    """See `transport.Transport`. Making it is collective over the world.
+    """Transport (`transport.Transport`) by shared memory. Construction is collective over the world.
 
     Raises ConfigurationError on a GPU and MissingCapabilityError, on all ranks, where a node cannot share memory.
     """
 
-    def __init__(self, site: ServerTopology) -> None:
-        context, nodes = site.context, site.comm.nodes()
+    def __init__(self, topology: ServerTopology) -> None:
+        context, nodes = topology.context, topology.comm.nodes()
         if context.on != "cpu":
             raise ConfigurationError(
                 f"parameter_server.transport = 'shared' with run.device = {context.on!r}: ranks share the memory of "
                 "the host only; set parameter_server.transport = 'messages'"
             )
-        self.site, self.comm, self._node = site, site.comm, nodes.intra
+        self.topology, self.comm, self._node = topology, topology.comm, nodes.intra
         self._here = list(nodes.members[nodes.index])  # ranks of this node
         self._nodes = nodes.members
-        self._worker_here = next((rank for rank in self._here if rank in site.roles.workers), None)
-        self._place = {part: index for index, (part, _) in enumerate(site.messages)}
+        self._worker_here = next((rank for rank in self._here if rank in topology.roles.workers), None)
+        self._place = {part: index for index, (part, _) in enumerate(topology.messages)}
         count = len(self._place)
-        # The first counters of a rank count what it pushed of each message, the others what it has made new.
+        # Counters only grow, and each has one writer, so a waiter needs no lock and no reset between steps: it compares
+        # with the number of steps that it has made itself. The first ``count`` of a rank count its pushes of each
+        # message, the others its new values.
         self._flags = NodeFlags(self._node, 2 * count)
         self._pushes, self._collects, self._news = [0] * count, [0] * count, [0] * count
         self._sent: list[Request] = []
@@ -144,42 +148,42 @@ class SharedMemoryTransport:
             )
 
     def _stores(self) -> tuple[FlatStore, FlatStore]:
-        """Return where parameters and gradients lie. Collective over the node."""
-        site, context, nbytes = (
-            self.site,
-            self.site.context,
-            self.site.context.layout.size * self.site.context.dtype.itemsize,
+        """Return the stores of parameters and gradients. Collective over the node."""
+        topology, context, nbytes = (
+            self.topology,
+            self.topology.context,
+            self.topology.context.layout.size * self.topology.context.dtype.itemsize,
         )
-        own = None if site.works else site.parts(site.rank)
+        own = None if topology.works else topology.parts(topology.rank)
         if self._worker_here is None:  # a node of servers keeps what they serve, no more
             return context.store("parameters", own), context.store("gradients", own)
-        common = self._shared(nbytes if self._here[0] == site.rank else 0)
-        written = self._shared(nbytes * (1 + site.slots(site.rank)) if site.works else 0)
+        common = self._shared(nbytes if self._here[0] == topology.rank else 0)
+        written = self._shared(nbytes * (1 + topology.slots(topology.rank)) if topology.works else 0)
         # The one copy is counted by one rank.
-        counted = self._counted(common.views[0], "parameters") if self._here[0] == site.rank else common.views[0]
+        counted = self._counted(common.views[0], "parameters") if self._here[0] == topology.rank else common.views[0]
         parameters = context.store("parameters", None, _given(counted))
         itself = {rank: index for index, rank in enumerate(self._here)}
         self._written = {
             rank: self._of_worker(rank, written.views[itself[rank]])
             for rank in self._here
-            if rank in site.roles.workers and rank != site.rank and written.is_shared
+            if rank in topology.roles.workers and rank != topology.rank and written.is_shared
         }
-        if not site.works:
+        if not topology.works:
             return parameters, context.store("gradients", own)
         mine = written.views[self._node.rank]
         # Kept for the ledger, which counts these as long as they live.
         self._own = self._counted(mine[:nbytes], "gradients"), self._counted(mine[nbytes:], "communication")
-        gradients, self.partials = self._of_worker(site.rank, mine)
+        gradients, self.partials = self._of_worker(topology.rank, mine)
         return parameters, gradients
 
     def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, PartialSums | None]:
-        """Return where the rank ``worker`` writes its gradients, and its partial sums behind them."""
-        nbytes = self.site.context.layout.size * self.site.context.dtype.itemsize
+        """Return the gradients of the rank ``worker`` in shared memory, and its partial sums behind them."""
+        nbytes = self.topology.context.layout.size * self.topology.context.dtype.itemsize
         stores = [
-            self.site.context.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
-            for slot in range(1 + self.site.slots(worker))
+            self.topology.context.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
+            for slot in range(1 + self.topology.slots(worker))
         ]
-        return stores[0], self.site.partials_in(worker, stores[0], lambda slot: stores[1 + slot])
+        return stores[0], self.topology.partials_in(worker, stores[0], lambda slot: stores[1 + slot])
 
     def _shared(self, nbytes: int) -> SharedBlock:
         block = self._node.shared(nbytes)
@@ -187,59 +191,60 @@ class SharedMemoryTransport:
         return block
 
     def _counted(self, octets: np.ndarray, category: str) -> np.ndarray:
-        ledger = self.site.context.ledger
+        ledger = self.topology.context.ledger
         return octets if ledger is None else ledger.track(octets, category)
 
     def push(self, part: Range) -> None:
-        """Say that the gradients of a range are there, or begin to send them to a server elsewhere."""
-        server, place = self.site.owners[part], self._place[part]
+        """Announce the gradients of a range, or begin to send them to a server on another node."""
+        server, place = self.topology.owners[part], self._place[part]
         if server not in self._here:
             values = pushed(self.gradients, self.partials, part)
             self._sent += [self.comm.isend(array, server, GRADIENT) for array in values]
         self._pushes[place] += 1
-        self._flags.raise_to(place, self._pushes[place])
+        self._flags.raise_to(place, self._pushes[place])  # a release: the gradients before it are visible to a server
 
     def collect(self, part: Range) -> None:
-        """Sum the gradients of an own range from where the workers wrote them."""
+        """Sum the gradients of an own range out of the memory of the workers."""
         place, own = self._place[part], self.gradients.range(part)
         self._collects[place] += 1
-        others = [worker for worker in self.site.roles.workers if worker not in self._here]
-        elsewhere = [worker for worker in others for _ in range(self.site.brings(worker))]
+        others = [worker for worker in self.topology.roles.workers if worker not in self._here]
+        elsewhere = [worker for worker in others for _ in range(self.topology.brings(worker))]
         arrived = scratch("parameter_server.arrived", len(elsewhere) * own.size, own.dtype, own)
         arrived = arrived.reshape(len(elsewhere), own.size)
         requests = [self.comm.irecv(arrived[at], worker, GRADIENT) for at, worker in enumerate(elsewhere)]
         inputs: list[Array] = []
-        for worker in self.site.roles.workers:
-            if worker == self.site.rank:
+        for worker in self.topology.roles.workers:
+            if worker == self.topology.rank:
                 inputs += pushed(self.gradients, self.partials, part)
             elif worker in self._here:
-                self._wait(worker, place, self._collects[place], part.size * self.site.brings(worker))
+                self._wait(worker, place, self._collects[place], part.size * self.topology.brings(worker))
                 inputs += pushed(*self._written[worker], part)
             else:
                 inputs += [arrived[at] for at, rank in enumerate(elsewhere) if rank == worker]
         for request in requests:
             request.wait()
-        self.site.total(inputs, own)
+        self.topology.total(inputs, own)
 
     def expect(self) -> None:
-        """Nothing has to be made ready."""
+        """Do nothing: nothing is posted ahead."""
 
     def publish(self, part: Range) -> None:
-        """Say that the new values of an own range are there, and begin to send them to the other nodes."""
+        """Announce the new values of an own range, and begin to send them to the other nodes."""
         values = self.parameters.range(part)
         for members in self._nodes:
-            first = next((rank for rank in members if rank in self.site.roles.workers), None)
+            first = next((rank for rank in members if rank in self.topology.roles.workers), None)
             if first is not None and first not in self._here:
                 self._sent.append(self.comm.isend(values, first, PARAMETER))
         self._say_new(part)
 
     def pull(self, part: Range) -> None:
-        """Return when the new values of a range are in the memory of the node."""
-        server, place = self.site.owners[part], self._place[part]
-        if server == self.site.rank:
+        """Wait until the new values of a range are in the memory of the node."""
+        server, place = self.topology.owners[part], self._place[part]
+        if server == self.topology.rank:
             return
+        # Values from another node come to the first worker of this one, who announces them to the rest.
         provider = server if server in self._here else self._worker_here
-        if provider == self.site.rank:
+        if provider == self.topology.rank:
             self.comm.recv(self.parameters.range(part), server, PARAMETER)
             self._say_new(part)
             return
@@ -253,26 +258,26 @@ class SharedMemoryTransport:
         self._flags.raise_to(len(self._place) + place, self._news[place])
 
     def _wait(self, rank: int, word: int, value: int, size: int) -> None:
-        """Wait for a counter of another rank of the node; it stands for ``size`` elements of that rank's memory."""
-        dtype = self.site.context.dtype
+        """Wait for a counter of another rank of the node; ``size`` elements of its memory are read then."""
+        dtype = self.topology.context.dtype
         token = self.comm.events.begin(self.comm.name, "load", str(dtype), size, 0, rank, 0)
         self._flags.wait(self._here.index(rank), word, value)
         self.comm.events.end(token)
         self.loaded_bytes += size * dtype.itemsize
 
     def settle(self) -> None:
-        """Wait for what was sent to other nodes."""
+        """Wait for the sends to other nodes."""
         for request in self._sent:
             request.wait()
         self._sent.clear()
 
     def close(self) -> None:
-        """Give the shared memory back."""
+        """Free the shared memory."""
         self._flags.close()
         for block in self._blocks:
             block.close()
 
 
 def _given(octets: np.ndarray) -> Callable[[int, "np.dtype[np.generic]"], Array]:
-    """Return how a store takes ``octets`` for its memory."""
+    """Return an allocator that hands out ``octets``."""
     return lambda size, dtype: octets.view(dtype)

@@ -1,7 +1,7 @@
 """The transport protocol of lock-step servers: push and collect gradients, publish and pull parameters.
 
-`ServerTopology` says who works, who serves what, and which of them this rank is. Sums are deterministic: the same
-bits whatever the order of arrival and, over logical shards, whoever computes and whoever serves.
+`ServerTopology` has the workers, the servers with their parts, and the place of this rank. Sums are deterministic: the
+same bits in any order of arrival and, over logical shards, on any number of workers and servers.
 
 The tree of `ShardTree` is that of `hpcdist.collectives.algorithms.fixed_tree`: an order of the addends, the L logical
 shards of a step, that no number of ranks changes. Each of w workers adds up the largest nodes among its own shards, k
@@ -32,7 +32,7 @@ TREE_BLOCK_BYTES = 64 << 10  # of sums whose addends all lie in memory: partial 
 
 
 class ShardTree:
-    """The tree over ``shards`` logical shards, which ``workers`` ranks share out among them. Nothing communicates."""
+    """Fixed tree of sums over ``shards`` logical shards on so many ``workers``. Nothing communicates."""
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
@@ -42,7 +42,7 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Put the sum of all ``addends``, those of `nodes` one worker after the other, into ``target`` (local).
+        """Write the sum of all ``addends``, those of `nodes` one worker after the other, to ``target`` (local).
 
         ``target`` may be one of them. ``lasting``: they stay as they are; else each does until the second after it.
         """
@@ -79,7 +79,7 @@ class ShardTree:
 
 
 class PartialSums:
-    """The partial sums of one worker, ``index``, of the gradients in ``gradients`` (local).
+    """Partial sums of the worker ``index`` over the gradients of its own logical shards (local).
 
     ``slot`` makes the memory of one of them, numbered from 0. A partial sum of several shards lies in a slot, and so
     does one shard that others follow; the last one, where it is alone, stays in ``gradients``.
@@ -93,7 +93,7 @@ class PartialSums:
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Take in the gradients of ``part`` of own shard ``shard``, counted from 0; beyond the last there are none.
+        """Add the gradients of ``part`` of own shard ``shard``, counted from 0; beyond the last, do nothing.
 
         The others may be overwritten afterwards, those of the last must stay until they are with their server.
         """
@@ -114,17 +114,19 @@ class PartialSums:
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return how many slots the worker ``index`` needs."""
+    """Return the number of slots that the worker ``index`` needs."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return what is done with each own shard, and in which slot each node ends; None: where gradients are.
+    """Return the stack operation of each own shard, and the slot of each node; None: where gradients are.
 
     Partial sums are a stack. A shard comes upon ``depth`` of them and is added to the last one, that to the one before
     it, ``joins`` times in all; or it is put on top, unless it ``stays`` where it is.
     """
+    # As carries in binary counting: two neighbouring nodes of the tree are joined as soon as both are complete, so the
+    # stack holds at most one node of each size.
     own = tree.own[index]
     steps: list[tuple[int, int, bool]] = []
     stack: list[Range] = []
@@ -152,7 +154,7 @@ BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: it stays in the ca
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Roles of the ranks: workers, servers and their parts. ``comm`` is for gradients and parameters alone.
+    """Workers, servers and their parts; ``comm`` carries gradients and parameters alone.
 
     ``shards`` logical shards are summed in their fixed tree; 0: gradients are, in the order of the workers.
     """
@@ -164,7 +166,7 @@ class ServerTopology:
 
     @property
     def rank(self) -> int:
-        """This rank of those who work and serve."""
+        """Number of this rank among the members."""
         return self.comm.rank
 
     @property
@@ -184,35 +186,35 @@ class ServerTopology:
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
-        """Each range that travels as one, and the rank that owns it, as backward completes them."""
+        """Ranges that travel as one message each, with the rank that owns them, as backward completes them."""
         messages = self.partition.messages(self.context.ranges)
         return [(part, self.roles.servers[index]) for part, index in messages]
 
     @cached_property
     def owners(self) -> dict[Range, int]:
-        """The rank that owns a range, by range."""
+        """Rank that owns a range, by range."""
         return dict(self.messages)
 
     @cached_property
     def own(self) -> list[Range]:
-        """The parts of `messages` that this rank serves."""
+        """Ranges of `messages` that this rank serves."""
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
-        """Return all that the rank ``server`` owns, ascending."""
+        """Return all ranges that the rank ``server`` owns, ascending."""
         return self.partition.parts(self.roles.servers.index(server))
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """The order of the sums, where it is that of logical shards."""
+        """Tree of the sums, where they follow logical shards."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return how many addends the rank ``worker`` brings of every range: its gradients, or partial sums."""
+        """Return the number of addends of the rank ``worker`` for every range: its gradients, or partial sums."""
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return how many partial sums of all parameters the rank ``worker`` keeps beside its gradients."""
+        """Return the number of partial sums that the rank ``worker`` keeps beside its gradients."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
@@ -230,7 +232,7 @@ class ServerTopology:
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Put the sum of what all workers bring, one after the other, into ``target``, which may be one of them."""
+        """Write the sum of the workers' ``addends`` to ``target``, which may be one of them."""
         if self.tree is None:
             add_in_order(addends, target)
         else:
@@ -238,7 +240,7 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Carrier of a step: between `push` and `collect`, and between `publish` and `pull`, the bytes have moved.
+    """Transport of gradients from workers to servers (push, collect), and of parameters back (publish, pull).
 
     A rank calls these in the order of the plan, and `settle` before it lets others go on: after `agree` nobody reads
     gradients of this step any more, and after the last operation nobody reads parameters of the one before.
@@ -250,41 +252,41 @@ class Transport(Protocol):
     loaded_bytes: int  # read so far out of memory that other ranks of the node have written; never part of bytes sent
 
     def push(self, part: Range) -> None:
-        """Give the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
+        """Send the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
         ...
 
     def collect(self, part: Range) -> None:
-        """Sum what the workers pushed of an own range, in rank order or in the tree, into ``gradients`` (a server)."""
+        """Sum the pushes of an own range, in rank order or in the tree, into ``gradients`` (a server)."""
         ...
 
     def expect(self) -> None:
-        """Take note that new parameters will come in this step (local)."""
+        """Prepare for the new parameters of this step (local)."""
         ...
 
     def publish(self, part: Range) -> None:
-        """Give the new values of an own range to the workers (a server)."""
+        """Send the new values of an own range to the workers (a server)."""
         ...
 
     def pull(self, part: Range) -> None:
-        """Return when the new values of ``part`` are in ``parameters``, or will be after `settle` (a worker)."""
+        """Receive the new values of ``part`` in ``parameters``; they are there after `settle` (a worker)."""
         ...
 
     def settle(self) -> None:
-        """Return when nothing that this rank began is under way any more (local)."""
+        """Wait until nothing that this rank began is under way any more (local)."""
         ...
 
     def close(self) -> None:
-        """Give back what only the library can free; the stores must not be used afterwards. Collective."""
+        """Free windows and shared memory; the stores must not be used afterwards. Collective."""
         ...
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return what a worker pushes of ``part`` (local)."""
+    """Return the arrays of ``part`` that a worker pushes (local)."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 
 def add_in_order(inputs: Sequence[Array], target: Array) -> None:
-    """Put ``inputs[0] + inputs[1] + ...``, added in that order, into ``target``, which may be one of them (local)."""
+    """Write ``inputs[0] + inputs[1] + ...``, added in that order, to ``target``, which may be one of them (local)."""
     if len(inputs) == 1:
         if inputs[0] is not target:
             target[...] = inputs[0]

@@ -196,25 +196,25 @@ class TensorSplit:
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the most that one rank has of ``elements`` that are cut."""
+        """Return the largest share of one rank of ``elements`` that are cut."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the most that one rank has of activations between the parallel parts."""
+        """Return the largest share of one rank of activations between the parallel parts."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, of: KeptArray) -> int:
-        """Return the most that one rank has of an array, for a sample."""
+        """Return the largest share of one rank of an array, for a sample."""
         return of.size if of.whole else self.of(of.size) if of.cut else self.between(of.size)
 
     def scratch(self, of: Scratch, samples: int) -> int:
-        """Return the most that one rank has of scratch, for so many samples."""
+        """Return the largest share of one rank of a scratch buffer, for so many samples."""
         if of.most:  # a tile, or a cache full
             return of.of(samples)
         return samples * self.elements(KeptArray(of.each, of.cut, of.whole))
 
     def size(self, spec: TensorSpec) -> int:
-        """Return the most elements that one rank has of a tensor of the whole model."""
+        """Return the largest share of one rank, in elements, of a tensor of the whole model."""
         if spec.cut is None:
             return spec.padded
         return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
@@ -222,7 +222,7 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """One unit, for a micro-batch: of all tensor ranks together in operations, of one of them in bytes.
+    """Costs of one unit for a micro-batch: operations of all tensor ranks together, bytes of one of them.
 
     ``kept_bytes`` are its activations from forward to backward, ``held_bytes`` those between the two passes of a split
     backward, ``scratch`` bytes by name: units of a rank share what has the same name. ``input_bytes`` and
@@ -241,7 +241,7 @@ class UnitCost:
 
     @property
     def flop(self) -> int:
-        """Return the operations forward and back."""
+        """Operations forward and backward."""
         return self.forward_flop + self.input_flop + self.weight_flop
 
 
@@ -298,7 +298,7 @@ def unit_costs(model: Model, samples: int, split: TensorSplit = TensorSplit()) -
 
 
 def attention_scores(context: int) -> int:
-    """Return how many scores attention computes for a sample and head: blocks of queries times the keys they see."""
+    """Return the number of attention scores of a sample and head: blocks of queries times the keys they see."""
     blocks, rest = divmod(context, QUERY_BLOCK)
     return QUERY_BLOCK**2 * (blocks * (blocks + 1) // 2) + rest * context
 
@@ -319,7 +319,7 @@ def _products(model: Model, stage: Stage) -> list[TensorSpec]:
 
 
 def _matrices(model: Model, stage: Stage) -> SampleCounts:
-    """Return the forms of one linear after the other, each with an output that is kept."""
+    """Return the counts of linears in sequence, each with an output that is kept."""
     shape = stage.output_shape(1)
     tokens = shape[1] if len(shape) > 2 else 1
     matrices = _products(model, stage)

@@ -59,7 +59,7 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return those of an exchange that cuts by ``degrees``; ``optimizer_bytes`` are all slots, and a master."""
+        """Return the bytes of an exchange that cuts by ``degrees``; ``optimizer_bytes`` has all slots, and a master."""
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
         per_parameter = (
@@ -73,7 +73,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of a unit of so many ``parameters`` while it is used, by what they are."""
+        """Return the bytes of a unit of so many ``parameters`` while it is used, by category."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -83,7 +83,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return what is alive on a rank that runs ``steps`` over its ``chunks`` whenever it begins to become less (local).
+    """Return the live micro-batches of a rank that runs ``steps`` on its ``chunks``, at each local peak (local).
 
     None of them is covered by another.
     """
@@ -146,7 +146,7 @@ class StageMemory:
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
-        """Return what `on` sums up, by its name."""
+        """Return the terms of the sum `on`, by name."""
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]
         activations: Any = 0

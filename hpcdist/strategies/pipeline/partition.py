@@ -41,12 +41,12 @@ from hpcdist.strategies.pipeline.memory import StageMemory
 
 STEPS: Final = 30_000  # about a second
 SAME: Final = 1e-12  # sums of the same numbers in another order differ by less
-VISITS: Final = 50  # that are remembered of a place
+VISITS: Final = 50  # loads that are remembered of a place (chunks so far, units so far), to skip worse ones
 
 
 @dataclass(frozen=True)
 class PartitionSearchResult:
-    """A cut, the time of its slowest rank, and a bound for that of any."""
+    """Best cut that a search found, the time of its slowest rank, and a lower bound of that of any cut."""
 
     chunks: tuple[range, ...]
     largest: float
@@ -112,7 +112,7 @@ class _Task:
         return max((self.sums[stop] - self.sums[start]) / self.speeds[rank] for rank, (start, stop) in parts)
 
     def fits(self, edges: Sequence[int], rank: int | None = None) -> bool:
-        """Whether the chunks so far keep the limits: of ``rank``, or all."""
+        """Whether the chunks so far keep the memory limits: of ``rank``, or of all."""
         if self.memory is None or not self.limited:
             return True
         for candidate in range(len(self.speeds)) if rank is None else (rank,):
@@ -130,7 +130,7 @@ class _Task:
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
     def _counts(self, each: float) -> tuple[list[float], list[int]]:
-        """Return loads and numbers of the inner units by chunk when all of them take ``each``: the best there are."""
+        """Return loads, and numbers of inner units by chunk, of the best cut if each of them takes ``each`` s."""
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
         loads = [0.0] * len(self.speeds)
@@ -200,7 +200,7 @@ def _less(first: tuple[bool, float, float], second: tuple[bool, float, float]) -
 
 
 class _Walk:
-    """Depth first over the chunks, in the order of the model."""
+    """Branch and bound over the chunks, depth first in the order of the model."""
 
     def __init__(self, task: _Task, best: tuple[float, tuple[int, ...]] | None, bound: float, steps: int) -> None:
         self.task, self.best, self._bound, self._left = task, best, bound, steps
@@ -208,7 +208,7 @@ class _Walk:
         self._seen: dict[tuple[int, int], list[list[float]]] = {}
 
     def run(self) -> None:
-        """Walk until all is seen, nothing can be better, or no steps are left."""
+        """Search until all is seen, no cut can be better, or no steps are left."""
         stack: list[Iterator[tuple[int, ...]]] = [iter(((0,),))]
         while stack:
             edges = next(stack[-1], None)
@@ -243,6 +243,7 @@ class _Walk:
                 yield (*edges, stop)
 
     def _is_worth(self, edges: tuple[int, ...]) -> bool:
+        # Bound: even if the work that is left filled all ranks up to the best time so far, it must fit in.
         task, loads = self.task, self.task.loads(edges)
         if self.best is not None:
             room = sum((self.best[0] - load) * speed for load, speed in zip(loads, task.speeds, strict=True))
@@ -250,6 +251,7 @@ class _Walk:
                 return False
         if task.limited:
             return True
+        # Dominance: a start at the same place with no larger load on any rank was searched before.
         seen = self._seen.setdefault((len(edges), edges[-1]), [])
         if any(all(a <= b for a, b in zip(earlier, loads, strict=True)) for earlier in seen):
             return False
@@ -263,7 +265,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class StageDevices:
-    """The ranks of a pipeline: how fast they are, relative to each other, and how many bytes they have, 0: enough."""
+    """Relative speeds and memory limits (bytes, 0: none) of the ranks of a pipeline."""
 
     speeds: tuple[float, ...]
     limits: tuple[int, ...]
@@ -276,7 +278,7 @@ class StageDevices:
 
 @dataclass(frozen=True)
 class StagePartition:
-    """The chunks, in the order of the model; no cut is faster than ``bound`` s, where that is known."""
+    """Chunks in the order of the model; no cut is faster than ``bound`` s, where that is known."""
 
     chunks: tuple[range, ...]
     largest: float
@@ -303,7 +305,7 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the cut, of one chunk a rank, whose worst memory is smallest beside its limit (local)."""
+    """Return the cut, of one chunk a rank, whose largest memory relative to its limit is smallest (local)."""
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
     ]

@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Part of one rank of the pipeline. Work is that of a micro-batch, on a rank of speed 1."""
+    """Share of one pipeline rank. Work is that of a micro-batch, on a rank of speed 1."""
 
     units: tuple[range, ...]
     parameters: int
@@ -38,13 +38,13 @@ class PartitionRow:
 
     @property
     def total_bytes(self) -> int:
-        """All of its memory."""
+        """All bytes of the rank."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """The placement of the units, a row for each rank, and by which share no cut is faster; 0: proven."""
+    """Placement of the units, a row for each rank, and how much faster another cut can be at most; 0: proven."""
 
     placement: StagePlacement
     basis: str
@@ -54,16 +54,16 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """The number of units of each chunk, as ``parallel.stage_units`` takes them."""
+        """Number of units of each chunk, as ``parallel.stage_units`` takes them."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
     def balance(self) -> float:
-        """The mean share of time that the ranks work while the slowest does: no schedule keeps them busier."""
+        """Mean busy share of the ranks while the slowest works: no schedule keeps them busier."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
-        """Return the lines that a person reads."""
+        """Return the lines of the table for a log."""
         work, size = BASES[self.basis]
         lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
@@ -94,7 +94,7 @@ def plan(
     seconds: Sequence[PassSeconds] | None = None,
     earlier_units: Sequence[int] = (),
 ) -> PartitionPlan:
-    """Return which ranks compute which units of the whole ``model``, for micro-batches of ``samples``.
+    """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples``.
 
     ``seconds`` are those of each unit, where the cut is by measurement. ``earlier_units`` are those of the cut of an
     earlier start, as `PartitionPlan.stage_units`. Raises ConfigurationError where there are fewer units than
@@ -128,13 +128,13 @@ def plan(
 
 
 def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recompute: bool) -> tuple[Moment, ...]:
-    """Return what ``rank`` has alive, chunk by chunk, in its worst moments."""
+    """Return the live micro-batches of ``rank``, by chunk, at the peaks of its memory."""
     steps = expand(schedule.passes[rank], empty, rank, recompute=recompute)
     return moments(steps, empty.of(rank))
 
 
 def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:
-    """Return the bytes of the copies that a unit needs of tensors of others: parameters and gradients.
+    """Return the bytes of the tied copies (parameters and gradients) that a unit needs.
 
     Tied are the ends of a model, which are on one rank where the chunks are folded.
     """
@@ -186,7 +186,7 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
 def _too_large(
     weights: Sequence[float], empty: StagePlacement, devices: StageDevices, memory: StageMemory
 ) -> tuple[range, ...]:
-    """Return a cut to show that the limits cannot be kept: the leanest, or the fastest."""
+    """Return a cut that shows that the limits cannot be kept: that of least memory, or the fastest."""
     if len(empty.chunks) == empty.stages:
         return least_memory(len(weights), empty.ranks, devices, memory)
     result = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)

@@ -84,7 +84,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Bring the gradients of copies to the owner. Called by the owner and the holders of tensors of a stage."""
+        """Send the gradients of copies to their owner. Called by the owner and the holders of tensors of a stage."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -97,7 +97,7 @@ class TiedCopies:
             request.wait()
 
     def value(self, op: Operation) -> None:
-        """Bring the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
+        """Send the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:
@@ -110,7 +110,7 @@ class TiedCopies:
             request.wait()
 
     def refresh(self) -> None:
-        """Bring all values to their copies, as at the start of a run. Collective over the pipeline."""
+        """Send all values to their copies, as at the start of a run. Collective over the pipeline."""
         for op in self.after_update():
             self.value(op)
 

@@ -1,13 +1,12 @@
 """The executor of one rank: runs the operations of a step, through its stages and its exchange.
 
-Each operation goes to the handler of its kind, with observers around it (`observers`). A step yields its loss, norm,
-stop requests and seconds by phase as a `StepResult`. The executor also evaluates, computes a step again to find
-silent data corruption (`RecomputeVerdict`), and inspects one in which a value was not finite.
+Each operation goes to the handler of its kind, with observers around it (`step.StepObserver`). A step yields its
+loss, norm, stop requests and seconds by phase as a `StepResult`. The executor also evaluates, computes a step again to
+find silent data corruption, and inspects one in which a value was not finite.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,59 +24,26 @@ from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.tied import TiedCopies
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
-from hpcdist.strategies.schedule.observers import (
-    GradientMeter,
-    NanFinder,
-    PhaseTimer,
-    ProfilerRanges,
-    in_range,
-    phase_of,
-)
+from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
+from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, StepObserver, StepResult
 from hpcdist.strategies.tensor.model import CutModel
 
 __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
-@dataclass(frozen=True)
-class RecomputeVerdict:
-    """Result of a second computation of a step: its reason ("" for no ``suspicion``), and the ranks at fault."""
-
-    suspicion: str
-    ranks: tuple[int, ...] = ()
-    fault: str = ""
-
-
-@dataclass
-class StepResult:
-    """Result of a step: the mean loss over the whole batch, requests to stop, seconds by phase on this rank.
-
-    ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated.
-    """
-
-    loss: float = float("nan")
-    gradient_norm: float = float("nan")
-    stop_requests: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    loss_scale: float = 1.0
-    skipped: bool = False
-    recomputed: RecomputeVerdict | None = None
-    measured: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what a `Meter` counts, summed over the world
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
-    )
-
-
 class Executor:
-    """The operations of one rank, the stages they compute with and the exchange they communicate through.
+    """Executor of the operation lists of one rank, with its stages and its exchange.
 
     ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` is `NoLossScale` if not
-    given; ``seed`` is that of what models drop.
+    given; ``seed`` is that of what models drop. ``spans`` gets every operation of a step, and ``observers`` are called
+    in their order.
     """
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         exchange: Exchange,
         copies: TiedCopies,
         arena: Arena,
@@ -85,25 +51,34 @@ class Executor:
         *,
         loss_scale: NoLossScale | None = None,
         seed: int = 0,
+        spans: SpanSink = NULL_SPANS,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.seat, self.model, self.exchange, self.copies, self.arena = seat, seat.model, exchange, copies, arena
+        self.context, self.model, self.exchange, self.copies, self.arena = (
+            context,
+            context.model,
+            exchange,
+            copies,
+            arena,
+        )
         self.clip_norm = clip_norm
-        self.units = seat.ranges
+        self.units = context.ranges
         self.loss_scale = NoLossScale() if loss_scale is None else loss_scale
-        self.seed = seed
-        self.recheck: Callable[[], None] | None = None  # asked when a step is agreed on; it may `compute_again`
-        self.meter: GradientMeter | None = None
-        self.spans: SpanSink = NULL_SPANS  # told of every operation of a step
+        self._seed, self._spans, self._observers = seed, spans, tuple(observers)
         self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
-        widens = seat.working not in (None, seat.model.dtype)
-        self._bound = (MixedPrecisionViews if widens else ParameterViews)(seat, exchange, copies)
-        self._watch = NanFinder()
-        if isinstance(seat.model, CutModel):
-            seat.model.axis.watch = self._watch
-        self._stages = Stages(seat, arena, self._bound, self._watch)
-        evaluation = evaluation_operations(seat.placed, seat.pipeline.rank)
+        self.number, self.samples = 0, 0  # of the step that is made, or was last
+        self.sizes: list[int] = []
+        self.outcome = StepResult()
+        self._scale = 1.0  # of the loss in that step: 1 / its targets
+        widens = context.working not in (None, context.model.dtype)
+        self._bound = (MixedPrecisionViews if widens else ParameterViews)(context, exchange, copies)
+        # Sums over a tensor axis bring in bad values of other ranks: the axis looks with the same finder.
+        self._watch = context.model.axis.watch if isinstance(context.model, CutModel) else NanFinder()
+        self._stages = Stages(context, arena, self._bound, self._watch)
+        evaluation = evaluation_operations(context.placed, context.pipeline.rank)
         self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
-        self._handlers: dict[Kind, Callable[[Operation], None]] = {
+        # Later rows replace earlier ones: kinds that need more than the exchange's handler are wrapped below.
+        self._handlers: dict[Kind, Handler] = {
             **exchange.handlers,
             **self._stages.handlers,
             Kind.FORWARD: self._forward,
@@ -117,10 +92,8 @@ class Executor:
             Kind.COMMIT: self._commit,
             Kind.AGREE: self._agree,
         }
-
-    def annotate(self, ranges: ProfilerRanges) -> None:
-        """Let every operation run within one of ``ranges``, until the end of the executor (local)."""
-        self._handlers = {kind: in_range(ranges, phase_of(kind), handler) for kind, handler in self._handlers.items()}
+        for observer in self._observers:
+            self._handlers = {kind: observer.around(kind, handler) for kind, handler in self._handlers.items()}
 
     def run(
         self,
@@ -138,29 +111,43 @@ class Executor:
         the loss. Raises NonFiniteError on every rank, before any parameter changed, when the loss is not finite, or the
         gradient and `loss_scale` has no cure.
         """
-        self._draw = Draw(self.seed, step, first_sample)
-        self._begin(operations, batches, self._draw)
-        self.sizes, self.samples = [len(inputs) for inputs, _ in batches], samples
-        self.exchange.count_samples(sum(self.sizes), samples)
-        self.number, self._sent, self._step = step, stop_requests, (operations, batches)
-        self._scale = 1.0 / (samples * self.model.tokens_per_sample)
-        self.outcome = StepResult(loss_scale=self.loss_scale.scale)
-        self._stages.scale = self._scale * self.outcome.loss_scale
+        sizes = [len(inputs) for inputs, _ in batches]
+        try:
+            for observer in self._observers:
+                observer.begin_step(step, operations, sizes)
+            self.number, self.sizes, self.samples = step, sizes, samples
+            self.outcome = StepResult(loss_scale=self.loss_scale.scale)
+            self._scale = 1.0 / (samples * self.model.tokens_per_sample)
+            self._draw = Draw(self._seed, step, first_sample)
+            self._sent, self._step = stop_requests, (operations, batches)
+            self._begin(operations, batches, self._draw)
+            self._make(operations)
+            for observer, sums in zip(self._observers, self._sums, strict=True):
+                observer.complete_step(self, sums)
+        finally:
+            for observer in self._observers:
+                observer.leave_step()
+        return self.outcome
+
+    def _make(self, operations: Sequence[Operation]) -> None:
+        """Run the operations of the step that has begun. Collective."""
+        self.exchange.count_samples(sum(self.sizes), self.samples)
+        self._sums = [NO_COUNTS] * len(self._observers)
         self.exchange.scaled_by(self.outcome.loss_scale)
         seconds = self.outcome.seconds
-        self.model.communicated_s()  # what came before the step is not of it
-        booking = PhaseTimer(operations, seconds, step, self.exchange.parameters.array, self.spans)
+        self.model.communicated_s()  # resets it: what came before the step does not count
+        phase_timer = PhaseTimer(operations, seconds, self.number, self.exchange.parameters.array, self._spans)
         for place, operation in enumerate(operations):
             self._handlers[operation.kind](operation)
-            booking.done(place)
+            phase_timer.done(place)
             if self.outcome.skipped:
                 break
         self._stages.neighbours.finish()
-        self.updated = step
+        self.updated = self.number
+        # Communication inside of stages (tensor axis) was counted as compute by the kinds of the operations.
         inside_s = self.model.communicated_s()
         seconds["communication_s"] += inside_s
         seconds["compute_s"] -= inside_s
-        return self.outcome
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
         """Return the sum of the losses of a batch in nats over all its targets; 0 but on the last stage.
@@ -186,7 +173,7 @@ class Executor:
         return self._watch.end()
 
     def compute_again(self) -> None:
-        """Compute the step that is being agreed on once more, and agree on what comes of it. Collective."""
+        """Compute the step that is being agreed on once more, and agree on the result. Collective."""
         self._stages.neighbours.finish()
         self._compute(*self._step)
         self._sum_up()
@@ -201,18 +188,18 @@ class Executor:
     def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], draw: Draw | None = None) -> None:
         self.exchange.begin(operations)
         self._bound.begin()
-        self._stages.begin(operations, batches, draw)
+        self._stages.begin(operations, batches, draw, self._scale * self.outcome.loss_scale)
 
     def _forward(self, op: Operation) -> None:
         self._stages.forward(op)
 
     def _backward(self, op: Operation) -> None:
         self._stages.handlers[op.kind](op)
-        if self.meter is not None:
-            self.meter.went_back(op)
+        for observer in self._observers:
+            observer.went_back(self, op)
 
     def _gather(self, op: Operation) -> None:
-        """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
+        """Gather or free a unit; its views are bound anew, as its parameters are at another address."""
         self.exchange.handlers[op.kind](op)
         if self.exchange.gathers:
             if op.kind is not Kind.FREE:
@@ -221,7 +208,7 @@ class Executor:
             self._bound.moved(op.unit)
 
     def _commit(self, op: Operation) -> None:
-        """All parameters are elsewhere now."""
+        """Swap the parameters of the node, and bind all views anew."""
         self.exchange.handlers[op.kind](op)
         self._bound.moved()
 
@@ -231,10 +218,10 @@ class Executor:
         for unit in units:
             self._bound.complete(unit)
             self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
-        if self.meter is not None:
-            self.meter.exchanges(op)
+        for observer in self._observers:
+            observer.exchanges(self, op)
         self.exchange.handlers[op.kind](op)
-        if not self.exchange.accumulates:
+        if not self.exchange.accumulates:  # the next micro-batch overwrites them
             for unit in units:
                 self._bound.exchanged(unit)
 
@@ -251,45 +238,47 @@ class Executor:
             self.copies.gradient(op)
 
     def _sum_up(self) -> None:
-        """Agree on what the computation of a step gave. Collective."""
+        """Agree on loss and norm of the step that was computed. Collective."""
         before = time.perf_counter()
         norm_squared = self.exchange.norm_squared()
         norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
         outcome = self.outcome
         outcome.seconds["update_s"] += norm_s
         outcome.seconds["communication_s"] -= norm_s
-        own = self.meter.numbers() if self.meter is not None else np.zeros(0)
-        sent = np.concatenate([[norm_squared], own, self._sent])
+        # One reduction for all: squared norm, what the meter counts, and the requests to stop, behind the losses.
+        counts = [observer.counts(self) for observer in self._observers]
+        sent = np.concatenate([[norm_squared], *counts, self._sent])
         loss, values = self.exchange.agree_losses(self.own_losses, sent)
         outcome.loss = loss * self._scale
         self._norm_squared = float(values[0])  # of the scaled gradient
         outcome.gradient_norm = float(np.sqrt(values[0])) / outcome.loss_scale
-        outcome.measured, outcome.stop_requests = np.split(values[1:], [own.size])
+        *self._sums, outcome.stop_requests = np.split(values[1:], np.cumsum([own.size for own in counts], dtype=int))
+        outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _agree(self, op: Operation) -> None:
         self._sum_up()
-        if self.recheck is not None:
-            self.recheck()
+        for observer in self._observers:
+            observer.agreed(self)
         outcome, scale = self.outcome, self.outcome.loss_scale
         of = f" of step {self.number - 1}" if self.exchange.alternates else ""  # whose gradient is applied now
-        found = f"step {self.number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
+        summary = f"step {self.number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
         try:
             if not np.isfinite(outcome.loss):
-                raise NonFiniteError(found)  # no scale of its gradient cures it
-            outcome.skipped = not self.loss_scale.after(found, outcome.gradient_norm)
+                raise NonFiniteError(summary)  # the loss is not scaled, so no loss scale cures it
+            outcome.skipped = not self.loss_scale.after(summary, outcome.gradient_norm)
         except NonFiniteError:
             self._stages.neighbours.finish()
             raise
         if outcome.skipped:
             return
-        norm_squared, normalizes = self._norm_squared / scale**2, self.seat.optimizer.normalize_gradient
+        norm_squared, normalizes = self._norm_squared / scale**2, self.context.optimizer.normalize_gradient
         bounded = self.clip_norm or normalizes
         clipped = norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) if bounded else 1.0
         self.exchange.begin_update(clipped / scale)
 
     @property
     def own_losses(self) -> list[float]:
-        """Sums over its targets, of each micro-batch of this rank (local)."""
+        """Sums of the losses over all targets, of each micro-batch of this rank (local)."""
         return self._stages.losses
 
     def gradients_in(self, part: Range) -> Array | None:

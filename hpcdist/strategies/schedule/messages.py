@@ -26,7 +26,7 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """The messages of one pipeline rank, each named by its micro-batch, its unit and its direction.
+    """Messages of one pipeline rank, each named by its micro-batch, its unit and its direction.
 
     Sends never block. Receives are posted ahead of their turn, so that no message waits for its receiver. Shapes follow
     from the model and the number of samples, which both sides know; that they do, construction checks once. Collective
@@ -74,7 +74,7 @@ class StageMessages:
         self._post()
 
     def _check_order(self, operations: Sequence[Operation]) -> None:
-        """Micro-batches that share a tag come in their order: here and on the other side, which looks too."""
+        """Check that micro-batches of the same tag come in order; the other side checks its list too."""
         latest: dict[tuple[Kind, int], Operation] = {}  # (kind, tag)
         for op in operations:
             if op.kind in MESSAGES:
@@ -110,13 +110,13 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Give back the memory of the input of ``unit``, where it came from another rank."""
+        """Release the memory of the input of ``unit``, where it came from another rank."""
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Give back the memory of the gradient of the input of ``unit``, which came from another rank, or was kept."""
+        """Release the memory of the gradient of the input of ``unit``, which came from another rank, or was kept."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
@@ -138,7 +138,7 @@ class StageMessages:
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:
-        """Let what is under way move on: a library that has no thread of its own moves nothing between calls."""
+        """Make progress on what is under way: an MPI library without a progress thread moves nothing by itself."""
         for request, _ in self._posted.values():
             request.test()
         self._reap()
@@ -178,7 +178,7 @@ class StageMessages:
         self._outbox.append((self._comm.isend(message.reshape(-1), self._peer(op), self._tag(op)), saved))
 
     def _reap(self) -> None:
-        """Give back the memory of messages that are through."""
+        """Free the memory of messages that are sent."""
         under_way = []
         for request, saved in self._outbox:
             if request.test():

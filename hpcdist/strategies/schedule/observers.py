@@ -1,15 +1,13 @@
-"""Observers of a step on one rank: phase timer, profiler ranges, gradient meter, search for NaN.
+"""Observers of a step on one rank: phase timer, profiler ranges, search for NaN.
 
-`PhaseTimer` books the seconds of each operation under its phase, with a span for each. `ProfilerRanges` and
-`GradientMeter` are protocols that profilers (NVTX) and the gradient noise scale implement; without one nothing is
-marked or measured. `NanFinder` remembers the first value that is not finite while a failed step is computed again.
+`PhaseTimer` counts the seconds of each operation in its phase, with a span for each. `ProfilerRanges` is the
+protocol of profilers (NVTX), and `OperationRanges` the observer that runs every operation within one of them.
+`NanFinder` remembers the first value that is not finite while a failed step is computed again.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol
-
-import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, Scalar
@@ -18,6 +16,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.optim import norms
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 # All other kinds are communication.
 PHASES: Final = {
@@ -32,12 +31,12 @@ PHASES: Final = {
 
 
 def phase_of(kind: Kind) -> str:
-    """Return the phase that operations of a ``kind`` are booked under."""
+    """Return the phase whose time operations of a ``kind`` count in."""
     return PHASES.get(kind, "communication")
 
 
 class PhaseTimer:
-    """Books ``operations`` of ``step``, one after the other, from its construction on (local).
+    """Timer of the ``operations`` of ``step``, one after the other, from its construction on (local).
 
     ``seconds`` gets what each phase took, as ``compute_s``. On a GPU, which works on what was launched until somebody
     waits for it, operations of one phase are one span: they are waited for together, at the end of the phase.
@@ -55,11 +54,11 @@ class PhaseTimer:
         self._operations, self._seconds, self._step, self._array, self._spans = operations, seconds, step, array, spans
         self._phases = [phase_of(operation.kind) for operation in operations]
         self._each = spans is not NULL_SPANS and not backend.is_device(array)
-        self._first = 0  # operation since the last booking
+        self._first = 0  # the first operation of the span that is open
         self._clock_ns = now_ns()
 
     def done(self, place: int) -> None:
-        """Book the operation at ``place``, which has just returned."""
+        """Add the time of the operation at ``place``, which has just returned."""
         phases = self._phases
         phase = phases[place]
         ends = place + 1 == len(phases) or phase != phases[place + 1]
@@ -80,12 +79,12 @@ class PhaseTimer:
 
 
 class ProfilerRanges(Protocol):
-    """Hands out the range around something that the rank does."""
+    """Factory of profiler ranges (NVTX) around the operations of the rank."""
 
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return what is entered before and left after it, also when it raises. Ranges nest (local)."""
+        """Return the context manager of a range, which ends also when it raises. Ranges nest (local)."""
         ...
 
 
@@ -95,14 +94,14 @@ _NOTHING: Final = nullcontext()
 def no_ranges(
     phase: str, name: str, microbatch: int = -1, unit: int = -1
 ) -> AbstractContextManager[object, bool | None]:
-    """Mark nothing: the `Ranges` of a run that nobody profiles."""
+    """Mark nothing: the `ProfilerRanges` of a run without a profiler."""
     return _NOTHING
 
 
 NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
-def in_range(ranges: ProfilerRanges, phase: str, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
+def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
     """Return ``handler``, each call of which is within one of ``ranges``."""
 
     def run(op: Operation) -> None:
@@ -112,57 +111,52 @@ def in_range(ranges: ProfilerRanges, phase: str, handler: Callable[[Operation], 
     return run
 
 
-class GradientMeter(Protocol):
-    """Looks at the gradients of one rank before they are exchanged. All of it is local."""
+class OperationRanges(StepObserver):
+    """Runs every operation within one of ``ranges``, named by its kind (local)."""
 
-    def went_back(self, op: Operation) -> None:
-        """Take note of a backward that was just computed."""
-        ...
+    def __init__(self, ranges: ProfilerRanges) -> None:
+        self._ranges = ranges
 
-    def exchanges(self, op: Operation) -> None:
-        """Take note that ``op`` is about to take gradients, which are complete."""
-        ...
-
-    def numbers(self) -> np.ndarray:
-        """Return what was counted since the last call, equally many numbers on all ranks of the world."""
-        ...
+    def around(self, kind: Kind, handler: Handler) -> Handler:
+        """Return ``handler`` within a range of its phase."""
+        return in_range(self._ranges, phase_of(kind), handler)
 
 
 class NanFinder:
-    """Asleep until `begin`; then it remembers where this rank's own work first went wrong. Local."""
+    """Search for the first value of this rank's own work that is not finite; off until `begin`. Local."""
 
     def __init__(self) -> None:
         self._awake = False
         self._found: str | None = None
 
     def begin(self, parameters: FlatStore) -> None:
-        """Wake up, with a look at what this rank keeps."""
+        """Start the search, with the parameters that this rank keeps."""
         tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
 
     def end(self) -> str | None:
-        """Go back to sleep; return what was found first."""
+        """Stop the search; return the place of the first bad value."""
         self._awake = False
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Look at ``values``, which this rank has computed."""
+        """Check ``values``, which this rank has computed."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Look at the gradients of the tensors in ``part``."""
+        """Check the gradients of the tensors in ``part``."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Whether this rank is looking, and ``values``, which it has computed, are as they should be."""
+        """Whether the search is on, and ``values``, which this rank has computed, are finite."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop looking when ``values``, which came from another rank, are bad: what follows is not this rank's."""
+        """Stop the search where ``values`` of another rank are bad: what follows is not this rank's fault."""
         if self._awake and not _finite(values):
             self._awake = False
 

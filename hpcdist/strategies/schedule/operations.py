@@ -17,7 +17,7 @@ from hpcdist.arrays.ranges import Range
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """``chunks`` of consecutive units, in the order of the model, and the pipeline rank of each of them.
+    """Pipeline rank of each of the ``chunks``: consecutive units, in the order of the model.
 
     ``skips`` are the pairs (unit, later unit that takes its output too) of a model that has some.
     """
@@ -145,7 +145,7 @@ ENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One entry of the list. ``unit`` is an index into the stages of the model, -1 where there is none.
+    """Entry of an operation list. ``unit`` is an index into the stages of the model, -1 where there is none.
 
     ``recompute`` marks a FORWARD that is run a second time because its activations were dropped. ``source`` is the unit
     whose output a message brings to ``unit``, or brings the gradient of, where that is not the one before: a skip

@@ -29,7 +29,7 @@ Skip = tuple[int, int, int]  # micro-batch, unit whose output it is, unit that t
 
 
 class SkipExchange:
-    """Exchange of the skip connections of one rank. All of it is local, but for the messages it asks for."""
+    """Exchange of the skip connections of one rank. All of it is local, but for its messages."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -37,17 +37,17 @@ class SkipExchange:
         self._gradients: dict[Skip, Array] = {}
 
     def begin(self) -> None:
-        """Forget what an earlier list has left."""
+        """Reset what an earlier list has left."""
         self._values.clear()
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Give the unit of a FORWARD what it takes."""
+        """Hand the unit of a FORWARD the outputs of its skip connections."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Take the output of a FORWARD for the units that want it; a copy where ``y`` is ``dropped`` before they come.
+        """Keep the output of a FORWARD for the units that take it; a copy if ``y`` is ``dropped`` before they come.
 
         Then what the unit itself took is given back too.
         """
@@ -62,7 +62,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add to ``dy``, in place, what came back to the unit of a backward."""
+        """Add to ``dy``, in place, the gradients of the skip connections from the unit of a backward."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -70,13 +70,13 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """Take the gradients that the unit of a backward has left, for those that they go to."""
+        """Keep the gradients of the skip connections into the unit of a backward, for their sources."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """Give back what the unit took of a micro-batch, which is through."""
+        """Free the skip inputs of a unit after its backward of a micro-batch."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
@@ -93,7 +93,7 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Take what came from another rank."""
+        """Keep an output, or a gradient, that came from another rank."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -104,7 +104,7 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 
 
 class Stages:
-    """The computing operations of one rank, and its messages in the pipeline.
+    """Compute operations of one rank, and its messages in the pipeline.
 
     What a unit hands on is named by the micro-batch and the unit that takes it: its input on the way forward, the
     gradient of its input on the way back.
@@ -117,7 +117,6 @@ class Stages:
         self._firsts = {chunk.start for chunk in context.chunks}
         self.neighbours = StageMessages(context, arena)
         self._skips = SkipExchange(context.placed, self.neighbours)
-        self.scale = 1.0  # of the loss, in backward
         self.handlers = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -129,9 +128,18 @@ class Stages:
             Kind.RECV_GRADIENT: self._recv_gradient,
         }
 
-    def begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], draw: Draw | None = None) -> None:
-        """Begin a list. ``draw`` is that of its first sample; without one it evaluates: nothing is kept or dropped."""
-        self._batches, evaluates = batches, draw is None
+    def begin(
+        self,
+        operations: Sequence[Operation],
+        batches: Sequence[MicroBatch],
+        draw: Draw | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Begin a list. ``draw`` is that of its first sample; without one the list evaluates.
+
+        Backwards begin with ``scale`` times the gradient of the summed loss.
+        """
+        self._batches, self._scale, evaluates = batches, scale, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
         self._losses = backend.empty(len(batches), np.dtype(np.float64), self._context.on)
@@ -146,7 +154,7 @@ class Stages:
 
     @property
     def losses(self) -> list[float]:
-        """Sums over its targets, of each micro-batch so far that has samples; what a GPU computes is waited for."""
+        """Sums of the losses of each micro-batch so far that has samples; waits for a GPU."""
         losses: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
         return losses
 
@@ -161,7 +169,7 @@ class Stages:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Whether the input of ``unit`` is there again for a second forward: from another rank, or data."""
+        """Whether the input of ``unit`` is still there for a second forward: from another rank, or data."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
@@ -195,14 +203,14 @@ class Stages:
         self.neighbours.poll()
 
     def backward(self, op: Operation) -> None:
-        """Take one micro-batch back through one unit; its weights' gradients are left where the backward is split."""
+        """Run the backward of one unit for a micro-batch; of a split one, the gradient of the input only."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             return
         stage, saved = self._model.stages[op.unit], self._saved(op)
         split = op.kind is Kind.BACKWARD_INPUT
         if op.unit == self._last:
-            dy = self._model.loss.backward(self.scale, self._model.operations, saved)
+            dy = self._model.loss.backward(self._scale, self._model.operations, saved)
         else:
             dy = self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
         parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
@@ -221,7 +229,7 @@ class Stages:
         self.neighbours.poll()
 
     def backward_weight(self, op: Operation) -> None:
-        """Do what is left of a backward that was split."""
+        """Run the second half of a split backward: the gradients of the weights."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             # Of the parameters, which may be freed by now, only the names count.
@@ -229,7 +237,7 @@ class Stages:
             self._end(op)
 
     def _end(self, op: Operation) -> None:
-        """Give back what a unit has kept of a micro-batch, which is through."""
+        """Free the activations of a unit after its backward of a micro-batch."""
         self._bound.backward_done(op.unit)
         self._saved(op).release()
         self._skips.end(op)
@@ -238,7 +246,7 @@ class Stages:
             self.neighbours.forget(op.microbatch, op.unit)
 
     def _forget_gradient(self, op: Operation) -> None:
-        """Give back the gradient that came into the chunk whose first unit is that of ``op``."""
+        """Release the gradient that came into the chunk whose first unit is that of ``op``."""
         stop = next(chunk.stop for chunk in self._context.chunks if chunk.start == op.unit)
         if stop <= self._last:
             self.neighbours.forget_gradient(op.microbatch, stop)

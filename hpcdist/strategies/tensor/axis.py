@@ -4,6 +4,9 @@
 pair of conjugate operators: what is the identity in the forward is a sum in the backward, and the other way round (f
 and g of arXiv:1909.08053, `ReplicatedBorders`). `SequenceBorders` has the pair of arXiv:2205.05198: an all-gather and
 a reduce-scatter. When one rank calls a method here, all ranks of the axis do, in the same order.
+
+Tensors that the axis does not cut (norm scales, biases of outputs) are on all of its ranks: `counted`, `sum_norms`
+and `sum_gradients` see to it that each counts once in norms, checkpoints and sums.
 """
 
 import time
@@ -33,7 +36,7 @@ def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return what of ``parts`` this rank counts, so that the tensor axis ``comm`` counts every element once (local)."""
+    """Return the ranges of ``parts`` that this rank counts: together the axis ``comm`` counts each element once."""
     if comm.rank == 0:
         return list(parts)
     return [where for part in parts for segment, where in layout.within(part) if segment.spec.whole]
@@ -68,7 +71,7 @@ ONE_NODE: Final = "node_shared"
 
 
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return what sums activations over ``comm``: ``chosen``; where that is not ``settled``, a node's shared memory.
+    """Return the algorithm for activations: ``chosen`` or, if not ``settled``, a node's shared memory.
 
     Collective over ``comm``. Activations are large, and summed many times a step: what was chosen for gradients over
     another axis says little about them.
@@ -86,7 +89,7 @@ def suited(comm: Communicator, algorithm: str) -> str:
 
 
 class TensorAxis:
-    """Collectives over ``comm`` by ``algorithm``, or by what comes closest where it cannot. All of it is collective.
+    """Collectives over the tensor axis ``comm`` by ``algorithm``, or the closest that works there. Collective.
 
     ``watch`` looks for this rank's own bad values: where those of another rank come in by a sum, it stops.
     """
@@ -107,12 +110,12 @@ class TensorAxis:
         self._timed(buffer, buffer, own, lambda: halves.reduce_scatter(self.comm, buffer, shares))
 
     def all_gather(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Give the own share to all and fill the others, in place."""
+        """Gather the shares of all ranks, in place."""
         own, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, own, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
     def taken_s(self) -> float:
-        """Return the seconds that this rank has given to these calls since the last time it asked (local).
+        """Return the seconds that this rank spent in these calls since the last query (local).
 
         Buffers on a GPU are left out: a call on them waits for the computation before it.
         """
@@ -120,17 +123,17 @@ class TensorAxis:
         return spent_s
 
     def _timed(self, buffer: Array, given: Array, taken: Array, call: Callable[[], None]) -> None:
-        """Make ``call``, to which this rank gives some of ``buffer``, and from which it takes some."""
-        innocent = self.watch.sees_only_finite(given)
+        """Time ``call``, which sends ``given`` and receives ``taken``, both parts of ``buffer``."""
+        was_finite = self.watch.sees_only_finite(given)
         begin = time.perf_counter()
         call()
         if not is_device(buffer):
             self._spent_s += time.perf_counter() - begin
-        if innocent:
+        if was_finite:
             self.watch.distrust(taken)
 
     def _sharding(self, buffer: Array, shares: Sequence[Range]) -> Sharding:
-        """Return the two halves of the allreduce that is wanted, or of the ring where it has none for these shares."""
+        """Return the two halves of the allreduce in use, or of the ring where it has none for these shares."""
         name = parse_algorithm(self.algorithm).at(buffer.nbytes)
         if name in ON_GPUS:
             return SHARDED_ON_GPUS[name] if len({part.size for part in shares}) == 1 else SHARDED["ring"]
@@ -139,7 +142,7 @@ class TensorAxis:
 
 
 class Borders(Protocol):
-    """The activations of a rank outside of the parallel parts; inside it has all tokens."""
+    """Borders of the parallel parts of a layer: outside a rank has its activations, inside those of all tokens."""
 
     axis: TensorAxis
     by_rows: bool  # whether a rank has only some of the tokens
@@ -148,26 +151,26 @@ class Borders(Protocol):
         """Return all tokens of ``x``: itself, or a scratch array (batch, context, hidden)."""
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the ranks' parts of the gradient of what was entered with, in place; return what this rank has of it."""
+        """Sum the gradient of the entered activations over the ranks, in place; return this rank's part."""
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
         """Return uninitialised memory (..., hidden) for this rank's summand of a result, all tokens of it."""
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
-        """Sum the ranks' summands; return what this rank has of the result, kept under ``name``."""
+        """Sum the ranks' summands; return this rank's part of the result, kept under ``name``."""
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
         """Return the gradient of all tokens: ``dy`` itself, or a scratch array."""
 
     def first_token(self, y: Array) -> int:
-        """Return which of all tokens is the first that this rank has in ``y`` (local)."""
+        """Return the index, among all tokens, of the first token of ``y`` (local)."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what this rank has of activations of the shape ``whole`` (local)."""
+        """Return the shape of this rank's part of activations of the shape ``whole`` (local)."""
 
 
 class ReplicatedBorders:
-    """Every rank has all activations, the same bits."""
+    """Borders where every rank has all activations, the same bits."""
 
     by_rows = False
 
@@ -206,7 +209,7 @@ class ReplicatedBorders:
 
 
 class SequenceBorders:
-    """Activations are cut by tokens: a rank has a range of the rows of (batch x context, hidden), uneven if need be.
+    """Borders where activations (batch x context, hidden) are cut by rows, unevenly if need be.
 
     All samples have ``context`` tokens, at least one a rank: so the own rows tell how many there are in all.
     """
@@ -253,7 +256,8 @@ class SequenceBorders:
         return split(tokens, self.axis.size, itemsize=1, align_bytes=1)
 
     def _tokens(self, own: int) -> int:
-        # This many rows here stand for one of `axis.size` consecutive numbers; one of them is a multiple of `context`.
+        # `split` gives the first ranks a row more, so ``own`` rows fit `axis.size` consecutive totals, of which exactly
+        # one is a multiple of `context` (context >= axis.size): the largest multiple up to the last of them.
         return (own * self.axis.size + self.axis.rank) // self.context * self.context
 
     def _gather(self, own: Array, saved: Saved) -> Array:

@@ -35,7 +35,7 @@ from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEn
 
 
 class ColumnLinear:
-    """``y = x weight^T + bias`` for the own outputs of all tokens. Collective over the tensor axis."""
+    """Linear cut by outputs: ``y = x weight^T + bias`` for the own outputs. Collective over the tensor axis."""
 
     def __init__(self, borders: Borders) -> None:
         self.borders = borders
@@ -55,13 +55,13 @@ class ColumnLinear:
         saved: Saved,
         input_gradient: bool = True,
     ) -> Array | None:
-        """Write or add the gradients of the own outputs; return what this rank has of dx, a scratch array."""
+        """Write or add the gradients of the own outputs; return this rank's part of dx, a scratch array."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved) if input_gradient else None
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return what this rank has of dx, and keep what `backward_weight` needs."""
+        """Return this rank's part of dx, and keep what `backward_weight` needs."""
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -78,7 +78,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """``y = x weight^T + bias`` from the own inputs of all tokens. Collective over the tensor axis.
+    """Linear cut by inputs: ``y = x weight^T + bias`` from the own inputs. Collective over the tensor axis.
 
     The bias is added once, after the sum over the ranks.
     """
@@ -88,7 +88,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
-        """Return what this rank has of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
+        """Return this rank's part of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -145,7 +145,7 @@ def _weight_gradients(
 
 
 class HeadParallelAttention(LocalAttention):
-    """Attention of the own heads, of as many on every rank of the tensor axis."""
+    """Attention of the own heads; every rank of the tensor axis has equally many."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
@@ -183,7 +183,7 @@ class RowDropout:
 
 
 def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
-    """Return what this rank of the tensor axis ``comm`` has of ``spec``: as even parts as there can be (local)."""
+    """Return the part of ``spec`` on this rank of the tensor axis ``comm``, as even as can be (local)."""
     if spec.cut is None or comm.size == 1:
         return spec
     parts = split(spec.shape[spec.cut], comm.size, itemsize=1, align_bytes=1)
@@ -191,7 +191,7 @@ def local_part(spec: TensorSpec, comm: Communicator) -> TensorSpec:
 
 
 def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, sequence_parallel: bool = False) -> Model:
-    """Return this rank's part of the transformer ``model``, which computes with the others of ``comm``. Collective.
+    """Return this rank's part of the transformer ``model``, cut over the tensor axis ``comm``. Collective.
 
     ``algorithm`` sums activations over ``comm``, the tensor axis. Initial values are those of ``model``. On one rank
     the model is returned as it is. Raises ConfigurationError for a model of other stages than those of a transformer.
@@ -220,7 +220,7 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
 
 
 def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
-    """Return ``whole`` with what the ranks compute in parallel; ``classes`` of the vocabulary are those of each."""
+    """Return ``whole`` with parallel layers; ``classes`` are each rank's part of the vocabulary."""
     own, vocabulary = classes[borders.axis.rank], classes[-1].stop
     return replace(
         whole,
@@ -233,14 +233,14 @@ def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -
 
 
 class CutModel(Model):
-    """A model of which this rank has a part; what it computes is collective over the tensor axis."""
+    """Part of a model on this rank; its computations are collective over the tensor axis."""
 
     axis: TensorAxis
     classes: Sequence[Range]  # of each rank
     sampling: Operations  # takes texts of any length
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return the logits (batch..., vocabulary) of all classes: for sampling, the one use that gathers them."""
+        """Return the logits (batch..., vocabulary) of all classes, gathered: for sampling only."""
         own = self.outputs(parameters, x, arena, self.sampling)
         tokens = own.size // own.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
@@ -252,12 +252,12 @@ class CutModel(Model):
         return whole
 
     def communicated_s(self) -> float:
-        """Return the seconds since the last call in which this rank communicated, and waited, inside of stages."""
+        """Return the seconds of communication inside of stages since the last call."""
         return self.axis.taken_s()
 
 
 class CutStage:
-    """The stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits, of the last stage."""
+    """Stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits of the last stage."""
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -269,7 +269,7 @@ class CutStage:
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape of what this rank has of the output."""
+        """Return the shape of this rank's part of the output."""
         whole = self.inner.output_shape(samples)
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
@@ -279,13 +279,13 @@ class CutStage:
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return what this rank has of the output. Collective over the tensor axis."""
+        """Return this rank's part of the output. Collective over the tensor axis."""
         return self.inner.forward(parameters, x, operations, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Write or add the gradients; return what this rank has of that of the input. Collective over the tensor axis.
+        """Write or add the gradients; return this rank's part of that of the input. Collective over the tensor axis.
 
         With activations cut by rows, gradients of tensors that are not cut are those of the own rows.
         """
@@ -293,7 +293,7 @@ class CutStage:
 
 
 class _Box:
-    """A whole tensor that can only be written, and keeps the own part."""
+    """Write-only whole tensor that stores the own part."""
 
     def __init__(self, part: Array, spec: TensorSpec) -> None:
         self._part = part

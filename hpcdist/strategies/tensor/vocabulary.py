@@ -1,7 +1,8 @@
 """Vocabulary parallelism: embedding and cross entropy with the vocabulary cut over the tensor axis.
 
 No logits are gathered: ranks exchange the largest logit, the sum of exponentials and the logit of the target for each
-token. Kernels for the host and the device stand below the classes.
+token. Indices of tokens and targets are those of the whole vocabulary; less the start of the own range they are rows,
+or columns, of this rank, if they lie inside of it. Kernels for the host and the device stand below the classes.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from hpcdist.strategies.tensor.axis import Borders
 
 
 class VocabularyEmbedding:
-    """The rows ``own`` of a table of ``vocabulary`` rows. Collective over the tensor axis."""
+    """Embedding of the rows ``own`` of a table of ``vocabulary`` rows. Collective over the tensor axis."""
 
     weight_reads = ("tokens",)
 
@@ -26,7 +27,7 @@ class VocabularyEmbedding:
         self.borders, self.own, self.vocabulary = borders, own, vocabulary
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return what this rank has of (..., hidden) for integer tokens (...). Raises DataError, on all ranks alike."""
+        """Return this rank's part of (..., hidden) for integer tokens (...). Raises DataError on all ranks alike."""
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, self.vocabulary, "token")
         saved.keep(f"{prefix}.tokens", tokens)
@@ -55,7 +56,7 @@ class VocabularyEmbedding:
 
 
 class RowPositions:
-    """The positions of the own rows of activations that are cut by tokens (local).
+    """Position embedding of the own rows of activations that are cut by tokens (local).
 
     The gradient of the table is that of the own rows: the ranks' parts are summed once a step.
     """
@@ -79,7 +80,7 @@ class RowPositions:
             into[places] += dy[rows]
 
     def _stretches(self, y: Array, context: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the own rows of one sample after the other, and their positions."""
+        """Yield the rows of one sample after the other, and their positions."""
         first, row = self.borders.first_token(y), 0
         while row < y.shape[0]:
             place = (first + row) % context
@@ -108,13 +109,15 @@ class VocabularyCrossEntropy:
         saved.keep(f"{name}.exponentials", logits)
         saved.keep(f"{name}.targets", targets)
         indices, tokens = as_indices(targets, saved), logits.shape[0]
-        sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)  # exponentials; the target's logit
+        # Row 0: the sum of exponentials; row 1: the logit of the target, less the largest, 0 on ranks without it.
+        sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)
         top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
         on_device = is_device(logits)
         if on_device:
             logits.max(axis=1, out=top)
         else:
             _largest(logits, top)
+        # The largest logit of all ranks first, so that no exponential overflows anywhere; then one sum for both rows.
         self.axis.allreduce(top, "max")
         (_exponentials_device if on_device else _exponentials)(logits, indices, self.own.start, top, sums)
         self.axis.allreduce(sums.reshape(-1))
@@ -133,14 +136,16 @@ class VocabularyCrossEntropy:
 
 
 def _nearest(indices: Array, own: Range) -> tuple[Array, Array]:
-    """Return the places in ``own`` that are nearest to ``indices``, and which of those are inside of it."""
+    """Return the indices clipped to ``own``, counted from its start, and which of them are inside of it."""
     xp = namespace(indices)
+    # Gathers need indices within the table: those outside are clipped, and masked out afterwards.
     near = xp.minimum(xp.maximum(indices, own.start), own.stop - 1)
     return near - own.start, near == indices
 
 
 @jit
 def _own_rows(table: Any, indices: Any, start: int, rows: Any) -> None:
+    # Rows of tokens that other ranks have are zero: the sum over the ranks fills them in.
     for i in range(rows.shape[0]):
         own = indices[i] - start
         if 0 <= own < table.shape[0]:
@@ -170,7 +175,7 @@ def _largest(logits: Any, top: Any) -> None:
 
 @jit(fastmath=REORDER)
 def _exponentials(logits: Any, targets: Any, start: int, top: Any, sums: Any) -> None:
-    # A target of -1 is before any start: it is on no rank.
+    # A target of -1 is before any start: it is on no rank. ``row`` becomes its exponentials, in place.
     zero = logits.dtype.type(0)
     for token in range(logits.shape[0]):
         row, own = logits[token], targets[token] - start

@@ -23,7 +23,7 @@ PLACES: Final = ("none", "host", "file")  # where states may be offloaded to
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Over how many data ranks parameters, gradients and optimizer state are cut; each divides the next."""
+    """Number of data ranks over which parameters, gradients and optimizer state are cut; each divides the next."""
 
     parameters: int
     gradients: int
@@ -32,7 +32,7 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """Over how many ranks ZeRO cuts what, and what it does not cut.
+    """Section ``[zero]``: sharding degrees, and what is not cut.
 
     ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees; 0 is what the stage says: (1, 1, p) in zero1,
     (1, p, p) in zero2, (p, p, p) in zero3, on p data ranks. Each must divide the next, and the last p. Groups are

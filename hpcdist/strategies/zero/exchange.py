@@ -48,10 +48,14 @@ from hpcdist.strategies.zero.overlap import OverlappedZero
 _DEFAULT = ZeroConfig()
 
 
+# Python calls a method of these classes from left to right. Each layer leaves to the next what its part of ``config``
+# does not ask for, so the last word is that of the plain path. The order matters: what the ranks of a node share
+# replaces the messages of all others, and the guard of the overlap meets each operation before it is carried out.
 class ZeroExchange(NodeSharedZero, OverlappedZero, ShardedSums, HybridZero):
-    """ZeRO ``stage`` 1, 2 or 3, or what ``config`` makes of it. Collective over the data axis, but where it says local.
+    """ZeRO of ``stage`` 1, 2 or 3, with the layers that ``config`` asks for. Collective over the data axis.
 
-    ``parameters`` holds the whole of layers that stay gathered, and the shard of the others.
+    The one place that puts the layers around the plain path. ``parameters`` holds the whole of layers that stay
+    gathered, and the shard of the others.
     """
 
     def __init__(

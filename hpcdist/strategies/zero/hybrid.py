@@ -23,7 +23,7 @@ from hpcdist.strategies.zero.plain import PlainZero
 
 
 class HybridZero(PlainZero):
-    """Layer of ZeRO whose sharding degrees need be neither 1 nor all of the data ranks."""
+    """Layer of ZeRO for sharding degrees between 1 and the number of data ranks."""
 
     def __init__(self, *arguments: Any, **of_base: Any) -> None:
         super().__init__(*arguments, **of_base)
@@ -36,7 +36,7 @@ class HybridZero(PlainZero):
         return [Operation(Kind.COMBINE, range=part) for part in ranges]
 
     def _gathers_after_update(self) -> list[Operation]:
-        """Return GATHER of layers that are kept whole, and REFRESH of shards that are more than the own cut (local)."""
+        """Return GATHER of whole layers, and REFRESH of shards that are larger than the own cut (local)."""
         back = []
         for unit in self.context.units:
             is_cut = self.context.model.stages[unit].layer in self._cut_layers
@@ -55,7 +55,7 @@ class HybridZero(PlainZero):
         self._reduce_scatter(self.gradients, self._layer_of(op), GRADIENTS, OPTIMIZER)
 
     def refresh(self, op: Operation) -> None:
-        """Bring the shard of a layer together from the new cuts."""
+        """Gather the shard of a layer from the new cuts."""
         self._all_gather(self.parameters, self.context.model.stages[op.unit].layer, PARAMETERS, OPTIMIZER)
 
     def norm_squared(self) -> float:

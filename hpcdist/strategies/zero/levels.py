@@ -33,7 +33,7 @@ OPTIMIZER: Final = 3
 
 
 class Levels:
-    """The cuts of this rank, by layer, and who shares them. Construction is collective over the world.
+    """Nested cuts of each layer on this rank, and their communicators. Construction is collective over the world.
 
     ``cuts[layer]`` are four ranges of the flat space, each inside the one before: the whole layer, the shard of its
     parameters, of its gradients, and what this rank updates of it. ``sharers`` joins the ranks whose last cuts make up
@@ -48,7 +48,7 @@ class Levels:
         self.sharers = self._between(1, degrees.optimizer)
         self.replicas = self._between(degrees.optimizer, context.data.size)
         self.algorithm = _alike(context)
-        self._sharding = self._way(context)
+        self._sharding = self._choose_sharding(context)
         self.cuts: dict[int, list[Range]] = {}
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, from the start of its range
         for unit, whole in context.ranges.items():
@@ -67,23 +67,24 @@ class Levels:
             elif (inner, outer) == (1, data.size):
                 self._made[inner, outer] = data
             else:
+                # Of the ranks of one block (rank // outer), those of one place in their inner blocks (rank % inner).
                 color = data.rank // outer * inner + data.rank % inner
                 self._made[inner, outer] = data.split(color, data.rank, f"data of {inner} in {outer}")
         return self._made[inner, outer]
 
-    def _way(self, context: RankContext) -> Sharding:
+    def _choose_sharding(self, context: RankContext) -> Sharding:
         if self.algorithm == ALGORITHM:
             return SHARDED["ring"]  # hands round what the trees have summed
-        ways = SHARDED | SHARDED_ON_GPUS if context.on == "gpu" else SHARDED
-        if self.algorithm not in ways:
+        shardings = SHARDED | SHARDED_ON_GPUS if context.on == "gpu" else SHARDED
+        if self.algorithm not in shardings:
             raise ConfigurationError(
                 f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
-                f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(ways)}"
+                f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(shardings)}"
             )
         if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
             # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
-            return ways["ring"]
-        return ways[self.algorithm]
+            return shardings["ring"]
+        return shardings[self.algorithm]
 
     def _cut(self, whole: Range, itemsize: int) -> tuple[list[Range], list[list[Range]]]:
         cuts, shares = [whole], []
@@ -91,6 +92,7 @@ class Levels:
             parts = [Range(0, cuts[-1].size)]
             if comm is not None:
                 parts = self._sharding.shares(comm, cuts[-1].size, itemsize)
+            # ``parts`` count from the start of the cut before; cuts are ranges of the flat space.
             cuts.append(parts[comm.rank if comm is not None else 0].shift(cuts[-1].start))
             shares.append(parts)
         return cuts, shares
@@ -152,7 +154,7 @@ class Levels:
         return owners
 
     def free(self) -> None:
-        """Give back the communicators of the levels; nothing can be summed or gathered then. Collective over them."""
+        """Release the communicators of the levels; nothing can be summed or gathered then. Collective over them."""
         for comm in self._made.values():
             if comm is not None and comm is not self._data:
                 comm.free()
@@ -176,7 +178,7 @@ class Levels:
 
 
 def _alike(context: RankContext) -> str:
-    """Return the algorithm, or the ring where the ranks of a tensor axis would be given other cuts. Collective.
+    """Return the algorithm; the ring where it would cut differently on the ranks of a tensor axis. Collective.
 
     Those of ``hierarchical`` follow the nodes, and where tensor groups lie across nodes so may the replicas of one of
     their ranks lie otherwise than those of the next. All ranks of the world have to come.

@@ -22,7 +22,7 @@ from hpcdist.strategies.zero.plain import PlainZero
 
 
 class LayerTrees:
-    """A tree for each layer that ``levels`` cuts. Collective over the data axis, but where it says local."""
+    """Tree of sums for each layer of ``levels``. Collective over the data axis, but where it says local."""
 
     def __init__(self, shards: LogicalShards, levels: Levels) -> None:
         self._shards, self._levels = shards, levels
@@ -30,11 +30,11 @@ class LayerTrees:
         self._owners = {layer: levels.owners(layer) for layer in levels.cuts}
 
     def add(self, layer: int, microbatch: int, store: FlatStore) -> None:
-        """Take in the gradients of a shard of a layer that is not the last one here (local)."""
+        """Add the gradients of a layer of one of this rank's shards, but for the last (local)."""
         self._take_in(layer, microbatch, store, copy=True)
 
     def reduce(self, layer: int, microbatch: int, store: FlatStore) -> None:
-        """Take in those of the last one, and put the sum over all shards in the place of the own cut.
+        """Add those of the last shard, and replace the own cut by the sum over all shards.
 
         What ``store`` holds of the layer beyond that is undefined afterwards.
         """
@@ -47,18 +47,18 @@ class LayerTrees:
 
 
 class ShardedSums(PlainZero):
-    """Layer of ZeRO that sums gradients over logical shards, where there are any, in place of REDUCE and COMBINE."""
+    """Layer of ZeRO that sums gradients over logical shards, where there are any."""
 
     def __init__(
         self, context: RankContext, degrees: ShardingDegrees, *parts: Any, shards: LogicalShards | None
     ) -> None:
         self.exact = shards is not None
-        if shards is not None:
+        if shards is not None:  # the tree ends at the owners of the optimizer's cuts, whatever the degree of gradients
             self.kept_cut = OPTIMIZER
         super().__init__(context, degrees, *parts, shards=shards)
         self._trees = None if shards is None else LayerTrees(shards, self.levels)
         if shards is not None:
-            self.accumulates = False
+            self.accumulates = False  # each shard is summed by itself, or its place in the tree would be lost
             self.degrees = replace(degrees, gradients=context.data.size)  # each REDUCE is over all replicas
             self.handlers = {**self.handlers, Kind.ADD: self.add}
 
@@ -69,7 +69,7 @@ class ShardedSums(PlainZero):
         return [Operation(Kind.ADD, range=part) for part in ranges]
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients of a layer: by its tree, where logical shards are summed."""
+        """Sum the gradients of a layer, by its tree where there are logical shards."""
         if self._trees is None:
             super().reduce(op)
             return
@@ -78,7 +78,7 @@ class ShardedSums(PlainZero):
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
-        """Take the gradients of a logical shard into the partial sums of this rank, and free the layer (local)."""
+        """Add the gradients of a logical shard to the partial sums of this rank, and free the layer (local)."""
         assert self._trees is not None
         self._trees.add(layer := self._layer_of(op), op.microbatch, self.gradients_at(layer))
         if not self._keeps_gradients:

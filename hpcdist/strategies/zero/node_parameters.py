@@ -33,7 +33,7 @@ _TAG: Final = 0  # messages between two ranks stay in the order of the layers, w
 
 
 class NodeParameters:
-    """The parameters of the data ranks of this node. Construction is collective over the data axis.
+    """Parameters shared by the data ranks of this node. Construction is collective over the data axis.
 
     ``cuts`` has, for each layer, what every data rank updates of it. Each rank counts its share of the memory in its
     ledger, as the kernel does in its PSS: together they count it once. Raises MissingCapabilityError, on all ranks,
@@ -80,18 +80,18 @@ class NodeParameters:
 
     @property
     def front(self) -> FlatStore:
-        """The parameters that all ranks read."""
+        """Parameters that all ranks read."""
         return self._stores[0]
 
     def begin(self) -> FlatStore:
-        """Return the back, with this rank's cuts as they are in front (local)."""
+        """Return the back buffer, with this rank's cuts copied from the front (local)."""
         back = self._stores[-1]
         for part in self._own if back is not self.front else ():
             back.range(part)[...] = self.front.range(part)
         return back
 
     def commit(self) -> None:
-        """Put the back in front once all of it is new. Collective over the data axis."""
+        """Swap front and back once all of the back is new. Collective over the data axis."""
         back = self._stores[-1]
         requests = [self._comm.irecv(back.range(part), rank, _TAG) for rank, part in self._senders]
         for part in self._own:
@@ -103,12 +103,12 @@ class NodeParameters:
         self._stores.reverse()
 
     def free(self) -> None:
-        """Give back what cuts travel over; nothing can be committed then. Collective over the data axis."""
+        """Free the communicator of the cuts; nothing can be committed then. Collective over the data axis."""
         if self._comm is not self._data:
             self._comm.free()
 
     def _meet(self) -> None:
-        """Return when all ranks of the node have come, for the same commit. Collective over the node."""
+        """Wait for all ranks of the node at the same commit. Collective over the node."""
         if self._intra.size == 1:
             return
         votes = np.array([self._committed, -self._committed], np.int64)
@@ -121,7 +121,7 @@ class NodeParameters:
 
 
 class NodeSharedZero(PlainZero):
-    """Layer of ZeRO in which the ranks of a node share one copy of the parameters, where ``config`` says so."""
+    """Layer of ZeRO that keeps one copy of the parameters for the ranks of a node, where ``config`` says so."""
 
     def __init__(
         self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
@@ -132,18 +132,18 @@ class NodeSharedZero(PlainZero):
         self.handlers = {**self.handlers, Kind.COMMIT: self.commit}
 
     def _make_parameters(self, own: Sequence[Range]) -> FlatStore:
-        """Return the parameters that the owners update: those that the node shares, if it does."""
+        """Return the parameters that owners update: those of the node, if it shares them."""
         if not self._shares_parameters:
             return super()._make_parameters(own)
         self._node = NodeParameters(self.context, [*map(self.levels.of_all, self.levels.cuts)])
         return self._node.front
 
     def _gathers_after_update(self) -> list[Operation]:
-        """Return COMMIT in the place of messages where the ranks of a node share the parameters (local)."""
+        """Return COMMIT in place of the gathers, where the ranks of a node share the parameters (local)."""
         return super()._gathers_after_update() if self._node is None else [Operation(Kind.COMMIT)]
 
     def commit(self, op: Operation) -> None:
-        """Put the new parameters of the node in the place of the old ones."""
+        """Swap the new parameters of the node with the old ones."""
         assert self._node is not None
         self._node.commit()
 
@@ -153,7 +153,7 @@ class NodeSharedZero(PlainZero):
         return super().parameters if self._node is None else self._node.front
 
     def spread(self) -> None:
-        """Bring the own cuts to all ranks that keep them. Collective."""
+        """Send the updated cuts to all ranks that keep them. Collective."""
         if self._node is not None:
             self.sharded_update.parameters = self._node.begin()  # in front, as they are now
         super().spread()
@@ -165,7 +165,7 @@ class NodeSharedZero(PlainZero):
         super().begin_update(scale)
 
     def close(self) -> None:
-        """Give back the communicators of levels and nodes."""
+        """Release the communicators of levels and nodes."""
         super().close()
         if self._node is not None:
             self._node.free()

@@ -48,7 +48,7 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Makes the stores and the optimizer of a rank where ``config`` wants them (local).
+    """Stores and optimizer of a rank in the places that ``config`` names: memory, host or file (local).
 
     Raises ConfigurationError for what is not built, and StorageError where the directory has not the space.
     """
@@ -108,7 +108,7 @@ class Offload:
 
 
 class BlockedOptimizer:
-    """An optimizer whose state, weights or gradients are not in memory, or not on the host, where it computes.
+    """Optimizer that updates block by block, for state, weights or gradients that are not in host memory.
 
     See `hpcdist.optim.optimizer.Optimizer`; the result has the bits of ``inner`` on stores in memory. Slots that lie in
     memory are used where they are.
@@ -155,7 +155,7 @@ class BlockedOptimizer:
         return self._inner.state()
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
         self._inner.restore(state)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
@@ -196,7 +196,7 @@ class BlockedOptimizer:
         written: set[str],
         compute: Callable[[Range, Mapping[str, FlatStore]], None],
     ) -> None:
-        """Bring each block of ``piece`` to the host, compute with it, and bring what is ``written`` back."""
+        """Read each block of ``piece``, compute with it, and write back the stores in ``written``."""
         blocks = list(cut(piece, self._block))
         away = {name: store for name, store in stores.items() if not _on_the_host(store)}
         arrived: list[Wait] = []
@@ -206,7 +206,8 @@ class BlockedOptimizer:
             for number in range(-1, len(blocks)):
                 arrived, following = arriving, number + 1
                 if following < len(blocks):
-                    _all(leaving[following % SETS])  # what these blocks of memory held two blocks ago
+                    # Three sets of buffers: before a set is read into again, what it held two blocks ago is written.
+                    _all(leaving[following % SETS])
                     arriving = []  # one by one: what was begun before a failure is waited for
                     for name, store in away.items():
                         buffer = self._buffer(name, following, blocks[following])
@@ -225,9 +226,8 @@ class BlockedOptimizer:
                 _all(waits)
         finally:
             self._inner.slots = self.slots
-            for wait in chain(
-                arrived, arriving, *leaving
-            ):  # nothing goes on behind a failure, and the first one is told
+            # After a failure nothing may go on in the background; the first error is the one that is raised.
+            for wait in chain(arrived, arriving, *leaving):
                 with suppress(Exception):
                     wait()
 

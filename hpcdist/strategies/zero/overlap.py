@@ -31,12 +31,12 @@ from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
 from hpcdist.strategies.zero.levels import WHOLE, Levels
 from hpcdist.strategies.zero.plain import PlainZero, ShardMemory
 
-# What takes part in a collective of a layer, or begins to.
+# Kinds that take part in a collective of a layer, or start one.
 GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.DEFER)
 
 
 class LockStepGuard:
-    """Order of the gathers on this rank: one of a step, and one of an evaluation, which has no AGREE."""
+    """Guard on the order of collectives: one order for a step, and one for an evaluation, which has no AGREE."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -45,14 +45,14 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nobody is watched
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Compare what is about to run with the order agreed on; the first time, agree. Collective then, else local.
+        """Compare ``operations`` with the agreed order; the first time, agree on it. Collective then, else local.
 
         Raises ScheduleError: where the first orders differ on all ranks, later on the one that differs.
         """
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
         known = self._known.setdefault(self._pass, order)
-        if known is order:
+        if known is order:  # just stored: the first list of its kind. An equal one of a later step is another object
             self._agree(order)
         elif known != order:
             index = _first_difference(known, order)
@@ -60,18 +60,19 @@ class LockStepGuard:
         self._due = enumerate(known, start=1)
 
     def meet(self, op: Operation) -> None:
-        """Raise ScheduleError unless ``op`` is what all ranks do next (local)."""
+        """Raise ScheduleError unless ``op`` is next in the agreed order (local)."""
         if self._due is None:
             return
-        index, due = next(self._due, (0, None))
+        index, due = next(self._due, (0, None))  # beyond the end no operation is due
         if due != op:
             raise self._refusal(index, op, due)
 
     def _agree(self, order: list[Operation]) -> None:
         digest = xxhash.xxh3_64_intdigest(" ".join(map(str, order)).encode()) >> 1  # 63 bits fit an int64
+        # ~x falls where x rises, so the maximum of ~x is the complement of the minimum of x: one reduction finds both.
         votes = np.array([digest, ~digest], np.int64)
         collectives.allreduce(self._data, votes, self._algorithm, op="max")
-        if votes[0] == ~votes[1]:
+        if votes[0] == ~votes[1]:  # maximum and minimum are the same: all ranks have one digest
             return
         orders = self._data.allgather_object(order)
         rank = next(rank for rank, other in enumerate(orders) if other != orders[0])
@@ -107,7 +108,7 @@ def _named(op: Operation | None) -> str:
 
 
 def overlap_of(context: RankContext, levels: Levels) -> BackgroundCollectives | None:
-    """Return what exchanges beside the computation, None where nothing does. Collective over the data axis.
+    """Return the background collectives, None without overlap. Collective over the data axis.
 
     Raises ConfigurationError for sharding degrees with which it cannot.
     """
@@ -137,7 +138,7 @@ def transient_layers(
 
 
 class ZeroOverlap:
-    """The operations that start and wait. Collective over the data axis, but for what is said to be local.
+    """Handlers that start and wait. Collective over the data axis, but where it says local.
 
     ``layer_of`` names the layer of an operation, ``gradients_at`` and ``place`` return where its whole gradient, and
     its parameters with the own shard among them, lie; ``take_in`` is called with a layer whose gradient is summed.
@@ -171,25 +172,25 @@ class ZeroOverlap:
         self._overlap.start_sum(op.range, whole, self._levels.shares(layer), self._levels.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Return when the sum is there and taken in."""
+        """Wait for the sum, and take it in."""
         self._overlap.wait(op.range)
         self._take_in(self._layer_of(op))
 
     def poll(self, op: Operation) -> None:
-        """Move what was started (local)."""
+        """Make progress on what was started (local)."""
         self._overlap.poll()
 
     def start_gather(self, op: Operation) -> None:
-        """Begin to bring a layer together."""
+        """Begin to all-gather a layer."""
         self._order.meet(op)
         self._start_gather(self._layer_of(op))
 
     def wait_gather(self, op: Operation) -> None:
-        """Return when the layer is there."""
+        """Wait for the gathered layer."""
         self._overlap.wait_gather(self._layer_of(op))
 
     def gather(self, layer: int) -> None:
-        """Bring a layer together in its turn, where no list asks for it ahead."""
+        """All-gather a layer in its turn, where no list asks for it ahead."""
         self._start_gather(layer)
         self._overlap.wait(layer)
 
@@ -199,7 +200,7 @@ class ZeroOverlap:
 
 
 class OverlappedZero(PlainZero):
-    """Layer of ZeRO that moves messages beside the computation, where ``communication.overlap`` says so."""
+    """Layer of ZeRO that overlaps messages with computation, where ``communication.overlap`` says so."""
 
     def __init__(
         self, context: RankContext, degrees: ShardingDegrees, memory: ShardMemory, config: ZeroConfig, **of_base: Any
@@ -208,12 +209,14 @@ class OverlappedZero(PlainZero):
         super().__init__(context, degrees, memory, config, **of_base)
         self._overlapped: ZeroOverlap | None = None
         if self.overlap is not None:
+            # Bound methods, which subclasses may override: what starts and waits uses the memory of the exchange.
             how = (self._layer_of, self.gradients_at, self._with_own_shard, self._keep_shard)
             self._overlapped = ZeroOverlap(self.overlap, self.levels, self._order, *how)
             self.handlers = {**self.handlers, **self._overlapped.handlers}
 
     def _make_levels(self, degrees: ShardingDegrees) -> Levels:
         levels = super()._make_levels(degrees)
+        # Made here, before any store: memory that is exchanged in the background is shared over its communicator.
         self.overlap = overlap_of(self.context, levels)
         self.ahead = self._prefetch if self.overlap is not None else 0
         self._order = LockStepGuard(self.context.data, self.context.agree_algorithm)
@@ -227,18 +230,18 @@ class OverlappedZero(PlainZero):
         return super()._gradients_of_all_layers(over if self.overlap is None else self.overlap.over)
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Watch, where parameters are gathered for each use, that all ranks run the same list."""
+        """Guard the order of the list, where parameters are gathered for each use."""
         super().begin(operations)
         if self.gathers:
             self._order.begin(operations)
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients of a layer, if that is what all ranks do next."""
+        """Sum the gradients of a layer, in the agreed order."""
         self._order.meet(op)
         super().reduce(op)
 
     def gather(self, op: Operation) -> None:
-        """Bring a layer together, if that is what all ranks do next; one that was begun ahead is waited for."""
+        """All-gather a layer, in the agreed order; wait for one that was started ahead."""
         self._order.meet(op)
         layer = self.context.model.stages[op.unit].layer
         if layer in self._cut_layers and self._overlapped is not None and self.ahead:

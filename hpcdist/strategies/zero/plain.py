@@ -29,7 +29,7 @@ from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHO
 
 
 class ShardMemory(Protocol):
-    """Place of what a rank keeps of cut layers. Local."""
+    """Memory for the shards of a rank: in RAM, or elsewhere. Local."""
 
     @property
     def is_resident(self) -> bool:
@@ -46,7 +46,7 @@ class ShardMemory(Protocol):
 
 
 class PlainZero(ShardedUpdateExchange):
-    """ZeRO of the ``degrees``, kept in ``memory``. Collective over the data axis, but where it says local.
+    """ZeRO with sharding ``degrees`` and shards in ``memory``. Collective over the data axis, but where it says local.
 
     ``parameters`` holds the whole of layers that stay gathered, and the shard of the others. ``of_base`` goes to
     `ShardedUpdateExchange`.
@@ -62,13 +62,13 @@ class PlainZero(ShardedUpdateExchange):
         self.degrees = self._degrees = degrees
         self._memory = memory
         self.levels = levels = self._make_levels(degrees)
-        # In other memory a layer comes and goes even where nothing is cut.
+        # Shards in other memory than that of the model are read into it for each use, also where nothing is cut.
         self._is_transient = degrees.parameters > 1 or not memory.is_resident
         self.replicas_identical = not self._is_transient
         self._keeps_gradients = (degrees.gradients == 1 or config.keep_gradients) and memory.is_resident
         self.keeps_parameters = config.keep_parameters
         self.accumulates = self._keeps_gradients
-        # Units with a tensor that other stages have a copy of: these get the whole.
+        # Units with a tensor of which another pipeline rank has a copy: it is sent whole, so these units stay gathered.
         self._copied = {tie.unit for tie in tied_tensors(context.model, context.placed)}
         self._layer_at = {part: context.model.stages[unit].layer for unit, part in context.ranges.items()}
         cut = [unit for unit in context.units if self._is_cut(unit, config.persistent_below)]
@@ -115,7 +115,7 @@ class PlainZero(ShardedUpdateExchange):
 
     def _make_parameters(self, own: Sequence[Range]) -> FlatStore:
         """Return the parameters that the owners of the cuts ``own`` update."""
-        if not self._cut_layers:  # what is whole is handed round among the replicas; a shard is this rank's alone
+        if not self._cut_layers:  # only whole parameters are gathered in place, and may lie in memory of the node
             over = self.levels.first(PARAMETERS, OPTIMIZER)
             return self.context.store("parameters", allocate=self.context.for_replicas("parameters", over))
         parts = [cuts[PARAMETERS if layer in self._cut_layers else WHOLE] for layer, cuts in self.levels.cuts.items()]
@@ -132,7 +132,7 @@ class PlainZero(ShardedUpdateExchange):
         return self.context.store("gradients", allocate=self.context.for_replicas("gradients", over))
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE per layer, AGREE on loss and norm, the update of the own cuts, and their way back (local)."""
+        """Return REDUCE per layer, AGREE on loss and norm, the update of the own cuts, and GATHER (local)."""
         ranges = list(reversed(self.context.ranges.values()))
         reduces = [Operation(Kind.REDUCE, range=part) for part in ranges]
         return [
@@ -144,32 +144,32 @@ class PlainZero(ShardedUpdateExchange):
         ]
 
     def _sums_after_reduces(self, ranges: Sequence[Range]) -> list[Operation]:
-        """Return what has to be summed once a step, after all REDUCE: nothing (local)."""
+        """Return the sums that follow all REDUCE once a step: none (local)."""
         return []
 
     def _gathers_after_update(self) -> list[Operation]:
-        """Return GATHER of the layers that are kept whole: their new cuts to all ranks (local)."""
+        """Return GATHER of the layers that are kept whole (local)."""
         layers = {unit: self.context.model.stages[unit].layer for unit in self.context.units}
         whole = [unit for unit, layer in layers.items() if layer not in self._cut_layers]
         return [Operation(Kind.GATHER, unit=unit) for unit in whole if self._degrees.optimizer > 1]
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Begin to add up gradients anew (local)."""
+        """Reset the sums of gradients (local)."""
         self._added.clear()  # also where the step before was given up
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients of a layer to the shards that are kept of it or, where they are whole, to the own cuts."""
+        """Reduce-scatter the gradients of a layer to the shards, or to the own cuts where gradients are kept whole."""
         store = self.gradients_at(layer := self._layer_of(op))
         self._reduce_scatter(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
         self._keep_shard(layer)
 
     def _reduce_scatter(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Sum cut ``start`` of a layer to its cut ``stop``: reduce-scatter. Collective."""
+        """Sum cut ``start`` of a layer over the ranks to its cut ``stop``. Collective."""
         self.levels.reduce(store, layer, start, stop)
 
     def _keep_shard(self, layer: int) -> None:
         """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local)."""
-        if self._keeps_gradients:  # it is where it belongs
+        if self._keeps_gradients:  # reduced in place, in the store that the update reads
             return
         own, store = self.levels.cuts[layer][self.kept_cut], self.gradients_at(layer)
         (self.gradients.add if layer in self._added else self.gradients.write)(own, store.range(own))
@@ -177,7 +177,7 @@ class PlainZero(ShardedUpdateExchange):
         self._whole_gradients.free(layer)
 
     def gather(self, op: Operation) -> None:
-        """Bring a layer together: before a use, from the shards; where it is kept whole, from the new cuts."""
+        """All-gather a layer: before a use from the shards; where it is kept whole, from the new cuts."""
         layer = self.context.model.stages[op.unit].layer
         if layer in self._cut_layers:
             self._all_gather(self._with_own_shard(layer), layer, WHOLE, PARAMETERS)
@@ -185,7 +185,7 @@ class PlainZero(ShardedUpdateExchange):
             self.levels.gather(self.parameters, layer, WHOLE, OPTIMIZER)
 
     def _with_own_shard(self, layer: int) -> FlatStore:
-        """Return memory for the whole of a layer, with the own shard in it (local)."""
+        """Return memory for a whole layer, with the own shard in it (local)."""
         store, own = self._whole_parameters.at(layer), self.levels.cuts[layer][PARAMETERS]
         self.parameters.read(own, store.range(own))
         return store
@@ -202,18 +202,18 @@ class PlainZero(ShardedUpdateExchange):
         return self._layer_at[op.range] if op.range is not None else self.context.model.stages[op.unit].layer
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return where the layer is whole: one that is cut is there between GATHER and FREE only."""
+        """Return the store of the whole layer: one that is cut is there between GATHER and FREE only."""
         return self._whole_parameters.at(layer) if layer in self._cut_layers else self.parameters
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return where the layer is whole: where gradients are cut, it is there until its REDUCE."""
+        """Return the store of the whole layer: where gradients are cut, it is there until its REDUCE."""
         return self.gradients if self._keeps_gradients else self._whole_gradients.at(layer)
 
     def spread(self) -> None:
-        """Bring the own cuts to all ranks that keep them. Collective."""
+        """Send the updated cuts to all ranks that keep them. Collective."""
         for op in self._gathers_after_update():
             self.handlers[op.kind](op)
 
     def close(self) -> None:
-        """Give back the communicators of the levels."""
+        """Release the communicators of the levels."""
         self.levels.free()

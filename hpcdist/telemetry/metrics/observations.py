@@ -4,8 +4,8 @@
     rows    step, session, wall clock, index of the name, value
     notes   the words of an event, as those of an anomaly
 
-Steps and validation losses have tables of their own, and are not written twice. What changes with every look
-(`THINNED`) is kept so often that a short run shows its course and a month is some 100 MB, not many GB.
+Steps and validation losses have tables of their own, and are not written twice. Figures that change with every look
+(`THINNED`) are written at intervals that grow with the run, so that a month takes some 100 MB.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class ObservableEvent(Protocol):
 
 @dataclass(frozen=True)
 class ObservedSeries:
-    """One quantity over time, each array (rows,)."""
+    """Series of one quantity over time, each array (rows,)."""
 
     step: np.ndarray
     time_ns: np.ndarray
@@ -77,7 +77,7 @@ class ObservedSeries:
 
 @dataclass(frozen=True)
 class EventNote:
-    """Words of an event."""
+    """Text of an event."""
 
     step: int
     session: int
@@ -89,7 +89,7 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """All of the group in memory: ``series`` by name, in the order in which each was seen first."""
+    """Observations in memory: ``series`` by name, in the order in which each was seen first."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
@@ -98,7 +98,7 @@ class Observations:
 def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
     """Put ``events`` of one start, in their order, into an open file (local).
 
-    The first ones of a start drop what the start before saw in later steps: those are made again.
+    The first ones of a start drop the rows of later steps of the start before: those steps are made again.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
@@ -118,14 +118,14 @@ def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
     if figures:
         _append_rows(file, session, figures)
     if words:
-        told = {"kind": _bytes([event.kind for event, _, _ in words], 16)}
-        told |= {"name": _bytes([name for _, name, _ in words], NAME_BYTES)}
-        told |= {"text": _bytes([text for _, _, text in words], TEXT_BYTES)}
-        datasets.extend(file, NOTES, _when(session, [event for event, _, _ in words]) | told)
+        word_columns = {"kind": _bytes([event.kind for event, _, _ in words], 16)}
+        word_columns |= {"name": _bytes([name for _, name, _ in words], NAME_BYTES)}
+        word_columns |= {"text": _bytes([text for _, _, text in words], TEXT_BYTES)}
+        datasets.extend(file, NOTES, _when(session, [event for event, _, _ in words]) | word_columns)
 
 
 def read(file: Any) -> Observations:
-    """Return what an open file has of them; nothing from a file of an earlier version."""
+    """Return the observations of an open file; none from a file of an earlier version."""
     if GROUP not in file:
         return Observations()
     rows, notes = datasets.read(file, ROWS), datasets.read(file, NOTES)
@@ -134,9 +134,9 @@ def read(file: Any) -> Observations:
         own = rows["name"] == index
         if own.any():
             series[name] = ObservedSeries(rows["step"][own], rows["time_ns"][own], rows["value"][own])
-    said = zip(*(_texts(notes[name]) for name in ("kind", "name", "text")), strict=True)
+    entries = zip(*(_texts(notes[name]) for name in ("kind", "name", "text")), strict=True)
     when = zip(*(notes[name].tolist() for name in ("step", "session", "time_ns")), strict=True)
-    return Observations(series, tuple(EventNote(*times, *texts) for times, texts in zip(when, said, strict=True)))
+    return Observations(series, tuple(EventNote(*times, *texts) for times, texts in zip(when, entries, strict=True)))
 
 
 def _is_number(value: Any) -> bool:
@@ -151,8 +151,11 @@ def _drop_from(file: Any, name: str, step: int) -> None:
 
 
 def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
-    """Leave out what was seen again too soon, but at the end. The last time of each kind is an attribute."""
-    kept, attributes = [], file[GROUP].attrs
+    """Return ``events`` without thinned ones that come too soon, except at the end of the run.
+
+    The time of the last one of each kind is an attribute of the file.
+    """
+    due, attributes = [], file[GROUP].attrs
     last = {kind: int(attributes.get(f"{kind}_ns", 0)) for kind in THINNED}
     ends = any(event.kind == "end" for event in events)
     for event in events:
@@ -162,11 +165,11 @@ def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
             if 0 <= event.time_ns - last[event.kind] < min(EVERY_NS, lasted // PART) and not ends:
                 continue
             last[event.kind] = event.time_ns
-        kept.append(event)
+        due.append(event)
     for kind, time_ns in last.items():
         if time_ns != int(attributes.get(f"{kind}_ns", 0)):
             attributes[f"{kind}_ns"] = time_ns
-    return kept
+    return due
 
 
 def _append_rows(file: Any, session: int, figures: Sequence[tuple[ObservableEvent, str, float]]) -> None:

@@ -1,7 +1,7 @@
 """Quantities of a run: the name of every figure, with its unit and meaning, and those derived from the steps.
 
-Names follow the conventions of Prometheus: base units, ``_total`` for what only grows. All sinks use them, so that a
-figure is found under one name everywhere. `DerivedFigures` works out speed, shares of the time and stragglers from the
+Names follow the conventions of Prometheus: base units, ``_total`` for counters. All sinks use them, so that a figure
+has one name everywhere. `DerivedFigures` computes speed, shares of the time and stragglers from the
 rows of steps of all ranks. Axis letters: S steps, W ranks of the world, K ranks of them that compute.
 """
 
@@ -20,7 +20,7 @@ PREFIX: Final = "hpcdist_"
 
 @dataclass(frozen=True)
 class Quantity:
-    """A figure. ``kind`` is gauge or counter; ``label`` names what tells several of it apart ("": there is one).
+    """Quantity: the definition of a figure. ``kind`` is gauge or counter; ``label`` names its label ("": none).
 
     ``unit`` is in UCUM, as in HDF5 files; ``tag`` is the name that TensorBoard shows.
     """
@@ -119,11 +119,11 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 
 @dataclass(frozen=True)
 class StepRow:
-    """Figures of all ranks for one step; NaN, or left out of ``ranks``, is what nobody measured.
+    """Figures of all ranks for one step; what was not measured is NaN, or left out of ``ranks``.
 
     ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``data_s`` is waiting for the batch;
-    ``exposed_s`` is what a rank gave to reductions that go on beside the computation, ``overlapped_s`` what these took
-    (`Overlap.taken`). ``tokens`` are those of all ranks.
+    ``exposed_s`` is the time that a rank spent on reductions that overlap with the computation, ``overlapped_s`` the
+    duration of these. ``tokens`` are those of all ranks.
     """
 
     step: int
@@ -136,12 +136,12 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Works out what the last steps say; of one start of a run, whose rows come in order.
+    """Figures derived from the last steps of one start of a run, whose rows come in order.
 
     Speed, shares and stragglers are taken over the last ``window`` steps. The first step of the start, which compiles
     kernels and opens connections, is left out of them as soon as there is another. ``works`` says of each rank whether
     it computes; None: those that have spent time computing do, so that a rank that only serves is no straggler and
-    waits for nobody. Without ``lock_step`` no rank waits for another, and the longest of their times is that of all.
+    waits for none. Without ``lock_step`` no rank waits for another, and the longest of their times is that of all.
     """
 
     def __init__(self, window: int = WINDOW, works: Sequence[bool] | None = None, *, lock_step: bool = True) -> None:
@@ -153,19 +153,19 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) see `straggler_scores`, of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return, for each of ``rows``, its figures under the keys of `catalogue`; what is not known is left out.
+        """Return, for each of ``rows``, its figures under the keys of `key`; what is not known is left out.
 
-        Who is a straggler is told with the last of ``rows`` alone: it changes slowly, and takes time to work out.
+        The straggler is given with the last of ``rows`` alone: it changes slowly, and takes time to compute.
         """
-        found: list[dict[str, float]] = []
+        figures: list[dict[str, float]] = []
         for world, alike in groupby(rows, _world):
             if self._rows and _world(self._rows[-1]) != world:
                 self._rows, self._begins = [], True  # ranks died or came: their columns are others'
             known = [*self._rows, *alike]
-            found += self._figures(known)[len(self._rows) :]
+            figures += self._figures(known)[len(self._rows) :]
             self._begins = self._begins and len(known) <= self.window
             self._rows = known[-self.window :]
-        return found
+        return figures
 
     def _figures(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
         columns = {name: _column(rows, name) for name in PER_RANK}  # (S, W)
@@ -176,7 +176,7 @@ class DerivedFigures:
         data = _mean(of["data_s"])
         rest = _mean(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
         phases |= {"data": data, "other": np.maximum(rest, 0)}
-        # Starting, polling and waiting may take longer than what goes on beside: then nothing of it is hidden.
+        # Starting, polling and waiting may take longer than the overlapped reductions: then nothing of them is hidden.
         exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
         series = {
             **{name: np.array([getattr(row, mine) for row in rows], float) for name, mine in _COMMON.items()},
@@ -186,13 +186,13 @@ class DerivedFigures:
             "hidden_communication_ratio": np.maximum(0, 1 - exposed),
             **{key("phase_seconds", phase): values for phase, values in phases.items()},
         }
-        found = [{name: float(values[index]) for name, values in series.items()} for index in range(len(rows))]
+        by_row = [{name: float(values[index]) for name, values in series.items()} for index in range(len(rows))]
         first = 1 if self._begins and len(rows) > 1 else 0
         self.scores = straggler_scores(np.where(works, columns["compute_s"], math.nan)[first:][-self.window :])
         if np.isfinite(self.scores).any():
             rank = int(np.nanargmax(self.scores))
-            found[-1] |= {"straggler_rank": float(rank), "straggler_ratio": float(self.scores[rank])}
-        return [{name: value for name, value in figures.items() if math.isfinite(value)} for figures in found]
+            by_row[-1] |= {"straggler_rank": float(rank), "straggler_ratio": float(self.scores[rank])}
+        return [{name: value for name, value in figures.items() if math.isfinite(value)} for figures in by_row]
 
     def _speed(self, tokens: np.ndarray, step_s: np.ndarray) -> np.ndarray:
         """Return tokens a second over the window that ends with each row: (S,)."""
@@ -206,7 +206,7 @@ class DerivedFigures:
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
         """Return the sums of ``columns``, each (S,), over the window that ends with each row, where all are known."""
         known = np.isfinite(columns).all(axis=0)
-        found = []
+        sums = []
         for column in columns:
             values = np.where(known, column, 0.0)
             steady = values.copy()
@@ -214,10 +214,10 @@ class DerivedFigures:
                 steady[0] = 0.0
             upto = np.concatenate([[0.0], np.cumsum(steady)])
             last = np.arange(1, len(values) + 1)
-            found.append(upto[last] - upto[np.maximum(last - self.window, 0)])
+            sums.append(upto[last] - upto[np.maximum(last - self.window, 0)])
             if self._begins:
-                found[-1][0] = values[0]  # there is no other
-        return found
+                sums[-1][0] = values[0]  # there is no other
+        return sums
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:

@@ -26,10 +26,10 @@ MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no boun
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Content of a metrics file.
+    """Metrics of a run, sampled.
 
     ``steps`` has the narrow columns of all steps, ``sample`` every column of the rows ``chosen`` among them, ``tables``
-    those of other services by name, where there are any.
+    the side tables by name, where there are any.
     """
 
     steps: dict[str, np.ndarray]
@@ -76,9 +76,9 @@ def _read(file: Any, wide_bytes: int) -> SampledMetrics:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return blocks of ``rows`` rows, (start, stop): all, or such of whole chunks with about ``most`` rows together.
+    """Return blocks (start, stop) of ``rows`` rows: all of them, or whole chunks with about ``most`` rows in total.
 
-    They are spread evenly, and the first and the last rows are among them.
+    The blocks are spread evenly, and the first and the last rows are among them.
     """
     if rows <= most:
         return [(0, rows)] if rows else []
@@ -91,9 +91,9 @@ def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
 
 def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:
     """Return the rows of ``blocks`` of a column with a second dim."""
-    found = np.empty((sum(stop - start for start, stop in blocks), dataset.shape[1]), dataset.dtype)
+    rows = np.empty((sum(stop - start for start, stop in blocks), dataset.shape[1]), dataset.dtype)
     at = 0
     for start, stop in blocks:
-        found[at : at + stop - start] = dataset[start:stop]
+        rows[at : at + stop - start] = dataset[start:stop]
         at += stop - start
-    return found
+    return rows

@@ -1,4 +1,4 @@
-"""Side tables of a metrics file: what happens beside the steps, one table and one ``append_...`` for each.
+"""Side tables of a metrics file, for what happens beside the steps: one table and one ``append_...`` for each.
 
 clocks       which rank is on which host, and how far the hosts' clocks were apart
 consensus    how far replicas that differ were apart after a step
@@ -69,7 +69,9 @@ def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[
             "boot": np.array([hosts.boots[host].encode() for host in hosts.of_rank], "S64"),
         }
         datasets.extend(file, f"{CLOCKS_GROUP}/ranks", rows)
-    values = np.array([(one.t_ns, session, one.host, one.offset_ns, one.rtt_ns) for one in readings], np.int64)
+    values = np.array(
+        [(reading.t_ns, session, reading.host, reading.offset_ns, reading.rtt_ns) for reading in readings], np.int64
+    )
     columns = dict(zip(("t_mono_ns", "session", "host", "offset_ns", "rtt_ns"), values.reshape(-1, 5).T, strict=True))
     datasets.extend(file, f"{CLOCKS_GROUP}/readings", columns | {"wall_ns": columns["t_mono_ns"] + wall_ns})
 
@@ -92,9 +94,9 @@ def _clock_session(number: int, ranks: dict[str, np.ndarray], readings: dict[str
     names, boots = (tuple(ranks[name][row].decode(errors="replace") for row in firsts) for name in ("name", "boot"))
     rows = np.flatnonzero(readings["session"] == number)
     columns = (readings[name][rows].tolist() for name in ("host", "t_mono_ns", "offset_ns", "rtt_ns"))
-    found = tuple(ClockReading(*values) for values in zip(*columns, strict=True))
+    session_readings = tuple(ClockReading(*values) for values in zip(*columns, strict=True))
     wall_ns = int(readings["wall_ns"][rows[-1]] - readings["t_mono_ns"][rows[-1]]) if len(rows) else 0
-    return ClockSession(number, HostTable(tuple(of_rank), names, boots), found, wall_ns)
+    return ClockSession(number, HostTable(tuple(of_rank), names, boots), session_readings, wall_ns)
 
 
 CONSENSUS_TABLE: Final = "consensus"
@@ -176,7 +178,10 @@ NOISE_SCALE_COLUMNS: Final = (
 
 
 def append_noise_scales(file: Any, session: int, rows: Sequence[tuple[float, ...]]) -> None:
-    """Put ``rows``, each a step and `MEASURED`, into an open file; those of the same steps and later are dropped."""
+    """Append ``rows`` to an open file (local); those of the same steps and later are dropped.
+
+    A row is a step and its `NOISE_MEASUREMENTS`.
+    """
     if not rows:
         return
     if NOISE_SCALE_TABLE not in file:
@@ -185,10 +190,12 @@ def append_noise_scales(file: Any, session: int, rows: Sequence[tuple[float, ...
     later = np.flatnonzero(known >= rows[0][0])
     datasets.shorten(file, NOISE_SCALE_TABLE, int(later[0]) if later.size else len(known))
     step, *measured = zip(*rows, strict=True)
-    found = {
+    columns = {
         column.name: np.array(values, column.dtype) for column, values in zip(NOISE_MEASUREMENTS, measured, strict=True)
     }
-    datasets.extend(file, NOISE_SCALE_TABLE, {"step": np.array(step), "session": np.full(len(rows), session), **found})
+    datasets.extend(
+        file, NOISE_SCALE_TABLE, {"step": np.array(step), "session": np.full(len(rows), session), **columns}
+    )
 
 
 def last_noise_scale(path: str | Path) -> float | None:
@@ -196,8 +203,8 @@ def last_noise_scale(path: str | Path) -> float | None:
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its noise scales are damaged"):
         if NOISE_SCALE_TABLE not in file or not len(file[NOISE_SCALE_TABLE]["step"]):
             return None
-        found = float(file[NOISE_SCALE_TABLE]["noise_scale"][-1])
-    return found if np.isfinite(found) else None
+        scale = float(file[NOISE_SCALE_TABLE]["noise_scale"][-1])
+    return scale if np.isfinite(scale) else None
 
 
 RECOMPUTED_TABLE: Final = "recomputed"

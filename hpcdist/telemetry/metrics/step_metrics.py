@@ -1,4 +1,4 @@
-"""Metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
+"""Step metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from hpcdist.reporting import atomic, regular
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
-MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: what a rank moved by each way of `Moved`
+MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: bytes by each way of `BytesMoved`
 FLUSH_S: Final = 5.0
 FLUSH_ROWS: Final = 512
 READ_ATTEMPTS: Final = 5
@@ -45,7 +45,7 @@ PER_RANK: Final = tuple(column.name for column in STEPS if column.wide)
 
 
 class MetricsWriter:
-    """Writes ``path`` from one rank (rank 0). A context manager; leaving it flushes.
+    """Writer of the metrics file ``path``, on rank 0. A context manager; leaving it flushes.
 
     The file is opened only for a moment, at most every `FLUSH_S`: it is readable at any time, and a killed run loses a
     few seconds. ``world`` is the number of ranks. ``resume_step`` None begins a file (a directory with another run's
@@ -53,7 +53,7 @@ class MetricsWriter:
     become root attributes, as provenance and the entropies of the data (``unigram_nats``, ...).
 
     Methods raise StorageError when the disk is full or fails; what was flushed before stays readable. A file that is
-    damaged, or not ours, is set aside, which stderr tells, and another one begun.
+    damaged, or of another program, is set aside, with a line on stderr, and another one begun.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MetricsWriter:
         self.close()
 
     def _change(self, change: Callable[[Any], None]) -> None:
-        """Let ``change`` the file. One that is damaged is set aside and begun anew: no reason to end a run."""
+        """Call ``change`` with the open file. A damaged one is set aside and begun anew: it must not end a run."""
         try:
             self._edit(change)
         except regular.DamagedFileError as error:
@@ -106,7 +106,7 @@ class MetricsWriter:
             print(f"hpcdist: {error}; it is now {aside.name}, and a new one begins here", file=sys.stderr, flush=True)
 
     def _edit(self, change: Callable[[Any], None], anew: bool = False) -> None:
-        """Let ``change`` the file once. Raises DamagedFileError where its tables are damaged, not for any failure."""
+        """Call ``change`` once with the open file. Raises DamagedFileError where its tables are damaged."""
         try:
             with files.edit(self.path, SCHEMA, VERSION) as file:
                 if anew and self._is_begun:
@@ -162,9 +162,9 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`.
+        """Take the row of a step, NaN for what was not measured; it is written with the next flush.
 
-        One that the session before had not written was ``made_by`` so many ranks, not all of which are left.
+        ``made_by`` not 0: a row of the session before, of so many ranks, which had not been written when some died.
         """
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
@@ -184,9 +184,9 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Bring all rows to the disk. After a failure the rows not yet written are gone and the file is as before.
+        """Write all rows. After a failure the rows not yet written are gone and the file is as before.
 
-        Each of ``appends`` adds what another service keeps, as in `include`, while the file is open.
+        Each of ``appends`` adds the groups of another service, as in `include`, while the file is open.
         """
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
@@ -205,11 +205,11 @@ class MetricsWriter:
             self._change(add)
 
     def describe(self, **attributes: Any) -> None:
-        """Set further root attributes: what was not yet known when the run began."""
+        """Set further root attributes, which were not known when the run began."""
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Let ``append(file, session)`` add what another service keeps: its own groups, no others."""
+        """Call ``append(file, session)``, which adds the groups of another service and touches no others."""
         self._change(lambda file: append(file, self._session))
 
     def close(self) -> None:
@@ -307,8 +307,8 @@ def summarise(metrics: MetricsData, last: int = 20) -> dict[str, Any]:
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
     """Return the bytes that a rank moved a step, by the way they took; None where the run has not noted it."""
     known = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
-    found = {way: float(nbytes) for way, nbytes in known.items() if isinstance(nbytes, int | float)}
-    return BytesMoved(**found) if len(found) == len(known) and all(map(math.isfinite, found.values())) else None
+    by_way = {way: float(nbytes) for way, nbytes in known.items() if isinstance(nbytes, int | float)}
+    return BytesMoved(**by_way) if len(by_way) == len(known) and all(map(math.isfinite, by_way.values())) else None
 
 
 def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""HTML document of a run: one file, no script, nothing from elsewhere.
-
-Its policy forbids the browser to fetch anything.
+"""HTML document of a run: one file without scripts, whose content security policy forbids to fetch anything.
 
 `write_page` reads the run, draws the charts and writes the file, all of it or nothing. The style sheet serves screens
-of any width, in the light and in the dark, and paper. Sections of words and tables stand here: checkpoints, events,
-text, recipe, environment, measurement.
+of any width, light and dark themes, and paper. The sections of text and tables are here: checkpoints, events, text
+sample, recipe, environment, measurement.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from hpcdist.telemetry.page.history import FAILED, FINISHED, KILLED, format_dura
 from hpcdist.telemetry.page.key_figures import KeyFigure, format_joules, not_measured
 from hpcdist.telemetry.page.run_data import ExternalData, PageData, RecipeSetting
 
-MAX_ROWS: Final = 60  # rows of a table that are there at once; the others are folded
+MAX_ROWS: Final = 60  # rows of a table that are shown at once; the others are folded
 PROVENANCE: Final = (
     ("Platform", "platform"),
     ("Processor", "processor"),
@@ -57,37 +55,37 @@ def phases(data: PageData) -> Markup:
 
 
 def operations(data: PageData) -> Markup:
-    """Return the table of what went into each operation, since the last start."""
+    """Return the table of time and bytes of each collective and message since the last start."""
     seconds = common.observed_by_label(data, "collective_seconds_total")
     moved, rates = (common.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
     rows = [
         (
             name,
-            format_duration(float(one.value[-1])),
+            format_duration(float(series.value[-1])),
             format_bytes(round(float(moved[name].value[-1]))) if name in moved else "not known",
             f"{format_bytes(round(float(rates[name].value[-1])))}/s" if name in rates else "not known",
         )
-        for name, one in sorted(seconds.items(), key=lambda pair: -float(pair[1].value[-1]))
+        for name, series in sorted(seconds.items(), key=lambda pair: -float(pair[1].value[-1]))
     ]
     if not rows:
         return Markup("")
     heads = ("Operation", "Time, mean over ranks", "Bytes, all ranks", "Bytes over time")
-    said = tag("p", "Of the last start; waiting for others is part of the time.", class_="under")
-    return joined([tag("h3", "Messages and collectives"), said, table(heads, rows, (1, 2, 3))])
+    caption = tag("p", "Of the last start; waiting for others is part of the time.", class_="under")
+    return joined([tag("h3", "Messages and collectives"), caption, table(heads, rows, (1, 2, 3))])
 
 
 def checkpoints(data: PageData) -> Markup:
     """Return the table of checkpoints."""
     rows = [
         (
-            one.name,
-            f"{one.step:,}" if one.step >= 0 else "",
-            one.state,
-            _moment(one.written_utc),
-            format_bytes(one.nbytes),
-            one.reason,
+            checkpoint.name,
+            f"{checkpoint.step:,}" if checkpoint.step >= 0 else "",
+            checkpoint.state,
+            _moment(checkpoint.written_utc),
+            format_bytes(checkpoint.nbytes),
+            checkpoint.reason,
         )
-        for one in data.beside.checkpoints
+        for checkpoint in data.beside.checkpoints
     ]
     if not rows:
         return tag("p", data.beside.checkpoints_reason, class_="absent")
@@ -95,17 +93,20 @@ def checkpoints(data: PageData) -> Markup:
 
 
 def events(data: PageData) -> Markup:
-    """Return what happened, and the batch jobs of the run."""
-    rows = [("" if one.step is None else f"{one.step:,}", one.time, one.kind, one.text) for one in data.events]
-    found = [_long(("Step", "Time", "What", "Words"), rows, (0,)) if rows else tag("p", "Nothing is noted.")]
+    """Return the table of incidents, and that of the batch jobs of the run."""
+    rows = [
+        ("" if incident.step is None else f"{incident.step:,}", incident.time, incident.kind, incident.text)
+        for incident in data.events
+    ]
+    parts = [_long(("Step", "Time", "What", "Words"), rows, (0,)) if rows else tag("p", "Nothing is noted.")]
     jobs = [(_moment(job.time), job.job, job.event, ", ".join(_words(job.values))) for job in data.state.jobs]
     if jobs:
-        found += [tag("h3", "Batch jobs"), _long(("Time", "Job", "What", "Words"), jobs, ())]
-    return joined(found)
+        parts += [tag("h3", "Batch jobs"), _long(("Time", "Job", "What", "Words"), jobs, ())]
+    return joined(parts)
 
 
 def _moment(text: str) -> str:
-    """Return a time as a file has it, without what nobody reads."""
+    """Return a time of a file to the second, without zone."""
     return text.replace("T", " ")[:19]
 
 
@@ -116,36 +117,38 @@ def _words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def text_sample(data: PageData) -> Markup:
-    """Return text from the model, the prompt set off."""
-    found = data.beside.sample
-    if not found.text:
-        return tag("p", f"No sample: {found.reason}", class_="absent")
-    prompt = found.prompt if found.text.startswith(found.prompt) else ""
+    """Return the text sample of the model, with the prompt in bold."""
+    sample = data.beside.sample
+    if not sample.text:
+        return tag("p", f"No sample: {sample.reason}", class_="absent")
+    prompt = sample.prompt if sample.text.startswith(sample.prompt) else ""
     words = [tag("p", "Drawn from the newest checkpoint. Bold: the prompt.")]
-    return joined([*words, tag("pre", tag("b", prompt), found.text.removeprefix(prompt))])
+    return joined([*words, tag("pre", tag("b", prompt), sample.text.removeprefix(prompt))])
 
 
 def configuration(data: PageData) -> Markup:
-    """Return the recipe: what differs from the defaults first."""
+    """Return the recipe, the keys that differ from their defaults first."""
     settings = data.beside.settings
     if not settings:
         return tag("p", data.beside.settings_reason or "The directory has no recipe.", class_="absent")
-    other = [_row(one) for one in settings if one.value != one.default]
-    same = [_row(one)[:2] for one in settings if one.value == one.default]
-    found: list[object] = [tag("h3", f"Other than the defaults ({len(other)})")]
-    found.append(table(("Key", "Value", "Default"), other) if other else tag("p", "Everything is the default."))
-    found.append(folded(f"{counted(len(same), 'key')} as by default", table(("Key", "Value"), same)))
-    return joined(found)
+    other = [_row(setting) for setting in settings if setting.value != setting.default]
+    same = [_row(setting)[:2] for setting in settings if setting.value == setting.default]
+    parts: list[object] = [tag("h3", f"Other than the defaults ({len(other)})")]
+    parts.append(table(("Key", "Value", "Default"), other) if other else tag("p", "Everything is the default."))
+    parts.append(folded(f"{counted(len(same), 'key')} as by default", table(("Key", "Value"), same)))
+    return joined(parts)
 
 
-def _row(one: RecipeSetting) -> tuple[object, ...]:
-    return tag("code", one.key), tag("code", one.value), tag("code", one.default)
+def _row(setting: RecipeSetting) -> tuple[object, ...]:
+    return tag("code", setting.key), tag("code", setting.value), tag("code", setting.default)
 
 
 def environment(data: PageData) -> Markup:
-    """Return what the run was made with."""
-    told = data.attributes
-    rows: list[tuple[str, object]] = [(name, told[key]) for name, key in PROVENANCE if told.get(key) not in (None, "")]
+    """Return the environment of the run: versions, machine, job and nodes."""
+    attributes = data.attributes
+    rows: list[tuple[str, object]] = [
+        (name, attributes[key]) for name, key in PROVENANCE if attributes.get(key) not in (None, "")
+    ]
     if not rows:
         return tag("p", "The run did not come so far as to write down its environment.", class_="absent")
     names = ", ".join(data.hosts)
@@ -156,10 +159,10 @@ def environment(data: PageData) -> Markup:
 
 
 def measurement(data: PageData, figures: Sequence[KeyFigure], charts: Sequence[Chart]) -> Markup:
-    """Return how figures came about, and what is missing and why."""
+    """Return the methods of measurement, and the list of what is missing with the reasons."""
     rows = [tag("li", tag("strong", name), f": {text}") for name, text in METHODS]
-    found: list[object] = [tag("ul", *rows), tag("h3", "Not measured, and why")]
-    missing = [(one.name, one.note) for one in not_measured(figures)]
+    parts: list[object] = [tag("ul", *rows), tag("h3", "Not measured, and why")]
+    missing = [(figure.name, figure.note) for figure in not_measured(figures)]
     missing += [(chart.title, chart.reason) for chart in charts if not chart.svg]
     if data.run is None:
         missing = [("All figures and curves", data.reason), *missing]
@@ -167,8 +170,8 @@ def measurement(data: PageData, figures: Sequence[KeyFigure], charts: Sequence[C
     for name, reason in dict.fromkeys(missing):
         by_reason.setdefault(reason, []).append(name)
     lines = [tag("li", tag("strong", ", ".join(dict.fromkeys(names))), f": {why}") for why, names in by_reason.items()]
-    found.append(tag("ul", *lines) if lines else tag("p", "Everything on this page was measured."))
-    return joined(found)
+    parts.append(tag("ul", *lines) if lines else tag("p", "Everything on this page was measured."))
+    return joined(parts)
 
 
 METHODS: Final = (
@@ -320,10 +323,10 @@ STATE_CLASSES: Final = {FINISHED: "good", FAILED: "bad", KILLED: "bad"}
 
 def render_page(data: PageData, charts: Mapping[str, Sequence[Chart]]) -> str:
     """Return the page of ``data``; ``charts`` by section: learning, speed, step, resources, energy."""
-    found = key_figures.figures(data)
+    figures = key_figures.figures(data)
     all_charts = [chart for own in charts.values() for chart in own]
     sections: list[tuple[str, str, Callable[[], object]]] = [
-        ("summary", "Summary", lambda: _summary(data, found)),
+        ("summary", "Summary", lambda: _summary(data, figures)),
         ("learning", "Learning", lambda: _charts(charts["learning"])),
         ("speed", "Speed", lambda: _charts(charts["speed"])),
         ("step", "One step", lambda: _charts(charts["step"])),
@@ -334,11 +337,11 @@ def render_page(data: PageData, charts: Mapping[str, Sequence[Chart]]) -> str:
         ("text", "Text sample", lambda: text_sample(data)),
         ("recipe", "Recipe", lambda: configuration(data)),
         ("environment", "Environment", lambda: environment(data)),
-        ("measurement", "How it was measured", lambda: measurement(data, found, all_charts)),
+        ("measurement", "How it was measured", lambda: measurement(data, figures, all_charts)),
     ]
     links = [tag("li", tag("a", title, href=f"#{key}")) for key, title, _ in sections]
     contents = tag("nav", tag("ol", *links), aria_label="Contents")
-    body = [_header(data), tag("main", contents, *(_section(*one) for one in sections)), _footer(data)]
+    body = [_header(data), tag("main", contents, *(_section(*section) for section in sections)), _footer(data)]
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
@@ -364,10 +367,10 @@ def _section(key: str, title: str, content: Callable[[], object]) -> Markup:
     return tag("section", tag("h2", title, id=f"{key}-title"), content(), id=key, aria_labelledby=f"{key}-title")
 
 
-def _summary(data: PageData, found: Sequence[KeyFigure]) -> Markup:
+def _summary(data: PageData, figures: Sequence[KeyFigure]) -> Markup:
     if data.run is None:
         return tag("p", f"No figures: {data.reason}.", class_="absent")
-    return tag("dl", *(_figure(figure) for figure in found), class_="figures")
+    return tag("dl", *(_figure(figure) for figure in figures), class_="figures")
 
 
 def _memory(data: PageData, charts: Sequence[Chart]) -> Markup:
@@ -398,8 +401,8 @@ def _chart(chart: Chart) -> Markup:
 
 
 def _footer(data: PageData) -> Markup:
-    made = datetime.fromtimestamp(data.made_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    words = f"Made {made} by hpcdist {__version__}. One file: it loads nothing from elsewhere and runs no script."
+    created = datetime.fromtimestamp(data.made_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    words = f"Made {created} by hpcdist {__version__}. One file: it loads nothing from elsewhere and runs no script."
     return tag("footer", words)
 
 

@@ -1,8 +1,9 @@
-"""Energy and utilisation of a run: joules by source and phase, power and joules over time, load of the nodes.
+"""Energy, utilisation and step spans of a run for its page: joules, power over time, load of nodes, one step.
 
-Totals come from the record that a run keeps of all of its starts, curves from the raw samples of the counters in the
-metrics file, of which evenly spread blocks are enough: counters add up by themselves. Utilisation is the mean over the
-nodes, from the samples in the metrics file.
+`read` returns the spans of one step by rank on a common clock: the step of median length among the last ones.
+`read_energy` takes totals from the record that a run keeps of all of its starts, and curves from the raw samples of the
+counters in the metrics file, of which evenly spread blocks are enough: counters are cumulative. `read_utilisation`
+returns the mean over the nodes, from the samples in the metrics file.
 """
 
 import math
@@ -34,7 +35,7 @@ NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its s
 
 @dataclass(frozen=True)
 class RankLane:
-    """Spans of a rank in the step: (begin_s, end_s, span) with times since the first rank began it."""
+    """Lane of a rank in the step: its spans (begin_s, end_s, span), with times since the first rank began the step."""
 
     rank: int
     host: str
@@ -45,13 +46,13 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """A step of some ranks of ``world``; without lanes, the ``reason``. ``clocks`` says what their times are worth."""
+    """Spans of a step of some ranks of ``world``; without lanes the ``reason``. ``clocks``: how well these agree."""
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
     world: int = 0
     clocks: str = ""
-    left_out: int = 0  # spans that are too short to show
+    left_out: int = 0  # number of spans that are too short to draw
     reason: str = NO_FILES
 
     @property
@@ -61,18 +62,18 @@ class StepSpans:
 
     def totals(self) -> dict[str, float]:
         """Return the seconds of each phase, mean over the lanes; what no span covers is "not covered"."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for lane in self.lanes:
             for begin, end, span in lane.spans:
-                found[span.phase] = found.get(span.phase, 0.0) + (end - begin) / len(self.lanes)
-        return found
+                totals[span.phase] = totals.get(span.phase, 0.0) + (end - begin) / len(self.lanes)
+        return totals
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
     """Return a step of the run: the one of median length among the last that all ranks have.
 
-    At most `RANKS` ranks are read, spread evenly, rank 0, the last and the ``slowest`` among them. Damaged files are
-    left out. ``metrics_path`` has what is known of the nodes' clocks.
+    At most `MAX_RANKS` ranks are read, spread evenly, with rank 0, the last and the ``slowest`` among them. Damaged
+    files are left out. ``metrics_path`` has the readings of the nodes' clocks.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -92,20 +93,20 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
         return StepSpans(world=newest.world, reason=NO_STEP)
     offsets, worth = _offsets(ranks, step, metrics_path)
     lanes = _lanes(ranks, step, offsets)
-    kept, left_out = _longest(lanes)
-    return StepSpans(step, kept, newest.world, worth, left_out, "")
+    shown, left_out = _longest(lanes)
+    return StepSpans(step, shown, newest.world, worth, left_out, "")
 
 
 def select_evenly(numbers: Sequence[int], slowest: int | None, most: int = MAX_RANKS) -> list[int]:
     """Return at most ``most`` of ``numbers``, evenly: the first, the last and the ``slowest`` are among them."""
     if len(numbers) <= most:
         return list(numbers)
-    found = [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
-    if slowest in numbers and slowest not in found:
+    selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, most).round().astype(int)]
+    if slowest in numbers and slowest not in selected:
         assert slowest is not None
-        nearest = min(found[1:-1], key=lambda number: abs(number - slowest))
-        found[found.index(nearest)] = slowest
-    return sorted(found)
+        nearest = min(selected[1:-1], key=lambda number: abs(number - slowest))
+        selected[selected.index(nearest)] = slowest
+    return sorted(selected)
 
 
 def _number(path: Path) -> int:
@@ -121,7 +122,7 @@ def _steps(rank: RankSpans) -> Mapping[int, Span]:
 def _typical(ranks: Sequence[RankSpans]) -> int | None:
     """Return the step of median length among the last ones that all have; None where there is none."""
     steps = [_steps(rank) for rank in ranks]
-    # A step whose first operation was overwritten would look idle.
+    # A step whose first operations were overwritten in the ring buffer would look idle.
     oldest = [min((span.begin_ns for span in rank.spans if span.phase != "step"), default=math.inf) for rank in ranks]
     common = set.intersection(
         *(
@@ -138,7 +139,7 @@ def _typical(ranks: Sequence[RankSpans]) -> int | None:
 
 
 def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
-    """Return what to add to the clock of each rank in ``step`` for a common one, and what that is worth."""
+    """Return the correction of the clock of each rank in ``step`` in ns, and a phrase on its accuracy."""
     boots = {rank.boot_id or rank.host for rank in ranks}
     if len(boots) == 1:  # one kernel, one clock
         return {rank.rank: 0 for rank in ranks}, ""
@@ -147,16 +148,16 @@ def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -
     if last is not None and all(
         rank.rank < len(last.of_rank) and last.boots[last.of_rank[rank.rank]] == rank.boot_id for rank in ranks
     ):
-        found, bounds = {}, [0]
+        offsets, bounds = {}, [0]
         for rank in ranks:
             host = last.of_rank[rank.rank]
-            clock = HostClock([one for one in sessions[-1].readings if one.host == host])
+            clock = HostClock([reading for reading in sessions[-1].readings if reading.host == host])
             begin = _steps(rank)[step].begin_ns
-            found[rank.rank] = clock.reference_ns(begin) - begin
+            offsets[rank.rank] = clock.reference_ns(begin) - begin
             bounds.append(clock.bound_ns(begin) or 0)
-        return found, f"clocks that were compared with messages, to within {max(bounds) / 1e6:.3g} ms"
-    found = {rank.rank: rank.wall_ns - rank.monotonic_ns for rank in ranks}
-    return found, "the nodes' wall clocks, which may differ by some milliseconds"
+        return offsets, f"clocks that were compared with messages, to within {max(bounds) / 1e6:.3g} ms"
+    offsets = {rank.rank: rank.wall_ns - rank.monotonic_ns for rank in ranks}
+    return offsets, "the nodes' wall clocks, which may differ by some milliseconds"
 
 
 def _lanes(ranks: Sequence[RankSpans], step: int, offset: Mapping[int, int]) -> list[RankLane]:
@@ -176,16 +177,16 @@ def _lanes(ranks: Sequence[RankSpans], step: int, offset: Mapping[int, int]) -> 
 
 
 def _longest(lanes: Sequence[RankLane]) -> tuple[list[RankLane], int]:
-    """Keep the longest spans where there are more than a picture can hold."""
+    """Return the lanes without the shortest spans, where there are too many to draw, and the number left out."""
     lengths = sorted((end - begin for lane in lanes for begin, end, _ in lane.spans), reverse=True)
     if len(lengths) <= MAX_SPANS:
         return list(lanes), 0
-    least, kept, count = lengths[MAX_SPANS], [], 0
+    least, shown, count = lengths[MAX_SPANS], [], 0
     for lane in lanes:
         own = [row for row in lane.spans if row[1] - row[0] > least]
-        kept.append(replace(lane, spans=own))
+        shown.append(replace(lane, spans=own))
         count += len(own)
-    return kept, len(lengths) - count
+    return shown, len(lengths) - count
 
 
 USAGE: Final = "usage.json"
@@ -200,7 +201,7 @@ NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it h
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Totals of a phase over all starts; ``joules`` None: not known."""
+    """Energy and time of a phase over all starts; ``joules`` None: not known."""
 
     name: str
     joules: float | None
@@ -209,7 +210,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """One kind of source over the hours of all starts, pauses between them left out. NaN where not known."""
+    """Energy curve of one kind of source over the hours of all starts, without pauses between. NaN: not known."""
 
     hours: np.ndarray
     joules: np.ndarray
@@ -218,7 +219,7 @@ class EnergyCurve:
 
 @dataclass(frozen=True)
 class RunEnergy:
-    """``joules`` is None where the total is not known, with the ``reason``."""
+    """Energy of a run over all starts. ``joules`` is None where the total is not known, with the ``reason``."""
 
     joules: float | None = None
     reason: str = NOT_KEPT
@@ -228,44 +229,44 @@ class RunEnergy:
     parts: Sequence[PhaseEnergy] = ()  # of training
     courses: Mapping[str, EnergyCurve] = field(default_factory=dict)
     thinned: bool = False
-    label: str = ""  # what is to be said with each figure, as that it is a model's
-    renewed: bool = False  # since the run last ended: what was said then is not so any more
+    label: str = ""  # shown with each figure, as that they come from a declared model
+    renewed: bool = False  # the record is newer than the attributes that the last end of the run has left
 
     @property
     def seconds(self) -> float:
-        """Totals of all starts."""
+        """The seconds of all phases and starts."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 
 def read_energy(
     run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
 ) -> RunEnergy:
-    """Return what is known of the energy of the run in ``run_dir``, of which ``last_step`` is the last one made.
+    """Return the energy of the run in ``run_dir``, whose last step is ``last_step``.
 
-    The record of a run that goes on is later than the ``attributes``, which its last start that ended has left.
+    The record of a run under way is newer than the ``attributes``, which the last start that ended has left.
     """
     usage = parse_json(read_small_file(run_dir / USAGE))
-    kept = usage.get("joules") if isinstance(usage, dict) else None
-    kept = kept if isinstance(kept, dict) else {}
-    by_kind = {str(kind): finite_number(joules) for kind, joules in _as_dict(kept.get("by_kind")).items()}
-    phases = _phases(kept.get("phases"))
+    record = usage.get("joules") if isinstance(usage, dict) else None
+    record = record if isinstance(record, dict) else {}
+    by_kind = {str(kind): finite_number(joules) for kind, joules in _as_dict(record.get("by_kind")).items()}
+    phases = _phases(record.get("phases"))
     parts = _phases(usage.get("activities")) if isinstance(usage, dict) else []
-    label = kept["label"] if isinstance(kept.get("label"), str) else ""
-    told, step = finite_number(attributes.get("energy_j")), finite_number(attributes.get("j_per_step"))
-    reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
+    label = record["label"] if isinstance(record.get("label"), str) else ""
+    joules_total, step = finite_number(attributes.get("energy_j")), finite_number(attributes.get("j_per_step"))
+    reason = str(record.get("reason") or attributes.get("energy_reason") or "")
     renewed = False
     if by_kind and not reason and None not in by_kind.values():
         noted = total_joules(by_kind)
-        renewed = step is None or (told is not None and not math.isclose(told, noted, rel_tol=1e-6))
-        told = noted
+        renewed = step is None or (joules_total is not None and not math.isclose(joules_total, noted, rel_tol=1e-6))
+        joules_total = noted
     if renewed:
         training = next((phase.joules for phase in phases if phase.name == "training"), None)
         steps = last_step - int(finite_number(usage.get("since_step")) or 0)
         step = None if training is None or steps <= 0 else training / steps
     courses, thinned = _stored_curves(metrics_path) if metrics_path is not None else ({}, False)
-    if told is None and not reason:
+    if joules_total is None and not reason:
         reason = NOT_KEPT
-    return RunEnergy(told, reason, step, by_kind, phases, parts, courses, thinned, label, renewed)
+    return RunEnergy(joules_total, reason, step, by_kind, phases, parts, courses, thinned, label, renewed)
 
 
 def _phases(rows: Any) -> list[PhaseEnergy]:
@@ -277,7 +278,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the sum of all kinds; a counter of whole nodes has the others in it."""
+    """Return the sum of all kinds; a counter of whole nodes includes the others."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -294,7 +295,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
-    """Return the course of each kind in the metrics file, and whether a part of the samples was read."""
+    """Return the curve of each kind in the metrics file, and whether only a part of the samples was read."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
         if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
             return {}, False
@@ -308,7 +309,7 @@ def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
-    """Return the course of each kind from samples and sources as `hpcdist.energy.monitor.tables` keeps them."""
+    """Return the curve of each kind from samples and sources as `hpcdist.energy.monitor.tables` writes them."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
@@ -342,7 +343,7 @@ def _joined_sessions(
         for session, kinds in parts.items()
     }
     whole = sum(lasted.values()) or 1.0
-    found: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    curves: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     names = list(dict.fromkeys(kind for kinds in parts.values() for kind in kinds))
     base, at = dict.fromkeys(names, 0.0), 0.0
     for session in sorted(parts):
@@ -353,12 +354,12 @@ def _joined_sessions(
             for times, mj, node in parts[session].get(kind, ()):
                 joules += _on_grid(seconds, (times - begins[session, node]) / 1e9, (mj - mj[0]) / 1e3)
             watts = np.append(np.diff(joules) / max(seconds[1], 1e-9), np.nan)
-            found.setdefault(kind, []).append(((at + seconds) / 3600, base[kind] + joules, watts))
+            curves.setdefault(kind, []).append(((at + seconds) / 3600, base[kind] + joules, watts))
             last = joules[np.isfinite(joules)]
             base[kind] += float(last[-1]) if last.size else 0.0
         at += lasted[session]
     return {
-        kind: EnergyCurve(*(np.concatenate(rows) for rows in zip(*own, strict=True))) for kind, own in found.items()
+        kind: EnergyCurve(*(np.concatenate(rows) for rows in zip(*own, strict=True))) for kind, own in curves.items()
     }
 
 
@@ -386,14 +387,14 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """``shares`` by what was used, each (points,) of `NAMES`, at ``hours`` of all starts; pauses are left out."""
+    """Utilisation curves: ``shares`` by column of `UTILISATION_NAMES`, (points,), at ``hours`` without pauses."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]
 
 
 def read_utilisation(path: Path | None) -> UtilisationCurves | None:
-    """Return what the metrics file ``path`` has; None where it has nothing. Raises StorageError."""
+    """Return the utilisation in the metrics file ``path``; None where it has none. Raises StorageError."""
     if path is None:
         return None
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
@@ -402,15 +403,15 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
         names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in file[UTILISATION_TABLE])]
         rows = min(file[f"{UTILISATION_TABLE}/{name}"].shape[0] for name in names)
         blocks = spread_blocks(rows, file[f"{UTILISATION_TABLE}/t_mono_ns"].chunks[0], MAX_UTILISATION_ROWS)
-        found = {
+        rows_read = {
             name: np.concatenate([file[f"{UTILISATION_TABLE}/{name}"][start:stop] for start, stop in blocks])
             for name in names
         }
-        return mean_over_nodes(found)
+        return mean_over_nodes(rows_read)
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return the mean over the nodes by time; ``rows`` has columns of `energy.store`, in any order."""
+    """Return the mean over the nodes by time; ``rows`` has columns of the table, in any order."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
         own = rows["session"] == session

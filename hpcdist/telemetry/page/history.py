@@ -1,7 +1,7 @@
 """History of a run: its starts and how each ended, its jobs, the last records of its ranks, and its incidents.
 
-`read_state` reads small files only (local) and says how the run stands. `read_incidents` lists what happened beside the
-steps: starts, deaths, skipped steps, silent faults, anomalies, failures.
+`read_state` returns the state of the run from small files only (local). `read_incidents` lists starts, deaths, skipped
+steps, silent faults, anomalies and failures.
 """
 
 import json
@@ -22,7 +22,7 @@ from hpcdist.telemetry.metrics.sampling import SampledMetrics
 STARTS: Final = "starts.json"
 JOBS: Final = "jobs.jsonl"
 NS: Final = 10**9
-ALIVE_NS: Final = 60 * NS  # a start renews its sign of life every ten seconds
+ALIVE_NS: Final = 60 * NS  # the heartbeat of a start comes every ten seconds
 MAX_FILE_BYTES: Final = 4 << 20  # of a file of text that is read
 RUNNING: Final = "under way"
 FINISHED: Final = "finished"
@@ -34,7 +34,7 @@ UNKNOWN: Final = "not known"
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of the run: times in seconds since 1970, ``end`` finished, stopped or "", ranks that died."""
+    """Start of the run: times in seconds since 1970, ``end`` finished, stopped or "", and ranks that died."""
 
     began: float
     seen: float
@@ -44,7 +44,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class LastRecord:
-    """Last entry of a rank: ``kind`` raised, deadline, frozen or finished; wall clock."""
+    """Last note of a rank in the flight recorder: ``kind`` raised, deadline, frozen or finished; wall clock."""
 
     rank: int
     kind: str
@@ -54,7 +54,7 @@ class LastRecord:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """An entry of the ledger of batch jobs."""
+    """Entry of the ledger of batch jobs."""
 
     time: str
     event: str
@@ -64,7 +64,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of the run. ``kind`` is one of the words above; ``detail`` a sentence, "" where there is none."""
+    """State of the run. ``kind`` is RUNNING, FINISHED and so on; ``detail`` a sentence, "" where there is none."""
 
     kind: str
     detail: str
@@ -75,22 +75,22 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """The begin of the first start; None: nobody knows."""
+        """The begin of the first start; None: not known."""
         return self.starts[0].began if self.starts else None
 
     @property
     def seen(self) -> float | None:
-        """The last sign of life."""
+        """The last heartbeat; None: not known."""
         return self.starts[-1].seen if self.starts else None
 
     @property
     def requeues(self) -> int:
-        """Jobs of a scheduler that began again."""
+        """Number of jobs that the scheduler has restarted."""
         return sum(job.event == "began" and (job.values.get("restart") or 0) > 0 for job in self.jobs)
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return how the run in ``run_dir`` stands at ``now_ns``; what cannot be read is left out."""
+    """Return the state of the run in ``run_dir`` at ``now_ns``; what cannot be read is left out."""
     starts, jobs = _read_starts(run_dir / STARTS), _read_jobs(run_dir / JOBS)
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)
@@ -118,7 +118,7 @@ def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: in
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in seconds since 1970 as people read it, in UTC."""
+    """Return a time in seconds since 1970 as text, in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -126,7 +126,7 @@ def format_time(seconds: float) -> str:
 
 
 def read_small_file(path: Path) -> str:
-    """Return what is in a small file; "" where it cannot be read."""
+    """Return the content of a small file; "" where it cannot be read."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             return file.read(MAX_FILE_BYTES).decode(errors="replace")
@@ -143,31 +143,31 @@ def parse_json(text: str) -> Any:
 
 
 def _read_starts(path: Path) -> list[RunStart]:
-    found = parse_json(read_small_file(path))
-    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    kept = []
+    content = parse_json(read_small_file(path))
+    rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
+    starts = []
     for row in rows:
         began, seen = row.get("began"), row.get("seen")
         if isinstance(began, int | float) and isinstance(seen, int | float):
             deaths = row.get("deaths")
-            kept.append(RunStart(began, seen, str(row.get("end") or ""), deaths if isinstance(deaths, int) else 0))
-    return kept
+            starts.append(RunStart(began, seen, str(row.get("end") or ""), deaths if isinstance(deaths, int) else 0))
+    return starts
 
 
 def _read_jobs(path: Path) -> list[JobEntry]:
-    found = []
+    entries = []
     for line in read_small_file(path).splitlines():
         row = parse_json(line)
         if isinstance(row, dict):
-            known = [each for name in ("time", "event", "job") if isinstance(each := row.pop(name, None), str)]
+            known = [text for name in ("time", "event", "job") if isinstance(text := row.pop(name, None), str)]
             if len(known) == 3:
-                found.append(JobEntry(known[0], known[1], known[2], row))
-    return found
+                entries.append(JobEntry(known[0], known[1], known[2], row))
+    return entries
 
 
 @dataclass(frozen=True)
 class _RecordHead:
-    """The begin of a rank's record, without its events."""
+    """Head of a rank's record, without its events."""
 
     rank: int
     began_ns: int
@@ -177,7 +177,7 @@ class _RecordHead:
 
 
 def _last_records(folder: Path) -> tuple[list[LastRecord], int, bool]:
-    """Return what the ranks said last, the number of ranks in the newest record, and whether all have ended.
+    """Return the last notes of the ranks, the number of ranks in the newest record, and whether all have ended.
 
     Of each record only the notes are read: the events of a thousand ranks would take seconds.
     """
@@ -190,7 +190,7 @@ def _last_records(folder: Path) -> tuple[list[LastRecord], int, bool]:
 
 
 def _record_head(path: Path) -> _RecordHead | None:
-    """Return the begin of a record; None where it is none."""
+    """Return the head of a record; None where the file is none."""
     try:
         with open(regular.open_regular(path), "rb") as file:
             data = file.read(flight_recorder.TEXTS)
@@ -219,7 +219,7 @@ MAX_INCIDENTS: Final = 100  # of a kind; more are counted
 
 @dataclass(frozen=True)
 class Incident:
-    """One of them: after ``step`` steps (None: not known), ``time`` as text or "", and a sentence."""
+    """Incident after ``step`` steps (None: not known), with ``time`` as text or "", and a sentence."""
 
     step: int | None
     time: str
@@ -228,15 +228,15 @@ class Incident:
 
 
 def read_incidents(run: SampledMetrics | None, state: RunState) -> list[Incident]:
-    """Return all of them by their steps."""
-    found = [*_failure_incidents(state), *_start_incidents(run, state)]
+    """Return all incidents, ordered by step."""
+    incidents = [*_failure_incidents(state), *_start_incidents(run, state)]
     if run is not None:
-        found += [*_death_incidents(run), *_skip_incidents(run), *_fault_incidents(run), *_note_incidents(run)]
-    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.time))
+        incidents += [*_death_incidents(run), *_skip_incidents(run), *_fault_incidents(run), *_note_incidents(run)]
+    return sorted(incidents, key=lambda incident: (incident.step is None, incident.step or 0, incident.time))
 
 
 def _start_incidents(run: SampledMetrics | None, state: RunState) -> Iterator[Incident]:
-    """Tell each start, with the step from which it went on where the rows say so."""
+    """Yield each start, with the step after which it began where the rows show that."""
     firsts = _first_steps(run)
     for number, start in enumerate(state.starts):
         step = firsts[number] - 1 if len(firsts) == len(state.starts) else (0 if number == 0 else None)
@@ -297,12 +297,15 @@ def _fault_incidents(run: SampledMetrics) -> Iterator[Incident]:
 
 
 def _note_incidents(run: SampledMetrics) -> Iterator[Incident]:
-    told = [note for note in run.observed.notes if note.kind == "anomaly"]
-    for note in told[:MAX_INCIDENTS]:
+    anomalies = [note for note in run.observed.notes if note.kind == "anomaly"]
+    for note in anomalies[:MAX_INCIDENTS]:
         yield Incident(note.step, format_time(note.time_ns / 1e9), "anomaly", note.text)
-    if len(told) > MAX_INCIDENTS:
+    if len(anomalies) > MAX_INCIDENTS:
         yield Incident(
-            told[MAX_INCIDENTS].step, "", "anomaly", f"and {len(told) - MAX_INCIDENTS} more up to step {told[-1].step}"
+            anomalies[MAX_INCIDENTS].step,
+            "",
+            "anomaly",
+            f"and {len(anomalies) - MAX_INCIDENTS} more up to step {anomalies[-1].step}",
         )
 
 
@@ -312,7 +315,7 @@ def _rows(run: SampledMetrics, table: str) -> Sequence[dict[str, Any]]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a length of time as people say it."""
+    """Return a duration with its unit as text."""
     if not np.isfinite(seconds):
         return "an unknown time"
     if seconds < 120:

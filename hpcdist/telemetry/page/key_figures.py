@@ -1,4 +1,4 @@
-"""Key figures of a page, each with its unit and, where it was not measured, the reason."""
+"""Key figures of a page, each with its unit, and the reason where it was not measured."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ EARLIER: Final = "the run did not note it: it is under way, was stopped, or an e
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A figure: ``value`` None is not known, and then ``note`` says why."""
+    """Key figure: where ``value`` is None it is not known, and ``note`` says why."""
 
     name: str
     value: str | None
@@ -38,15 +38,15 @@ def figures(data: PageData) -> list[KeyFigure]:
 
 
 def _losses(data: PageData) -> Iterator[KeyFigure]:
-    found = data.figures
-    steps = f"after {counted(found['steps'], 'step')}"
+    values = data.figures
+    steps = f"after {counted(values['steps'], 'step')}"
     if data.beside.planned_steps:
-        steps = f"after {found['steps']:,} of {data.beside.planned_steps:,} steps"
-    train = found["train_loss_mean"]
+        steps = f"after {values['steps']:,} of {data.beside.planned_steps:,} steps"
+    train = values["train_loss_mean"]
     count = min(20, len(data.run.steps["step"])) if data.run is not None else 0
     mean = f"mean of the last {count} steps, " if count > 1 else ""
     yield KeyFigure("Training loss", _form(train, "{:.4f} nats"), mean + steps)
-    val = found["val_loss"]
+    val = values["val_loss"]
     known = [(name, finite_number(data.attributes.get(f"{name}_nats"))) for name in ENTROPIES]
     beside = ", ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
     note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
@@ -56,17 +56,17 @@ def _losses(data: PageData) -> Iterator[KeyFigure]:
 
 
 def _speed(data: PageData) -> Iterator[KeyFigure]:
-    found = data.figures
-    speed = _form(found["tokens_per_s"], "{:,.0f} " + str(data.attributes.get("speed_unit", "tokens")) + "/s")
+    values = data.figures
+    speed = _form(values["tokens_per_s"], "{:,.0f} " + str(data.attributes.get("speed_unit", "tokens")) + "/s")
     yield KeyFigure("Throughput", speed, "first steps of each start left out" if speed else NO_WARM)
-    middle, late = found["step_s_median"], found["step_s_p95"]
+    middle, late = values["step_s_median"], values["step_s_p95"]
     known = middle is not None and late is not None
     yield KeyFigure(
         "Step, median",
         format_seconds(middle) if known else None,
         f"95 % within {format_seconds(late)}" if known else NO_WARM,
     )
-    share, compute = found["comm_fraction"], found["compute_fraction"]
+    share, compute = values["comm_fraction"], values["compute_fraction"]
     note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
     yield KeyFigure("Communication", _form(share, "{:.1%}"), NO_WARM if share is None else note)
     hidden = finite_number(data.attributes.get("communication_hidden_share"))
@@ -90,7 +90,7 @@ def _ranks(data: PageData) -> Iterator[KeyFigure]:
 
 
 def _moved(data: PageData) -> KeyFigure:
-    """Return what a rank moved a step, with the way that it took."""
+    """Return the bytes that a rank moved in a step, by the way they took."""
     name, moved, sent = "Moved a step", step_metrics.moved_bytes(data.attributes), data.figures["bytes_sent_per_step"]
     if data.world < 2:
         return KeyFigure(name, format_bytes(0), "one rank: there is nobody to send to")
@@ -105,18 +105,18 @@ def _moved(data: PageData) -> KeyFigure:
 
 
 def _energy(data: PageData) -> Iterator[KeyFigure]:
-    energy, costs, told = data.energy, data.costs, data.attributes
+    energy, costs, attributes = data.energy, data.costs, data.attributes
     if energy.joules is None:
         yield KeyFigure("Energy", None, shorten_reason(energy.reason))
         return
-    # What a model says must not be taken for a measurement, wherever it stands.
+    # The figures of a declared model must not be taken for measurements, so each has the label.
     label = f"{energy.label}. " if energy.label else ""
     kinds = ", ".join(f"{kind} {format_joules(value)}" for kind, value in energy.by_kind.items() if value is not None)
     yield KeyFigure("Energy", format_joules(energy.joules), f"{label}{kinds or 'all starts together'}")
     site, pue = finite_number(costs.get("facility_kwh")), finite_number(costs.get("pue"))
     note = f"with {pue:g} as PUE of the site" if pue and pue > 1 else "without cooling and losses of the site (PUE 1)"
     yield KeyFigure("Electricity", f"{short_number(energy.joules / KWH_J if site is None else site)} kWh", label + note)
-    step, per = energy.j_per_step, None if energy.renewed else finite_number(told.get("j_per_token"))
+    step, per = energy.j_per_step, None if energy.renewed else finite_number(attributes.get("j_per_token"))
     if per is None and step is not None and data.run is not None:
         tokens = float(np.mean(data.run.steps["tokens"]))
         per = step / tokens if tokens else None
@@ -147,7 +147,7 @@ def _resources(data: PageData) -> Iterator[KeyFigure]:
 
 
 def peak_memory(data: PageData) -> float | None:
-    """Return the most memory of all categories that was seen at one time; None where nobody looked."""
+    """Return the most memory of all categories observed at one time; None where none was observed."""
     parts = list(common.observed_by_label(data, "memory_bytes").values())
     if not parts:
         return None
@@ -163,8 +163,8 @@ def _mishaps(data: PageData) -> Iterator[KeyFigure]:
     skipped = data.run.tables.get("loss_scale", {}).get("skipped")
     count = 0 if skipped is None else int(np.sum(skipped))
     yield KeyFigure("Skipped steps", str(count), "overflows of a gradient in 16 bits")
-    told = [event for event in data.events if event.kind == "anomaly"]
-    yield KeyFigure("Anomalies", str(len(told)), "flags of the run itself: loss spikes, drops of speed")
+    anomalies = [event for event in data.events if event.kind == "anomaly"]
+    yield KeyFigure("Anomalies", str(len(anomalies)), "flags of the run itself: loss spikes, drops of speed")
     starts = len(data.state.starts)
     if starts:
         died = sum(start.deaths for start in data.state.starts)
@@ -174,48 +174,49 @@ def _mishaps(data: PageData) -> Iterator[KeyFigure]:
 
 
 def shorten_reason(reason: str) -> str:
-    """Return the begin of a long reason: the section on energy has all of it."""
+    """Return the beginning of a long reason: the section on energy has all of it."""
     first, _, details = reason.partition(": ")
     return f"{first}; details under Energy" if details else first
 
 
 def page_facts(data: PageData) -> list[tuple[str, str]]:
-    """Return what stands at the head of the page: when, where and on what."""
-    from hpcdist.telemetry.page.history import format_duration, format_time
-
-    state, told = data.state, data.attributes
-    found: list[tuple[str, Any]] = [
-        ("Began", format_time(state.began) if state.began is not None else told.get("created_utc")),
-        ("Last sign of life", format_time(state.seen) if state.seen is not None else None),
+    """Return the facts at the head of the page: times, size, strategy, job and version of the run."""
+    state, attributes = data.state, data.attributes
+    facts: list[tuple[str, Any]] = [
+        ("Began", history.format_time(state.began) if state.began is not None else attributes.get("created_utc")),
+        ("Last sign of life", history.format_time(state.seen) if state.seen is not None else None),
         (
             "Time of all starts",
-            format_duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
+            history.format_duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
         ),
         ("Ranks", f"{data.world:,}" if data.world else None),
-        ("Nodes", told.get("nodes") or (len(data.hosts) if data.hosts else None)),
-        ("Strategy", told.get("architecture") or told.get("strategy") or _setting(data, "parallel.strategy")),
-        ("Site", told.get("site") or told.get("slurm_job_partition")),
-        ("Job", told.get("slurm_job_id")),
-        ("Parameters", f"{int(told['parameters']):,}" if finite_number(told.get("parameters")) else None),
-        ("MPI", str(told.get("mpi_library", "")).partition(", ")[0]),
-        ("Version", _version(told)),
+        ("Nodes", attributes.get("nodes") or (len(data.hosts) if data.hosts else None)),
+        (
+            "Strategy",
+            attributes.get("architecture") or attributes.get("strategy") or _setting(data, "parallel.strategy"),
+        ),
+        ("Site", attributes.get("site") or attributes.get("slurm_job_partition")),
+        ("Job", attributes.get("slurm_job_id")),
+        ("Parameters", f"{int(attributes['parameters']):,}" if finite_number(attributes.get("parameters")) else None),
+        ("MPI", str(attributes.get("mpi_library", "")).partition(", ")[0]),
+        ("Version", _version(attributes)),
     ]
-    return [(name, str(value)) for name, value in found if value not in (None, "")]
+    return [(name, str(value)) for name, value in facts if value not in (None, "")]
 
 
 def _setting(data: PageData, key: str) -> str | None:
     return next((setting.value.strip('"') for setting in data.beside.settings if setting.key == key), None)
 
 
-def _version(told: Any) -> str:
-    version, commit = str(told.get("hpcdist_version", "")), str(told.get("git_commit", ""))
+def _version(attributes: Any) -> str:
+    version, commit = str(attributes.get("hpcdist_version", "")), str(attributes.get("git_commit", ""))
     known = commit and not commit.startswith("unknown")
     changed = "+changes" if commit.endswith("+changes") else ""
     return " ".join(part for part in (version, f"({commit[:10]}{changed})" if known else "") if part)
 
 
 def format_seconds(value: float) -> str:
-    """Return a short time as people read it."""
+    """Return a short time with its unit as text."""
     for limit, unit, form in ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us")):
         if value >= limit:
             return f"{value / unit:.4g} {form}"
@@ -223,7 +224,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_joules(value: float | None) -> str:
-    """Return an energy as people read it."""
+    """Return an energy with its unit as text."""
     if value is None or not math.isfinite(value):
         return NOT_MEASURED
     for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
@@ -232,9 +233,9 @@ def format_joules(value: float | None) -> str:
     return f"{value:.3g} J"
 
 
-def not_measured(found: Sequence[KeyFigure]) -> list[KeyFigure]:
+def not_measured(key_figures: Sequence[KeyFigure]) -> list[KeyFigure]:
     """Return the figures that are not known."""
-    return [figure for figure in found if figure.value is None]
+    return [figure for figure in key_figures if figure.value is None]
 
 
 def _form(value: float | None, form: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Data of a page: a run as read from the files of its directory, and from what its caller knows beside them.
+"""Data of a page: a run as read from the files of its directory, and what the caller passes in besides.
 
 The run may be under way, or have failed before its first step; files of earlier versions lack some of it. Whatever is
 missing is None or empty, with the reason, and never zero.
@@ -20,7 +20,7 @@ from hpcdist.telemetry.page.energy_data import RunEnergy, StepSpans, Utilisation
 from hpcdist.telemetry.page.history import Incident, RunState
 
 METRICS: Final = "metrics.h5"
-RUN_FILES: Final = (METRICS, "recipe.toml", "recorder", history.STARTS)  # a directory with one of them is that of a run
+RUN_FILES: Final = (METRICS, "recipe.toml", "recorder", history.STARTS)  # any of them marks the directory of a run
 NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
 NO_ROWS: Final = "no step was completed yet"
 NO_CHECKPOINT: Final = "the run has no checkpoint yet"
@@ -30,7 +30,7 @@ _HIDDEN: Final = {"schema", "schema_version", "NX_class", "default"}
 
 @dataclass(frozen=True)
 class RecipeSetting:
-    """A key of the recipe with its value and its default, as texts."""
+    """Key of the recipe with its value and its default, as texts."""
 
     key: str
     value: str
@@ -39,7 +39,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint of the run; ``reason`` says why it cannot be used, "" where it can."""
+    """Checkpoint of the run; ``reason`` says why it cannot be used, "" where it can."""
 
     name: str
     step: int
@@ -51,7 +51,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class TextSample:
-    """Text from the model: ``text`` begins with ``prompt``; or the ``reason`` why there is none."""
+    """Text sample of the model: ``text`` begins with ``prompt``; or the ``reason`` why there is none."""
 
     text: str = ""
     prompt: str = ""
@@ -60,7 +60,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ExternalData:
-    """Data of services that this one must not ask: the caller does."""
+    """Data of packages that telemetry does not import; the caller passes it."""
 
     settings: Sequence[RecipeSetting] = ()
     settings_reason: str = ""
@@ -75,9 +75,9 @@ class ExternalData:
 
 @dataclass(frozen=True)
 class PageData:
-    """A run as a page shows it. ``run`` is None, with the ``reason``, where it has no rows.
+    """Data of a run for its page. ``run`` is None, with the ``reason``, where it has no rows.
 
-    ``attributes`` are those of the metrics file, ``figures`` what `metrics.summarise` makes of the sampled rows.
+    ``attributes`` are those of the metrics file, ``figures`` those of `step_metrics.summarise` over the sampled rows.
     """
 
     run_dir: Path
@@ -101,7 +101,7 @@ class PageData:
 
     @property
     def world(self) -> int:
-        """Ranks of the last step, or of the recorder; 0: nobody knows."""
+        """Ranks of the last step, or of the flight recorder; 0: not known."""
         return int(self.figures.get("world") or 0) or self.state.world
 
     @property
@@ -161,8 +161,8 @@ def last_step(run: sampling.SampledMetrics) -> int:
 
 
 def summary_figures(run: sampling.SampledMetrics, last: int = 20) -> dict[str, Any]:
-    """Return the figures of `metrics.summarise`: times from the sampled rows, losses from all."""
-    found = step_metrics.summarise(run.sample, last)
+    """Return the figures of `step_metrics.summarise`: times from the sampled rows, losses from all."""
+    summary = step_metrics.summarise(run.sample, last)
     loss = run.steps["loss"][-last:]
     known = loss[np.isfinite(loss)]
-    return found | {"train_loss_mean": float(known.mean()) if known.size else None}
+    return summary | {"train_loss_mean": float(known.mean()) if known.size else None}

@@ -1,4 +1,4 @@
-"""JSON lines sink: the events of a run in ``events.jsonl``, for ``tail -f | jq`` and whatever reads logs.
+"""JSON lines sink: the events of a run in ``events.jsonl``, for ``tail -f | jq`` and readers of logs.
 
     {"time":"2026-02-03T04:05:06.789012Z","time_ns":1770091506789012345,"kind":"step","step":7,
      "values":{"training_loss_nats":5.1,...},"ranks":{"compute_seconds":[0.1,0.2]}}
@@ -33,7 +33,7 @@ _HEAD: Final = re.compile(rb'\{"time":"[^"]*","time_ns":\d+,"kind":"[a-z_]+","st
 
 
 class JsonLines:
-    """Writes the events of a run into its directory. Raises StorageError.
+    """Sink of JSON lines in the directory of a run. Raises StorageError.
 
     A run that goes on keeps the lines up to the step that it goes on from: those of later steps, and a last line that
     was cut off when the run was killed, are dropped.
@@ -90,18 +90,18 @@ def _list(values: np.ndarray) -> str:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Drop from ``path`` what was written after ``step``, and lines that are not whole. Raises StorageError.
+    """Drop from ``path`` the lines of steps after ``step``, and incomplete lines. Raises StorageError.
 
-    The file is replaced by a new one at once, and only where there is something to drop. One with a line that is none
-    of ours by its length is set aside.
+    The file is replaced atomically, and only where there is something to drop. One with a line that is too long to be
+    of this sink is set aside.
     """
     try:
         with open(regular.open_regular(path), "rb") as file:
             if all(_stays(row, step) for row in _rows(file)):
                 return
             file.seek(0)
-            with atomic.replacing(path, mode=0o644) as kept:
-                kept.writelines(row for row in _rows(file) if _stays(row, step))
+            with atomic.replacing(path, mode=0o644) as shortened:
+                shortened.writelines(row for row in _rows(file) if _stays(row, step))
     except ValueError as error:
         _set_aside(path, str(error))
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Metrics for Prometheus: in a file for the node_exporter of a site, on a port of this machine, or at a Pushgateway.
+"""Prometheus sink: a file for the node_exporter of a site, a port of this machine, or a Pushgateway.
 
 - textfile: ``hpcdist_<jobid or name of the run>.prom``. node_exporter shows what lies in its directory as if it were of
   now, so the file goes when the run ends, however it does. One that was killed cannot remove it: sites do, in the
   epilog (``rm -f DIRECTORY/hpcdist_$SLURM_JOB_ID.prom``), and alerts compare ``hpcdist_last_step_timestamp_seconds``
   with now.
-- http: on 127.0.0.1 only, since nobody is asked for a password. The address is in ``prometheus/targets.json`` of the
+- http: on 127.0.0.1 only, since there is no password. The address is in ``prometheus/targets.json`` of the
   run, in the format of ``file_sd_configs``, while the run goes on.
 - push: one group for each job. It is deleted when the run ends in order, as the manual of the Pushgateway asks for, and
   stays with the last values when it fails, so that there is something to raise an alert from.
@@ -39,11 +39,11 @@ INFO: Final = quantities.PREFIX + "job_info"
 
 
 class CounterTotals:
-    """Last values of the counters, kept in ``path`` for the next start of the run.
+    """Totals of the counters, kept in ``path`` for the next start of the run.
 
     A run that is killed and goes on from a checkpoint makes steps again. Prometheus would take a counter that falls for
-    one that began anew at zero, and count all of it a second time. It does where ``path`` is gone or damaged, which is
-    no reason not to train.
+    one that began anew at zero, and count all of it a second time. That happens where ``path`` is missing or damaged,
+    which must not end a training.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class CounterTotals:
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
-        """Return what the counter ``key`` shows, of which this start knows the total ``value``."""
+        """Return the value to show of the counter ``key``, whose total in this start is ``value``; it never falls."""
         if quantities.split(key)[0] not in RESTORED:
             value += self._before.get(key, 0.0)
         self.shown[key] = max(value, self.shown.get(key, 0.0))
@@ -66,11 +66,11 @@ class CounterTotals:
 
 
 class LatestFigures:
-    """The last value of every figure: a collector of prometheus_client, which may read from another thread.
+    """Latest value of every figure: a collector of prometheus_client, which may read from another thread.
 
     Every metric has the labels ``jobid`` (the name of the run, outside of a job) and ``run``, and at most one more:
-    there are as many series as figures, however many ranks and steps there are. Whose job it is stands in the labels of
-    one metric alone, INFO, whose value is 1: all others are joined with it.
+    there are as many series as figures, however many ranks and steps there are. The owner of the job is in the labels
+    of one metric alone, `INFO`, whose value is 1: all others are joined with it.
     """
 
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
@@ -95,7 +95,7 @@ class LatestFigures:
                     values[key] = self._totals.show(key, value) if quantity.kind == COUNTER else float(value)
                 elif quantity.kind != COUNTER:
                     values.pop(key, None)
-        self._values = values  # at once: a reader has the old ones or the new ones
+        self._values = values  # one assignment, no lock: a reader in another thread has the old mapping or the new one
 
     def collect(self) -> Iterator[Any]:
         """Yield the owner of the job, and the metrics in the order of the catalogue."""
@@ -128,7 +128,7 @@ def job_identity(run: RunInfo) -> str:
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Put ``content`` into ``path`` so that a reader, whoever it is, sees all of it or what was there before.
+    """Replace the content of ``path`` atomically, readable for all users.
 
     Raises StorageError, which ends with ``cure``.
     """
@@ -158,7 +158,7 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Shows the last figures of a run in the way that the recipe names; ``where`` tells a person where they are.
+    """Sink that shows the latest figures of a run to Prometheus as the recipe says; ``where`` says where they are.
 
     Raises MissingCapabilityError without the package, ConfigurationError for a port or a gateway that cannot be used,
     StorageError for a directory that cannot be written to.
@@ -190,14 +190,14 @@ class PrometheusSink:
             self._totals.keep()
 
     def close(self, normal: bool) -> None:
-        """End; see above what stays."""
+        """End: remove the file, stop the server, or delete the group of the gateway where the end is ``normal``."""
         self._way.close(normal)
 
 
 class _TextFile:
     def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
         folder = Path(config.textfile_directory) if config.textfile_directory else run.directory / DIRECTORY
-        if config.textfile_directory and not folder.is_dir():  # one that we made would be looked into by nobody
+        if config.textfile_directory and not folder.is_dir():  # no exporter would read a new one
             raise StorageError(
                 f"telemetry.textfile_directory = {config.textfile_directory!r}: there is no such directory on this "
                 "node; give the one after --collector.textfile.directory of its node_exporter"
@@ -206,7 +206,7 @@ class _TextFile:
         self._registry = registry
         self._cure = "choose another telemetry.textfile_directory, or set telemetry.prometheus = 'off'"
         self.where = str(self._path)
-        self.publish()  # what cannot be written is told of now
+        self.publish()  # errors are raised at the start of the run
 
     def publish(self) -> None:
         from prometheus_client import generate_latest
@@ -241,7 +241,7 @@ class _Server:
             raise
 
     def publish(self) -> None:
-        """Nothing to do: who asks is answered with the last figures."""
+        """Do nothing: the server answers each request with the latest figures."""
 
     def _end(self) -> None:
         self._server.shutdown()
@@ -254,7 +254,7 @@ class _Server:
 
 
 class _Gateway:
-    """Pushes in a thread: what is due when a push ends are the figures of then, so nothing ever queues."""
+    """Pusher to a Pushgateway in a thread. A push takes the figures of its time, so that no pushes queue up."""
 
     def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
         self._registry, self._address = registry, config.gateway
@@ -291,7 +291,7 @@ class _Gateway:
             self._failure = self._push()
 
     def publish(self) -> None:
-        """Let the thread push what there is by then; raise what became of the push before."""
+        """Wake the thread for a push; raise StorageError where the push before has failed."""
         with self._changed:
             self._due = True
             self._changed.notify()

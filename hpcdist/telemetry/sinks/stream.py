@@ -22,10 +22,10 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """Appends to ``path`` from one thread. A new file begins with ``header``; ``cure`` completes every message.
+    """File at ``path`` that one thread appends to. A new one begins with ``header``; ``cure`` ends every message.
 
-    Raises StorageError where the file cannot be written, also by its constructor: a disk that is full now is told of
-    now. What could not be written is kept, up to `PENDING_BYTES`, and goes before the next piece.
+    Raises StorageError where the file cannot be written, also in the constructor: a full disk is reported at the start
+    of a run. What could not be written is kept, up to `PENDING_BYTES`, and goes before the next piece.
     """
 
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:
@@ -50,12 +50,12 @@ class AppendOnlyFile:
             self._write(self._header)
 
     def append(self, piece: bytes) -> None:
-        """Add ``piece`` with one write, which no reader sees half of for longer than that."""
+        """Append ``piece`` with one write(2), so that no reader sees half of it for longer than that takes."""
         self._pending.append(piece)
         while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
             del self._pending[0]
         try:
-            if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:  # somebody has removed it
+            if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:  # the file was removed
                 self._open()
             self._write(b"".join(self._pending))
         except OSError as error:
@@ -87,10 +87,11 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that became known after ``step`` steps, at ``time_ns`` of the wall clock.
+    """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values`` has figures under the keys of `catalogue` (a counter's value is its total so far) and, under any other
-    key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. What is not known is left out.
+    ``values`` has figures under the keys of `quantities.key` (a counter's value is its total so far) and, under any
+    other key, texts. ``ranks`` has figures of each rank, (world,), NaN where one is not known. Unknown figures are left
+    out.
     """
 
     kind: str
@@ -105,7 +106,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Run of the events. ``resumed_step`` is None in its first start; ``owner`` is that of `jobs.owner`."""
+    """Identity of the run. ``resumed_step`` is None in its first start; ``owner`` is from `provenance.job_owner`."""
 
     name: str
     directory: Path
@@ -119,7 +120,7 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Takes events somewhere. Its constructor raises, with the cure, what keeps it from beginning."""
+    """Protocol of a sink of events. Its constructor raises, with the cure, where it cannot work."""
 
     name: str
 
@@ -133,7 +134,7 @@ class StreamSink(Protocol):
 
 
 class EventStream:
-    """Hands events to ``sinks``. ``warn`` tells a person, once for each sink that fails until it works again."""
+    """Stream of events to ``sinks``. ``warn`` is called once when a sink fails, and once when it works again."""
 
     def __init__(self, sinks: Sequence[StreamSink], warn: Callable[[str], None]) -> None:
         self.sinks = tuple(sinks)

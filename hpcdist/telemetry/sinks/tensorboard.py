@@ -24,13 +24,17 @@ from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunEvent, RunInfo
 
+DIRECTORY: Final = "tensorboard"
+RECIPE: Final = "recipe.toml"
+CURE: Final = "free space, or set telemetry.tensorboard = false"
+_VERSION: Final = "brain.Event:2"  # without it, TensorBoard does not drop the steps that are made again
 POLYNOMIAL: Final = 0x82F63B78  # reflected
 MASK_DELTA: Final = 0xA282EAD8  # https://github.com/google/crc32c and TFRecord: a CRC of what holds CRCs would be weak
 
 
 @cache
 def _table() -> np.ndarray:
-    """Return what each byte does to the remainder, (256,) uint32."""
+    """Return the table of the CRC by byte, (256,) uint32."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(POLYNOMIAL), table >> 1).astype(np.uint32)
@@ -41,7 +45,7 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
     """Return the CRC-32C of each record, (records,) uint32."""
     table = _table()
     lengths = np.array([len(record) for record in records], np.int64)
-    order = np.argsort(-lengths, kind="stable")  # longest first: those that go on are always the first ones
+    order = np.argsort(-lengths, kind="stable")  # longest first: records that have a byte at a place come first
     longest = int(lengths.max(initial=0))
     matrix = np.zeros((len(records), longest), np.uint8)
     for row, index in enumerate(order):
@@ -52,9 +56,9 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
     for column, count in zip(columns, going_on, strict=True):
         part = remainder[:count]
         remainder[:count] = table[(part ^ column[:count]) & 0xFF] ^ (part >> np.uint32(8))
-    found = np.empty_like(remainder)
-    found[order] = remainder ^ np.uint32(0xFFFFFFFF)
-    return found
+    crcs = np.empty_like(remainder)
+    crcs[order] = remainder ^ np.uint32(0xFFFFFFFF)
+    return crcs
 
 
 def masked(crcs: np.ndarray) -> np.ndarray:
@@ -63,14 +67,8 @@ def masked(crcs: np.ndarray) -> np.ndarray:
     return (rotated.astype(np.uint64) + MASK_DELTA).astype(np.uint32)
 
 
-DIRECTORY: Final = "tensorboard"
-RECIPE: Final = "recipe.toml"
-CURE: Final = "free space, or set telemetry.tensorboard = false"
-_VERSION: Final = "brain.Event:2"  # without it, TensorBoard does not drop the steps that are made again
-
-
 class TensorBoard:
-    """Writes one event file for each start of a run. Raises StorageError; MissingCapabilityError without the package.
+    """Sink of one event file for each start of a run. Raises StorageError; MissingCapabilityError without the package.
 
     TensorBoard hides what earlier starts wrote of steps that this one makes again.
     """
@@ -79,26 +77,30 @@ class TensorBoard:
 
     def __init__(self, run: RunInfo, config: TelemetryConfig) -> None:
         self._proto, self._summary = _tensorboardx()
-        made = self._proto.Event(wall_time=run.started_ns / 1e9, file_version=_VERSION)
-        self._file = AppendOnlyFile(_new_file(run), CURE, header=records([made.SerializeToString()]))
+        version_event = self._proto.Event(wall_time=run.started_ns / 1e9, file_version=_VERSION)
+        self._file = AppendOnlyFile(_new_file(run), CURE, header=records([version_event.SerializeToString()]))
         first = []
         if run.resumed_step is not None:
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-            first.append(self._proto.Event(wall_time=made.wall_time, step=run.resumed_step + 1, session_log=start))
+            first.append(
+                self._proto.Event(wall_time=version_event.wall_time, step=run.resumed_step + 1, session_log=start)
+            )
         recipe = run.directory / RECIPE
         if recipe.is_file():
             text = "".join(f"    {row}\n" for row in regular.text(recipe).splitlines())  # indented: code, for Markdown
             summary = self._summary.text("recipe", text)
-            first.append(self._proto.Event(wall_time=made.wall_time, step=run.resumed_step or 0, summary=summary))
+            first.append(
+                self._proto.Event(wall_time=version_event.wall_time, step=run.resumed_step or 0, summary=summary)
+            )
         self._append(first)
 
     def write(self, events: Sequence[RunEvent]) -> None:
         """Append a record for each event that has figures or texts: one write for all of them."""
-        self._append([made for event in events for made in self._made_of(event)])
+        self._append([record for event in events for record in self._made_of(event)])
 
-    def _append(self, made: Sequence[Any]) -> None:
-        if made:
-            self._file.append(records([event.SerializeToString() for event in made]))
+    def _append(self, protos: Sequence[Any]) -> None:
+        if protos:
+            self._file.append(records([event.SerializeToString() for event in protos]))
 
     def _made_of(self, event: RunEvent) -> Iterator[Any]:
         wall_time = event.time_ns / 1e9
@@ -141,14 +143,14 @@ def records(contents: Sequence[bytes]) -> bytes:
 
 
 def _new_file(run: RunInfo) -> Path:
-    """Return the name of a file that is not there yet: the last one in the order in which TensorBoard reads them."""
+    """Return the name of a new file, the last one in the order in which TensorBoard reads them."""
     folder = run.directory / DIRECTORY
     number = len(list(folder.glob("events.out.tfevents.*")))
     return folder / f"events.out.tfevents.{run.started_ns // 1_000_000_000:010d}.{number:04d}.hpcdist"
 
 
 def _tensorboardx() -> tuple[ModuleType, ModuleType]:
-    """Return the modules with the protocol buffers, and with what makes summaries. Raises MissingCapabilityError."""
+    """Return the modules of protocol buffers and of summaries. Raises MissingCapabilityError."""
     try:
         with _hidden("torch"):
             from tensorboardX import summary
@@ -163,7 +165,7 @@ def _tensorboardx() -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def _hidden(module: str) -> Iterator[None]:
-    """Let imports of ``module`` fail, unless it is loaded: tensorboardX would spend seconds on one that nobody uses."""
+    """Make imports of ``module`` fail inside, unless it is loaded: tensorboardX would spend seconds on it, unused."""
     if module in sys.modules:
         yield
         return

@@ -1,6 +1,6 @@
 """Chrome trace format (also Perfetto) of a timeline: a process for each node, two threads for each rank, or more.
 
-What a thread has must nest, so calls that go on beside other things go to further threads. Times in the file are
+The bars of a thread must nest, so calls that overlap go to further threads. Times in the file are
 microseconds from the begin of the trace, to the nanosecond.
 """
 
@@ -20,8 +20,8 @@ from hpcdist.telemetry.trace.rank_log import RecordedCall
 from hpcdist.telemetry.trace.summary import Trace, clock_figures
 from hpcdist.telemetry.trace.timeline import RunTimeline, hosts
 
-# Of a rank: numbers of threads are (rank + 1) * THREADS + n, n = 0 and so on for what it does, COMMUNICATES and so on
-# for its calls, BEHIND and so on for those that go on beside.
+# The threads of a rank are (rank + 1) * THREADS + n: from n = 0 on its spans, from COMMUNICATES on its blocking calls,
+# from NONBLOCKING on the others.
 THREADS: Final = 1000
 COMMUNICATES: Final = 200
 NONBLOCKING: Final = 400
@@ -39,7 +39,7 @@ COLOURS: Final = {
     "collective": "thread_state_uninterruptible",
     "message": "thread_state_iowait",
 }
-# What counts as bytes under way: an operation that sends a message of its own, from its begin to its end.
+# Operations whose bytes count as in flight from their begin to their end.
 _SENDS: Final = frozenset({"send", "isend", "sendrecv", "put"})
 
 
@@ -59,7 +59,7 @@ def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
     ``bars`` are in the order of their begins, of equal ones the longest first.
     """
     stacks: list[list[int]] = []
-    found = []
+    numbers = []
     for begin, end in bars:
         for lane, stack in enumerate(stacks):  # noqa: B007 - used behind the loop
             while stack and stack[-1] <= begin:
@@ -70,8 +70,8 @@ def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
             lane = len(stacks)
             stacks.append([])
         stacks[lane].append(end)
-        found.append(lane)
-    return found
+        numbers.append(lane)
+    return numbers
 
 
 def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
@@ -85,7 +85,7 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         for rank in ranks:
             base, calls = (rank + 1) * THREADS, timeline.lines[rank].calls
-            blocking, behind = ([one for one in calls if one.behind is wanted] for wanted in (False, True))
+            blocking, behind = ([call for call in calls if call.behind is wanted] for wanted in (False, True))
             for first, label, rows in (
                 (0, "computes", _spans(timeline, rank)),
                 (COMMUNICATES, "communicates", _calls(blocking)),
@@ -152,9 +152,11 @@ def _calls(calls: Iterable[RecordedCall]) -> list[_Row]:
 def _arrows(
     timeline: RunTimeline, processes: Mapping[int, int], threads: Mapping[int, int], zero: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield arrows from each send to its receive, and from who came last to a collective to all others."""
+    """Yield arrows from each send to its receive, and from the last rank that entered a collective to all others."""
     pairs: list[tuple[str, RecordedCall, RecordedCall]] = [
-        ("message", one.send, one.receive) for one in timeline.matches.messages if not one.receive.is_open
+        ("message", message.send, message.receive)
+        for message in timeline.matches.messages
+        if not message.receive.is_open
     ]
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -169,7 +171,7 @@ def _arrows(
 
 
 def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -> Iterator[dict[str, Any]]:
-    """Yield how many bytes of messages the ``ranks`` of a node have under way, as far as that is known."""
+    """Yield counters of the bytes of messages that the ``ranks`` of a node have in flight, as far as known."""
     changes: dict[int, int] = defaultdict(int)
     for rank in ranks:
         for call in timeline.lines[rank].calls:
@@ -183,7 +185,7 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
 
 
 def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the file says of itself: the run, how clocks were put right, and what is missing."""
+    """Return the metadata of the file: the run, the corrections of clocks, and what is missing."""
     return {
         "run": str(trace.run_dir),
         **about,
@@ -200,7 +202,7 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
 def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
     """Write the trace into ``file``, compressed where that ends with .gz; return its events. Raises StorageError.
 
-    ``about`` is added to what the file says of itself.
+    ``about`` is added to the metadata of the file.
     """
     try:
         with (
@@ -214,10 +216,10 @@ def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
     return count
 
 
-def _write(out: IO[str], found: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> int:
+def _write(out: IO[str], trace_events: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> int:
     out.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(about) + ',"traceEvents":[')
     count = 0
-    for event in found:
+    for event in trace_events:
         out.write((",\n" if count else "\n") + json.dumps(event, separators=(",", ":")))
         count += 1
     out.write("\n]}\n")

@@ -1,11 +1,11 @@
-"""Clock correction: the clock of every host of a run becomes rank 0's, by measured readings or by messages.
+"""Clock correction: map the clock of every host of a run to rank 0's, by measured readings or by messages.
 
-Between two readings the offset is interpolated; before the first and after the last it goes on as between the nearest
+Between two readings the offset is interpolated; before the first and after the last it is extrapolated from the nearest
 two. All numbers are whole nanoseconds: days of uptime have more digits than a float keeps.
 
-Without measurements, what is known of causes bounds the offset of two clocks: no message is received before it was
-sent, and no member leaves a collective before the last has come. Within these bounds, members are taken to leave a
-collective at the same time. That is known anew for every step, so drift does not add up.
+Without measurements, causality bounds the offset of two clocks: no message is received before it was sent, and no
+member leaves a collective before the last has entered. Within these bounds, members are taken to leave a collective at
+the same time. Every step gives bounds of its own, so drift does not add up.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from hpcdist.telemetry.metrics.side_tables import ClockSession
 from hpcdist.telemetry.trace.matching import MatchedCollective, Matches
 from hpcdist.telemetry.trace.rank_log import NO_STEP, RankLog, RecordedCall
 
-DRIFT_PPM: Final = 50  # of a quartz, where one reading tells nothing about it
+DRIFT_PPM: Final = 50  # of a quartz, where there is one reading only
 MAX_PPM: Final = 500  # the kernel slews a clock no faster
 MILLION: Final = 1_000_000
 MEASURED: Final = "measured"
@@ -29,17 +29,17 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """The clock of one host, by its ``readings``; without any it is rank 0's own.
+    """Clock of one host, by its ``readings``; without any it is rank 0's own.
 
-    ``source`` says where they come from: "measured", "messages", or "wall clocks", of which nobody knows how well they
-    agree.
+    ``source`` says where they come from: "measured", "messages", or "wall clocks", whose error is not known.
     """
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
         self._knots: list[ClockReading] = []
-        for reading in sorted(readings, key=lambda one: one.t_ns):
-            # A clock goes forward: of two readings that say otherwise, the one that is known better stays.
+        for reading in sorted(readings, key=lambda candidate: candidate.t_ns):
+            # Corrected times must not go back. Of two readings that contradict each other, the one with the shorter
+            # round trip stays: the new one is dropped (break), or earlier ones are until it follows the last (else).
             while self._knots and not self._follows(self._knots[-1], reading):
                 if self._knots[-1].rtt_ns <= reading.rtt_ns:
                     break
@@ -50,7 +50,7 @@ class HostClock:
 
     @staticmethod
     def _follows(before: ClockReading, after: ClockReading) -> bool:
-        """Whether both clocks went on between the two, the one about as fast as the other."""
+        """Whether both clocks went forward between the two readings, at rates that differ by `MAX_PPM` at most."""
         passed = after.t_ns - before.t_ns
         drifted = abs(after.offset_ns - before.offset_ns) - before.bound_ns - after.bound_ns
         ahead = passed > 0 and passed + after.offset_ns - before.offset_ns > 0
@@ -58,7 +58,7 @@ class HostClock:
 
     @property
     def readings(self) -> tuple[ClockReading, ...]:
-        """Those that are used."""
+        """The readings that are used."""
         return tuple(self._knots)
 
     @property
@@ -70,10 +70,10 @@ class HostClock:
         return (last.offset_ns - first.offset_ns) / (last.t_ns - first.t_ns) * MILLION
 
     def offset_ns(self, own_ns: int) -> int:
-        """Return how far it was ahead of rank 0's clock when it showed ``own_ns``."""
+        """Return how far this clock was ahead of rank 0's when it showed ``own_ns``."""
         if not self._knots:
             return 0
-        place = bisect_right(self._own, own_ns)
+        place = bisect_right(self._own, own_ns)  # the number of readings before it
         if len(self._knots) == 1:
             return self._knots[0].offset_ns
         nearest = min(max(place, 1), len(self._knots) - 1)
@@ -85,24 +85,25 @@ class HostClock:
         )
         if 0 < place < len(self._own):
             return a.offset_ns + (own_ns - begin) * rise // run
+        # Outside of all readings: on with the drift of the nearest two, within what a clock can drift.
         limit = run * MAX_PPM // MILLION
         rise = max(-limit, min(limit, rise))
         knot, at = (a, begin) if place == 0 else (b, self._own[nearest])
         return knot.offset_ns + (own_ns - at) * rise // run
 
     def offset_at(self, reference_ns: int) -> int:
-        """Return how far it was ahead of rank 0's clock when that one showed ``reference_ns``."""
+        """Return how far this clock was ahead of rank 0's when that one showed ``reference_ns``."""
         if not self._knots:
             return 0
         nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
         return self.offset_ns(reference_ns + nearest.offset_ns)
 
     def reference_ns(self, own_ns: int) -> int:
-        """Return rank 0's clock when this one showed ``own_ns``. What is later here is not earlier there."""
+        """Return rank 0's clock when this one showed ``own_ns``: a function that does not decrease."""
         return own_ns - self.offset_ns(own_ns)
 
     def bound_ns(self, own_ns: int) -> int | None:
-        """Return by how much `reference_ns` may be wrong, where drift is steady between readings; None: not known."""
+        """Return the bound of the error of `reference_ns`, for steady drift between readings; None: not known."""
         if not self._knots:
             return 0
         if self.source == WALL:
@@ -114,6 +115,7 @@ class HostClock:
         distance, bound = abs(own_ns - self._own[nearest]), self._knots[nearest].bound_ns
         if len(self._knots) == 1:
             return bound + distance * DRIFT_PPM // MILLION
+        # The drift may be wrong by the bounds of both readings over the time between them; that grows with distance.
         other = self._knots[1 if place == 0 else -2]
         run = abs(self._own[nearest] - self._own[1 if place == 0 else -2])
         return bound + min(distance * (bound + other.bound_ns) // run, distance * MAX_PPM // MILLION)
@@ -121,7 +123,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class ClockCorrections:
-    """The clock of each host by `RankLog.host`; ``reference`` is that of rank 0. ``notes``: a sentence each."""
+    """Corrections of the clocks by `RankLog.host`; ``reference`` is the host of rank 0. ``notes``: a sentence each."""
 
     reference: str
     clocks: Mapping[str, HostClock]
@@ -131,7 +133,7 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clocks of the hosts of ``logs``; ``matches`` are theirs, in their own clocks (local)."""
+    """Return the clocks of the hosts of ``logs``; ``matches`` are of these, in their own clocks (local)."""
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -158,7 +160,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clocks by the readings of all starts of the run that were led from the same host."""
+    """Return the clocks by the readings of all starts whose rank 0 was on the same host; None without readings."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -176,17 +178,18 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """Difference of one clock from another about one time, as far as it is known."""
+    """Bounds of the offset of a second clock against a first one in one step."""
 
-    at_ns: list[int] = field(default_factory=list)  # of the one clock
+    at_ns: list[int] = field(default_factory=list)  # times of the first clock
     least_ns: list[int] = field(default_factory=list)
     most_ns: list[int] = field(default_factory=list)
-    together_ns: list[int] = field(default_factory=list)  # where both are taken to do something at once
+    together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the one clock, how far the other is ahead, the width of what is possible)."""
+        """Return (time of the first clock, how far the second is ahead, width of the bounds); None without bounds."""
         if not self.least_ns or not self.most_ns:
             return None
+        # Contradicting bounds, of clocks that drift within the step, change places.
         least, most = sorted((max(self.least_ns), min(self.most_ns)))
         guess = median_low(self.together_ns) if self.together_ns else (least + most) // 2
         offset = max(least, min(most, guess))
@@ -200,6 +203,7 @@ def _inferred_clocks(logs: Mapping[int, RankLog], matches: Matches, reference: s
         send, receive = message.send, message.receive
         there, here = host[send.rank], host[receive.rank]
         if there != here and not receive.is_open:
+            # Both orders of the two clocks get the bound: offset <= took for one is -offset >= -took for the other.
             took = receive.end_ns - send.begin_ns
             ahead, behind = known[there, here][send.step], known[here, there][send.step]
             ahead.most_ns.append(took)
@@ -210,35 +214,36 @@ def _inferred_clocks(logs: Mapping[int, RankLog], matches: Matches, reference: s
         _add_collective(meeting, host, known)
     clocks = {reference: HostClock()}
     waiting = [reference]
-    while waiting:  # from the reference on, each host by one that is known
+    while waiting:  # breadth first from the reference: each host by the offset from one whose clock is known
         near = waiting.pop(0)
-        for (one, other), spans in known.items():
-            if one != near or other in clocks:
+        for (first, second), spans in known.items():
+            if first != near or second in clocks:
                 continue
-            # What lies outside of steps may lie hours apart.
+            # Records outside of steps may lie hours apart, in which clocks drift: they are used only without steps.
             inside = [span for step, span in spans.items() if step != NO_STEP] or list(spans.values())
             readings = _readings(clocks[near], inside)
             if readings:
-                clocks[other] = HostClock(readings, MESSAGES)
-                waiting.append(other)
+                clocks[second] = HostClock(readings, MESSAGES)
+                waiting.append(second)
     del clocks[reference]
     return clocks
 
 
 def _readings(near: HostClock, spans: Iterable[_OffsetBounds]) -> list[ClockReading]:
-    found = []
+    readings = []
     for span in spans:
         reading = span.reading()
         if reading is not None:
             at, offset, width = reading
             bound = near.bound_ns(at) or 0
-            found.append(ClockReading(0, near.reference_ns(at), near.offset_ns(at) + offset, width + 2 * bound))
-    return found
+            readings.append(ClockReading(0, near.reference_ns(at), near.offset_ns(at) + offset, width + 2 * bound))
+    return readings
 
 
 def _add_collective(
     meeting: MatchedCollective, host: Mapping[int, str], known: Mapping[tuple[str, str], Mapping[int, _OffsetBounds]]
 ) -> None:
+    # Only where every member waits for every other, and all have left, does the collective bound offsets.
     if meeting.root is not None or any(call.is_open for call in meeting.calls):
         return
     by_host: dict[str, list[RecordedCall]] = defaultdict(list)
@@ -250,6 +255,8 @@ def _add_collective(
     for other in names[1:]:
         for a, b in ((names[0], other), (other, names[0])):
             span = known[a, b][meeting.calls[0].step]
+            # No member leaves before the last one of any host has entered: ends[b] >= begins[a] on one clock, and
+            # ends[a] >= begins[b].
             span.at_ns.append(ends[a])
             span.most_ns.append(ends[b] - begins[a])
             span.least_ns.append(begins[b] - ends[a])
@@ -258,9 +265,9 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Order of causes and effects: ``wrong`` of ``pairs`` are the wrong way round, by ``most_ns`` at most.
+    """Causal order after correction: ``wrong`` of ``pairs`` have the effect before the cause, by ``most_ns`` at most.
 
-    ``beyond`` of them are so by more than the bounds of the clocks allow; None where these are not known.
+    ``beyond`` of them do so by more than the bounds of the clocks allow; None where these are not known.
     """
 
     pairs: int
@@ -281,8 +288,8 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Return how the ``matches``, now in one time, lie; ``bounds_ns`` are those of the ranks' clocks (local)."""
-    pairs = [(one.send, one.receive) for one in matches.messages if not one.receive.is_open]
+    """Return the causal order of ``matches`` in one time; ``bounds_ns`` are those of the ranks' clocks (local)."""
+    pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()
         ended = [call for call in meeting.calls if not call.is_open and call is not last]

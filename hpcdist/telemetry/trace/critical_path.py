@@ -1,9 +1,9 @@
 """Critical path of a step over the ranks, waits between ranks, and communication hidden behind computation.
 
-The path is walked from the last end back. As long as a rank worked, the path stays on it; where it got something that
-another rank gave later than it was waited for, the path goes over to that rank at that time, and what lies between is
-the transfer. So there is no gap in it, and shortening anything beside it shortens nothing. Everything here works on
-`hpcdist.telemetry.trace.timeline.TimelinePiece`s in one time, of any origin.
+The path is walked back from the last end. As long as a rank worked, the path stays on it. Where a rank waited for
+something that another rank sent later than the wait began, the path changes to that rank at the time of the send, and
+what lies between is the transfer. So the path has no gap, and shortening anything beside it does not shorten the step.
+All functions take `hpcdist.telemetry.trace.timeline.TimelinePiece`s in one time, of any origin.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ COMPUTES: Final = ("compute", "update")
 
 @dataclass(frozen=True)
 class PathSegment:
-    """A part of the critical path: what ``rank`` did, or what was on its way to it (``travels``)."""
+    """Segment of the critical path: what ``rank`` did, or a transfer to it (``travels``)."""
 
     rank: int
     phase: str
@@ -45,35 +45,40 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
     if last is None:
         return []
     at, rank = last
-    found: list[PathSegment] = []
-    been = {rank}  # at this time: clocks that disagree must not send the path round in a circle
+    segments: list[PathSegment] = []
+    # Ranks visited at the time ``at``: where clocks disagree, causes could lead round in a circle without going back in
+    # time. A segment of positive length starts a new set.
+    been = {rank}
     while row := pieces.get(rank, ()):
+        # The piece that covers the time just before ``at``: the first that ends there or later. Where that one begins
+        # at ``at`` or later, there is a gap, and the piece before it is taken.
         place = min(bisect_left(ends[rank], at), len(row) - 1)
         if row[place].begin_ns >= at:
             place -= 1
         if place < 0:
             break
         piece = row[place]
+        # A piece that ended by what another rank did brings the path to that rank, if the path came to its very end.
         begin, to, travels = piece.begin_ns, rank, piece.by != -1 and piece.end_ns == at
-        if piece.end_ns < at:  # nothing is known of what it did until then
-            found.append(PathSegment(rank, "other", UNKNOWN, piece.end_ns, at))
+        if piece.end_ns < at:  # a gap in the records of this rank
+            segments.append(PathSegment(rank, "other", UNKNOWN, piece.end_ns, at))
             at, been = piece.end_ns, {rank}
             continue
         if travels and piece.by in pieces:
-            since = min(piece.since_ns, at)
+            since = min(piece.since_ns, at)  # never forward in time, whatever the clocks say
             if (since < at or piece.by not in been) and (piece.by != rank or since < begin):
                 begin, to = since, piece.by
         if begin < at:
-            found.append(PathSegment(rank, piece.phase, piece.name, begin, at, travels))
+            segments.append(PathSegment(rank, piece.phase, piece.name, begin, at, travels))
             been = set()
         at, rank = begin, to
         been.add(rank)
-    return found[::-1]
+    return segments[::-1]
 
 
 @dataclass(frozen=True)
 class WaitGap:
-    """A rank that waited: for ``by``, which was at ``doing`` for most of that time. ``name``: in which operation."""
+    """Wait of ``rank`` in the operation ``name`` for the rank ``by``, which was at ``doing`` for most of that time."""
 
     rank: int
     by: int
@@ -85,10 +90,10 @@ class WaitGap:
 
 @dataclass(frozen=True)
 class CommunicationOverlap:
-    """Communication of one rank: ``hidden_ns`` beside its computation, ``exposed_ns`` during which it did nothing else.
+    """Overlap of one rank: communication ``hidden_ns`` beside its computation, and ``exposed_ns`` without any.
 
-    Of the exposed part it waited ``waited_ns`` for other ranks, which had not come yet. What is hidden is at most so
-    much: that a message has come is known when the rank looks, not when it came.
+    Of the exposed part it waited ``waited_ns`` for other ranks, which had not come yet. The hidden part is an upper
+    bound: the arrival of a message is known when the rank tests for it, not when it came.
     """
 
     hidden_ns: int
@@ -115,33 +120,35 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return by (who waited, who was waited for) how many ns (local)."""
-    found: Counter[tuple[int, int]] = Counter()
+    """Return the ns of waiting by (rank that waited, rank that it waited for) (local)."""
+    waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:
             if piece.waited_ns:
-                found[piece.rank, piece.by] += piece.waited_ns
-    return dict(found)
+                waited[piece.rank, piece.by] += piece.waited_ns
+    return dict(waited)
 
 
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int] | None = None, most: int = 5
 ) -> list[WaitGap]:
-    """Return the ``most`` longest waits of ``ranks`` (None: of all), whoever was waited for (local)."""
+    """Return the ``most`` longest waits of ``ranks`` (None: of all), for any rank (local)."""
     rows = [row for rank, row in pieces.items() if ranks is None or rank in ranks]
     waiting = [piece for row in rows for piece in row if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [
-        WaitGap(one.rank, one.by, one.name, _main_activity(pieces.get(one.by, ()), one), one.begin_ns, one.waited_ns)
-        for one in waiting[:most]
+        WaitGap(
+            wait.rank, wait.by, wait.name, _main_activity(pieces.get(wait.by, ()), wait), wait.begin_ns, wait.waited_ns
+        )
+        for wait in waiting[:most]
     ]
 
 
 def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
-    """Return at what the rank of ``row`` was for most of the time in which it was waited for."""
+    """Return the name of the piece at which the rank of ``row`` was for most of the time of ``waiting``."""
     spent: Counter[str] = Counter()
     begin, end = waiting.begin_ns, waiting.begin_ns + waiting.waited_ns
-    for piece in row[bisect_left([one.end_ns for one in row], begin) :]:
+    for piece in row[bisect_left([candidate.end_ns for candidate in row], begin) :]:
         if piece.begin_ns >= end:
             break
         spent[piece.name] += max(0, min(piece.end_ns, end) - max(piece.begin_ns, begin))
@@ -149,7 +156,7 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return how much of the ``transfers`` (begin, end) of a rank lie beside the computing ``row`` of it (local).
+    """Return the overlap of the ``transfers`` (begin, end) of a rank with the computing pieces of its ``row`` (local).
 
     Transfers at the same time count once.
     """
@@ -160,20 +167,20 @@ def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tupl
 
 
 def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the intervals that cover the same, ascending and apart (local)."""
-    found: list[list[int]] = []
+    """Return the union of ``intervals`` as disjoint intervals, ascending (local)."""
+    merged: list[list[int]] = []
     for begin, end in sorted(intervals):
         if end <= begin:
             continue
-        if found and begin <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([begin, end])
-    return [(begin, end) for begin, end in found]
+            merged.append([begin, end])
+    return [(begin, end) for begin, end in merged]
 
 
 def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
-    """Return for how long both hold, each a `union` (local)."""
+    """Return the length of the intersection of two `union`s (local)."""
     total = i = j = 0
     while i < len(a) and j < len(b):
         total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
@@ -186,7 +193,7 @@ def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) 
 
 def waits_by_cause(waited: Mapping[tuple[int, int], int]) -> dict[int, int]:
     """Return for how many ns each rank was waited for, the most first (local)."""
-    found: dict[int, int] = defaultdict(int)
+    by_cause: dict[int, int] = defaultdict(int)
     for (_, by), ns in waited.items():
-        found[by] += ns
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+        by_cause[by] += ns
+    return dict(sorted(by_cause.items(), key=lambda pair: -pair[1]))

@@ -1,4 +1,4 @@
-"""Matching of sends with receives, and of the calls of one collective: by order and number alone, without any clock.
+"""Matching of sends with receives, and of the calls of one collective, by order and number without any clock.
 
 A collective has a number on its communicator that is the same on all members. Messages have none in common: on each
 path (communicator, sender, receiver, tag) the first that is sent is the first that is received, so they are counted
@@ -22,7 +22,7 @@ ROOTED: Final = ("broadcast", "broadcast_object")
 
 @dataclass(frozen=True)
 class MatchedMessage:
-    """A send and the receive that took it."""
+    """Send and the receive that took it."""
 
     send: RecordedCall
     receive: RecordedCall
@@ -30,7 +30,7 @@ class MatchedMessage:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """One collective: the calls of its members, by rank. ``root`` is None where every member waits for every other."""
+    """Collective: the calls of its members, by rank. ``root`` is None where every member waits for every other."""
 
     calls: tuple[RecordedCall, ...]
     root: int | None = None
@@ -44,7 +44,7 @@ class MatchedCollective:
 
 @dataclass(frozen=True)
 class Matches:
-    """Records that belong together, and the number of messages that have no counterpart in the records."""
+    """Matched messages and collectives, and the number of messages without a counterpart in the records."""
 
     messages: tuple[MatchedMessage, ...]
     meetings: tuple[MatchedCollective, ...]
@@ -52,23 +52,23 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Return what belongs together in the ``logs`` of a job of ``world`` ranks (local)."""
+    """Match the messages and collectives in the ``logs`` of a job of ``world`` ranks (local)."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:
             members[comm].append(rank)
-    ranks = {comm: _members(comm, found, sorted(logs), world) for comm, found in members.items()}
+    ranks = {comm: _members(comm, seen, sorted(logs), world) for comm, seen in members.items()}
     messages, unmatched = _messages(logs, ranks)
     return Matches(tuple(messages), tuple(_collectives(logs, ranks)), unmatched)
 
 
-def _members(comm: str, found: Sequence[int], known: Sequence[int], world: int) -> Sequence[int]:
+def _members(comm: str, seen: Sequence[int], known: Sequence[int], world: int) -> Sequence[int]:
     """Return the rank of the job behind each rank of ``comm``.
 
     Records do not have it. Communicators are cut in the order of ranks, so the n-th that is seen in it is its n-th; of
     one that all known ranks are in, those without a record are members, too.
     """
-    return range(world) if "/" not in comm or len(found) == len(known) else found
+    return range(world) if "/" not in comm or len(seen) == len(known) else seen
 
 
 def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -> tuple[list[MatchedMessage], int]:
@@ -90,25 +90,25 @@ def _messages(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -
                 received[call.comm, peer, log.rank, call.tag].append(call)
             elif call.op == "sendrecv":
                 both[call.comm, call.tag].append(call)
-    found: list[MatchedMessage] = []
+    matched: list[MatchedMessage] = []
     for way in {*sent, *received}:
         sends, receives = sent.get(way, []), received.get(way, [])
         if way[1] not in logs or way[2] not in logs:
-            continue  # of a rank without a record nothing can be said
+            continue  # a rank without a record has no counterparts
         pairs = _in_order(sends, receives, logs[way[1]], logs[way[2]])
-        found += [MatchedMessage(send, receive) for send, receive in pairs]
+        matched += [MatchedMessage(send, receive) for send, receive in pairs]
         lost += max(len(sends), len(receives)) - len(pairs)
     for calls in both.values():
         pairs = _rounds(calls, logs, ranks)
-        found += [MatchedMessage(send, receive) for send, receive in pairs]
+        matched += [MatchedMessage(send, receive) for send, receive in pairs]
         lost += len(calls) - len(pairs)
-    return found, lost
+    return matched, lost
 
 
 def _in_order(
     sends: Sequence[RecordedCall], receives: Sequence[RecordedCall], sender: RankLog, receiver: RankLog
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs of one way."""
+    """Return the pairs of one path (communicator, sender, receiver, tag); [] where they cannot be told apart."""
     if not sender.covered_ns and not receiver.covered_ns:
         return list(zip(sends, receives, strict=False))  # all from the beginning of the run; the last may be under way
     of_steps, in_steps = _by_step(sends), _by_step(receives)
@@ -124,24 +124,24 @@ def _in_order(
     for step in whole:
         a, b = of_steps.get(step, []), in_steps.get(step, [])
         if len(a) != len(b):
-            return []  # messages that pass from step to step: their number tells nothing
+            return []  # messages that pass from step to step: counting cannot match them
         pairs += zip(a, b, strict=True)
     return pairs
 
 
 def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
-    found: dict[int, list[RecordedCall]] = defaultdict(list)
+    by_step: dict[int, list[RecordedCall]] = defaultdict(list)
     for call in calls:
-        found[call.step].append(call)
-    return found
+        by_step[call.step].append(call)
+    return by_step
 
 
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs of calls that send to one rank while they receive from another, which their events lack.
+    """Return the pairs of sendrecv calls, whose events have the receiver but not the sender.
 
-    In the n-th such call of a step each rank that takes part is sent to by exactly one: by the one whose peer it is.
+    In the n-th such call of a step each rank that takes part receives from exactly one: from the one whose peer it is.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
@@ -173,12 +173,12 @@ def _is_cut(log: RankLog, step: int) -> bool:
 
 
 def _collectives(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -> Iterable[MatchedCollective]:
-    made: dict[tuple[str, int], list[RecordedCall]] = defaultdict(list)
+    by_number: dict[tuple[str, int], list[RecordedCall]] = defaultdict(list)
     for log in logs.values():
         for call in log.calls:
             if call.collective:
-                made[call.comm, call.sequence].append(call)
-    for (comm, _), calls in made.items():
+                by_number[call.comm, call.sequence].append(call)
+    for (comm, _), calls in by_number.items():
         if len(calls) < 2 or len({call.op for call in calls}) > 1:
             continue
         root = None

@@ -1,6 +1,6 @@
 """Plot of one step: a row for each rank with what it did, and the critical path through all of them.
 
-Colours differ in brightness as well as in hue, so that they can be told apart without colours.
+Colours differ in brightness as well as in hue, so that they can be told apart in greyscale.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ _PATH: Final = "#222222"
 
 
 def check(file: Path) -> None:
-    """Raise what keeps ``file`` from being drawn: MissingCapabilityError, UsageError or StorageError (local)."""
+    """Raise MissingCapabilityError, UsageError or StorageError where ``file`` cannot be drawn (local)."""
     try:
         from matplotlib import figure
     except ImportError as error:
@@ -65,22 +65,22 @@ def draw(trace: Trace, file: Path) -> int:
     if not trace.paths:
         raise UsageError(f"{trace.run_dir}: there is no whole step to draw")
     drawn = sorted(trace.paths, key=lambda path: path.took_ns)[(len(trace.paths) - 1) // 2]
-    one = traces.of_step(trace, drawn.step)
-    rows = _rows(one, drawn.links)
+    step_trace = traces.of_step(trace, drawn.step)
+    rows = _rows(step_trace, drawn.links)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDE, 1.6 + 0.34 * max(3, len(rows))), layout="constrained")
     axes = figure.subplots()
-    zero = min(line.steps[drawn.step][0] for line in one.timeline.lines.values())
-    end = max(line.steps[drawn.step][1] for line in one.timeline.lines.values())
+    zero = min(line.steps[drawn.step][0] for line in step_trace.timeline.lines.values())
+    end = max(line.steps[drawn.step][1] for line in step_trace.timeline.lines.values())
     unit, scale = ("ms", 1e6) if end - zero < 10_000_000_000 else ("s", 1e9)
-    used = _bars(axes, {rank: one.pieces[rank] for rank in rows}, rows, zero, scale)
+    used = _bars(axes, {rank: step_trace.pieces[rank] for rank in rows}, rows, zero, scale)
     _path(axes, drawn.links, rows, zero, scale)
     axes.set_xlim(0, (end - zero) / scale)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in rows], fontsize=8)
     axes.set_xlabel(f"time in the step ({unit})")
-    left_out = len(one.timeline.lines) - len(rows)
+    left_out = len(step_trace.timeline.lines) - len(rows)
     title = f"{trace.run_dir.name}, step {drawn.step}: {drawn.took_ns / scale:.4g} {unit}"
     axes.set_title(title + (f" ({left_out} ranks not drawn)" if left_out else ""), fontsize=10, loc="left")
     for side in ("top", "right", "left"):
@@ -111,7 +111,7 @@ def _rows(trace: Trace, links: Sequence[PathSegment]) -> list[int]:
 def _bars(
     axes: Any, pieces: dict[int, Sequence[TimelinePiece]], rows: Sequence[int], zero: int, scale: float
 ) -> list[str]:
-    """Draw the pieces, and return what there is of kinds in the order of their colours."""
+    """Draw the pieces, and return the kinds that occur in the order of `COLOURS`."""
     bars: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for place, rank in enumerate(rows):
         for piece in pieces[rank]:
@@ -131,7 +131,7 @@ def _bars(
 
 
 def _kind(piece: TimelinePiece) -> str:
-    """Return under which colour a piece goes."""
+    """Return the kind of a piece, a key of `COLOURS`."""
     if piece.phase != "compute":
         return piece.phase
     first = piece.name.partition("_")[0].lower()

@@ -28,10 +28,10 @@ _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One operation of a communicator on a rank, in ns of one clock. ``peer`` is a rank of the communicator.
+    """Recorded call of a communicator on a rank, in ns of one clock. ``peer`` is a rank of the communicator.
 
-    ``step`` is the one in which it began, `NO_STEP` outside of any that is known. ``is_open``: it had not ended when
-    the rank last gave a sign of life, which is its ``end_ns`` then.
+    ``step`` is the one in which it began, `NO_STEP` outside of any that is known. ``is_open``: it had not ended at the
+    last heartbeat of the rank, whose time is its ``end_ns`` then.
     """
 
     rank: int
@@ -56,13 +56,13 @@ class RecordedCall:
 
     @property
     def behind(self) -> bool:
-        """Whether it goes on beside what the rank does: begun here, waited for elsewhere, or by another thread."""
+        """Whether it overlaps with other work of the rank: a nonblocking call, or one of a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
 @dataclass(frozen=True)
 class RankLog:
-    """One rank. Times are monotonic ns of the ``host``; ``wall_ns`` is its wall clock minus that one.
+    """Log of one rank. Times are monotonic ns of the ``host``; ``wall_ns`` is its wall clock minus that one.
 
     ``host`` is the boot of its host, or its name where no boot is known; ``name`` is its name. ``steps`` have their
     begin and end. ``covered_ns`` is the time from which on all calls are there. ``ended``: the rank came to its end.
@@ -87,7 +87,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class RankLogs:
-    """The logs of a run by rank, and what is missing or left out: a sentence each."""
+    """Logs of a run by rank, and notes on what is missing or left out: a sentence each."""
 
     world: int
     ranks: Mapping[int, RankLog]
@@ -100,13 +100,13 @@ def load(run_dir: Path) -> RankLogs:
     Raises UsageError where there is nothing to read, StorageError where nothing can be read.
     """
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
-    found = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
-    if not found:
+    paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
+    if not paths:
         raise UsageError(f"{run_dir} holds no records (recorder/rank-*.spans, rank-*.rec); give the directory of a run")
     notes: list[str] = []
     spans: dict[int, RankSpans] = {}
     records: dict[int, RankRecord] = {}
-    for path in found:
+    for path in paths:
         try:
             if path.suffix == ".spans":
                 read = record_spans.read(path)
@@ -116,10 +116,10 @@ def load(run_dir: Path) -> RankLogs:
                 records[_own_rank(record)] = record
         except StorageError as error:
             notes.append(f"left out: {error}")
-        except (ValueError, LookupError, struct.error) as error:  # texts or numbers that nobody wrote
+        except (ValueError, LookupError, struct.error) as error:  # impossible texts or numbers
             notes.append(f"left out: {path} is damaged: {error!r}")
     if not spans and not records:
-        raise StorageError(f"{run_dir}: none of its {len(found)} records can be read: {notes[0]}")
+        raise StorageError(f"{run_dir}: none of its {len(paths)} records can be read: {notes[0]}")
     _, world = max([(s.wall_ns, s.world) for s in spans.values()] + [(r.started_ns, r.world) for r in records.values()])
     # A larger, earlier run may have left the others.
     logs = {rank: rank_log(spans.get(rank), records.get(rank)) for rank in sorted({*spans, *records}) if rank < world}
@@ -127,11 +127,11 @@ def load(run_dir: Path) -> RankLogs:
     return RankLogs(world, logs, tuple(notes))
 
 
-def _own_rank(found: RankSpans | RankRecord) -> int:
+def _own_rank(contents: RankSpans | RankRecord) -> int:
     """Return the rank of a file. Raises StorageError where it cannot be one of its world."""
-    if not found.rank < found.world <= _MOST_RANKS:
-        raise StorageError(f"{found.path} is damaged: it is of rank {found.rank} of {found.world}")
-    return found.rank
+    if not contents.rank < contents.world <= _MOST_RANKS:
+        raise StorageError(f"{contents.path} is damaged: it is of rank {contents.rank} of {contents.world}")
+    return contents.rank
 
 
 def _missing(world: int, logs: Collection[int], spans: Collection[int], records: Collection[int]) -> list[str]:
@@ -150,7 +150,7 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
 def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
     """Return the log of a rank from one or both of its files (local)."""
     if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
-        # One is of an earlier start, after which the run went on without spans: both are made together.
+        # Both files of a start are made together: here one is of an earlier start, and the newer one is used.
         spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)
     steps = {} if spans is None else _steps(spans.spans)
     calls: tuple[RecordedCall, ...] = ()
@@ -165,7 +165,7 @@ def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
         return RankLog(
             record.rank, record.world, record.host, record.host, record.clock_ns, (), calls, {}, covered, ended
         )
-    own = tuple(one for one in spans.spans if one.phase != "step" and _is_sound(one.begin_ns, one.end_ns))
+    own = tuple(span for span in spans.spans if span.phase != "step" and _is_sound(span.begin_ns, span.end_ns))
     wall = spans.wall_ns - spans.monotonic_ns
     return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, own, calls, steps, covered, ended)
 
@@ -178,27 +178,27 @@ def _is_sound(begin_ns: int, end_ns: int) -> bool:
 def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     """Return begin and end of each step; of one that was made twice, the second time.
 
-    One ends where the next begins, but the clock is read a little later than at the boundary, and so both are late.
+    A step ends where the next begins; the clock is read a little later than the boundary, so both times are late.
     """
-    found: dict[int, tuple[int, int]] = {}
+    bounds: dict[int, tuple[int, int]] = {}
     before = NO_STEP
     for span in spans:
         begin, end = span.begin_ns, span.end_ns
         if span.phase != "step" or not _is_sound(begin, end):
             continue
-        if before in found and before == span.step - 1 and begin - found[before][1] < _BOUNDARY_NS:
-            begin = max(found[before][0], min(begin, found[before][1]))
-            found[before] = found[before][0], begin
-        found[span.step] = begin, max(begin, end)
+        if before in bounds and before == span.step - 1 and begin - bounds[before][1] < _BOUNDARY_NS:
+            begin = max(bounds[before][0], min(begin, bounds[before][1]))
+            bounds[before] = bounds[before][0], begin
+        bounds[span.step] = begin, max(begin, end)
         before = span.step
-    return found
+    return bounds
 
 
 def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[RecordedCall, ...]:
     ordered = sorted((begin, end, step) for step, (begin, end) in steps.items())
     begins = [begin for begin, _, _ in ordered]
     clock, last = record.clock_ns, record.last_sign_ns
-    found = []
+    calls = []
     for event in record.events:
         begin = event.started_ns - clock
         place = bisect_right(begins, begin) - 1
@@ -207,13 +207,13 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
         end = (last if event.ended_ns is None else event.ended_ns) - clock
         if not _is_sound(begin, begin if is_open else end):
             continue
-        found.append(
+        calls.append(
             RecordedCall(
                 record.rank, event.comm, event.op, event.dtype, event.count, event.sent_bytes, event.peer, event.tag,
                 event.sequence, event.site, step, begin, max(begin, end), is_open,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(calls)
 
 
 def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
@@ -221,12 +221,12 @@ def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tu
 
     No step is returned where no spans are known. Raises UsageError where all ranks have steps, but none that is wanted.
     """
-    stepping = [one for one in logs if one.steps]
+    stepping = [log for log in logs if log.steps]
     if not stepping:
         if wanted is not None:
             raise UsageError(f"no steps are known: {_NO_SPANS}; leave --steps out")
         return (), []
-    common = sorted(set.intersection(*(set(one.steps) for one in stepping)))
+    common = sorted(set.intersection(*(set(log.steps) for log in stepping)))
     if not common:
         return (), ["no step is known of all ranks: what each of them did last is shown"]
     notes = []
@@ -240,9 +240,9 @@ def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tu
         if len(chosen) < len(wanted):
             notes.append(f"of the steps {wanted.start} to {wanted.stop - 1}, {len(chosen)} are still in the records")
     else:
-        whole = [step for step in common if all(one.steps[step][0] >= one.covered_ns for one in stepping)]
+        whole = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
         chosen = (whole or common[-1:])[-last:]
-    partly = [step for step in chosen if any(one.steps[step][0] < one.covered_ns for one in stepping)]
+    partly = [step for step in chosen if any(log.steps[step][0] < log.covered_ns for log in stepping)]
     if partly:
         notes.append(f"the messages of {steps_text(partly)} are no longer all in the records")
     return tuple(chosen), notes

@@ -1,7 +1,7 @@
 """Summary of a trace: chosen steps and ranks of a run, their figures as JSON values, and the same as text.
 
-`collect` reads files and finds the critical paths, `figures` makes plain values, `format_text` tells a person the
-critical path, what was hidden, who waited for whom, and how the clocks went. `hpcdist trace` calls all three.
+`collect` reads files and finds the critical paths, `figures` returns plain values, `format_text` the lines for people:
+critical path, overlap, waits between ranks, and corrections of clocks. `hpcdist trace` calls all three.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ MAX_PIECES: Final = 250_000  # spans and calls: with arrows a file has 100 MB th
 
 @dataclass(frozen=True)
 class StepPath:
-    """The critical path of one step, from the first thing on it to the end of the step on its last rank."""
+    """Critical path of one step, from its first segment to the end of the step on its last rank."""
 
     step: int
     links: tuple[PathSegment, ...]
@@ -37,7 +37,7 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that is known of some steps of a run."""
+    """Trace of some steps of a run: timeline, pieces, critical paths, overlaps and longest waits."""
 
     run_dir: Path
     world: int
@@ -66,16 +66,16 @@ def collect(
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
     matches = matching.match(logs.ranks, logs.world)
-    found = clock_correction.find_corrections(logs.ranks, _sessions(run_dir, notes), matches)
+    corrections = clock_correction.find_corrections(logs.ranks, _sessions(run_dir, notes), matches)
     chosen = _of_ranks(logs, ranks)
-    numbers, said = rank_log.select_steps(list(chosen.values()), steps, DEFAULT_STEPS)
-    notes += [*said, *found.notes]
+    numbers, selection_notes = rank_log.select_steps(list(chosen.values()), steps, DEFAULT_STEPS)
+    notes += [*selection_notes, *corrections.notes]
     numbers, chosen = _bounded(chosen, numbers, most, notes)
     tail = steps is None and not all(log.ended for log in chosen.values())
     if tail and numbers:
         notes.append(f"the run did not end: what came after {steps_text(numbers[-1:])} is shown, too")
-    # The others are needed for who was waited for, and are left out of what is shown.
-    whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, found, tail=tail)
+    # All ranks are needed to know who was waited for; those that were not chosen are left out of what is shown.
+    whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, corrections, tail=tail)
     cut = timeline.pieces(whole)
     shown = timeline.select(whole, chosen)
     notes += _clock_notes(whole)
@@ -88,7 +88,7 @@ def collect(
     }
     gaps = tuple(critical_path.longest_waits(cut, chosen))
     own = {rank: row for rank, row in cut.items() if rank in chosen}
-    return Trace(run_dir, logs.world, shown, found, own, paths, overlaps, gaps, tuple(notes))
+    return Trace(run_dir, logs.world, shown, corrections, own, paths, overlaps, gaps, tuple(notes))
 
 
 def _sessions(run_dir: Path, notes: list[str]) -> tuple[side_tables.ClockSession, ...]:
@@ -127,15 +127,15 @@ def _bounded(
             "viewer; choose with --steps or --ranks"
         )
     if there > most:
-        kept: dict[int, RankLog] = {}
+        fitting: dict[int, RankLog] = {}
         room = most
         for rank, log in logs.items():
             room -= _size(log, steps)
-            if room < 0 and kept:
+            if room < 0 and fitting:
                 break
-            kept[rank] = log
-        notes.append(f"only {ranks_text(sorted(kept))}: more than {most} spans and calls are too many for a viewer")
-        logs = kept
+            fitting[rank] = log
+        notes.append(f"only {ranks_text(sorted(fitting))}: more than {most} spans and calls are too many for a viewer")
+        logs = fitting
     return steps, logs
 
 
@@ -167,30 +167,30 @@ def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: 
 
 
 def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
-    """Return by rank when something was on its way to it or from it: not while somebody had not come yet."""
-    found: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
+    """Return by rank the intervals in which data was in flight to or from it, without waits for late ranks."""
+    transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
     for message in whole.matches.messages:
         send, receive = message.send, message.receive
-        found[receive.rank].append((max(send.begin_ns, receive.begin_ns), receive.end_ns))
-        found[send.rank].append((send.begin_ns, min(receive.end_ns, send.end_ns)))
+        transfers[receive.rank].append((max(send.begin_ns, receive.begin_ns), receive.end_ns))
+        transfers[send.rank].append((send.begin_ns, min(receive.end_ns, send.end_ns)))
     for meeting in whole.matches.meetings:
         last = meeting.released_by()
         for call in meeting.calls:
             begin = call.begin_ns if last is None else max(call.begin_ns, last.begin_ns)
-            found[call.rank].append((begin, call.end_ns))
-    return found
+            transfers[call.rank].append((begin, call.end_ns))
+    return transfers
 
 
 def of_step(trace: Trace, step: int) -> Trace:
-    """Return what is known of one of the steps. Raises UsageError where it is not among them."""
+    """Return the trace of one of the steps. Raises UsageError where it is not among them."""
     if step not in trace.timeline.steps:
         raise UsageError(f"step {step} is not in the trace, which has {steps_text(trace.timeline.steps) or 'no steps'}")
     lines = {}
     for rank, line in trace.timeline.lines.items():
         if step in line.steps:
             begin, end = line.steps[step]
-            spans = tuple(one for one in line.spans if one.begin_ns < end and one.end_ns > begin)
-            calls = tuple(one for one in line.calls if one.begin_ns < end and one.end_ns > begin)
+            spans = tuple(entry for entry in line.spans if entry.begin_ns < end and entry.end_ns > begin)
+            calls = tuple(entry for entry in line.calls if entry.begin_ns < end and entry.end_ns > begin)
             lines[rank] = replace(line, spans=spans, calls=calls, steps={step: (begin, end)})
     cut = {rank: timeline.in_step(trace.pieces[rank], *line.steps[step]) for rank, line in lines.items()}
     paths = tuple(path for path in trace.paths if path.step == step)
@@ -198,7 +198,7 @@ def of_step(trace: Trace, step: int) -> Trace:
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """Return what the trace tells, as JSON values; seconds, None for what is not known."""
+    """Return the figures of the trace as JSON values; times in seconds, None for what is not known."""
     links = [link for path in trace.paths for link in path.links]
     of_rank, of_phase, of_name = critical_path.path_shares(links)
     whole = sum(of_rank.values())
@@ -216,12 +216,12 @@ def figures(trace: Trace) -> dict[str, Any]:
         "critical_path_by_operation": {name: ns / whole for name, ns in of_name.most_common()},
         "communication": {
             rank: {
-                "hidden_s": one.hidden_ns / 1e9,
-                "exposed_s": one.exposed_ns / 1e9,
-                "waited_s": one.waited_ns / 1e9,
-                "hidden_share": one.hidden_share,
+                "hidden_s": overlap.hidden_ns / 1e9,
+                "exposed_s": overlap.exposed_ns / 1e9,
+                "waited_s": overlap.waited_ns / 1e9,
+                "hidden_share": overlap.hidden_share,
             }
-            for rank, one in trace.overlaps.items()
+            for rank, overlap in trace.overlaps.items()
         },
         "waited_s": [{"rank": rank, "for": by, "seconds": ns / 1e9} for (rank, by), ns in _longest_first(waited)],
         "waited_for_s": {rank: ns / 1e9 for rank, ns in critical_path.waits_by_cause(waited).items()},
@@ -245,14 +245,14 @@ def figures(trace: Trace) -> dict[str, Any]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return how the clock of each host was put right, as JSON values."""
-    found = []
+    """Return the correction of the clock of each host, as JSON values."""
+    rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]
         line = trace.timeline.lines[ranks[0]]
         bounds = [trace.timeline.bounds_ns[rank] for rank in ranks]
         known = [bound for bound in bounds if bound is not None]
-        found.append(
+        rows.append(
             {
                 "host": line.name,
                 "ranks": ranks,
@@ -264,7 +264,7 @@ def clock_figures(trace: Trace) -> list[dict[str, Any]]:
                 "readings": len(clock.readings),
             }
         )
-    return found
+    return rows
 
 
 def _longest_first(waited: Mapping[tuple[int, int], int], most: int = 20) -> list[tuple[tuple[int, int], int]]:
@@ -275,16 +275,16 @@ MAX_SHOWN: Final = 8  # rows of a table
 CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of messages and collectives"}
 
 
-def format_text(found: Mapping[str, Any]) -> str:
-    """Return the lines about the `hpcdist.telemetry.trace.summary.figures`."""
+def format_text(values: Mapping[str, Any]) -> str:
+    """Return the lines for people about the values of `figures`."""
     lines = [
-        _heading_lines(found),
-        *_path_lines(found),
-        *_communication_lines(found),
-        *_wait_lines(found),
-        *_clock_lines(found),
+        _heading_lines(values),
+        *_path_lines(values),
+        *_communication_lines(values),
+        *_wait_lines(values),
+        *_clock_lines(values),
     ]
-    lines += [f"note       {note}" for note in found["notes"]]
+    lines += [f"note       {note}" for note in values["notes"]]
     return "\n".join(lines)
 
 
@@ -302,70 +302,71 @@ def _format_percent(share: float | None) -> str:
     return "not known" if share is None else f"{share:.1%}"
 
 
-def _heading_lines(found: Mapping[str, Any]) -> str:
-    steps = steps_text(found["steps"]) if found["steps"] else "no whole step"
-    return f"{found['run']}: {steps} of {counted(len(found['ranks']), 'rank')} (of {found['world']})"
+def _heading_lines(values: Mapping[str, Any]) -> str:
+    steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
+    return f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})"
 
 
-def _path_lines(found: Mapping[str, Any]) -> list[str]:
-    took = found["critical_path_s"]
+def _path_lines(values: Mapping[str, Any]) -> list[str]:
+    took = values["critical_path_s"]
     if not took:
         return ["critical path  not known: there is no whole step"]
     middle = sorted(took)[len(took) // 2]
     lines = [f"critical path  {format_seconds(middle)} a step (median of {len(took)})"]
     shares = [
         f"rank {rank} {_format_percent(share)}"
-        for rank, share in list(found["critical_path_by_rank"].items())[:MAX_SHOWN]
+        for rank, share in list(values["critical_path_by_rank"].items())[:MAX_SHOWN]
     ]
-    lines.append(f"  by rank      {', '.join(shares)}, transfers {_format_percent(found['critical_path_transfer'])}")
-    phases = found["critical_path_by_phase"].items()
+    lines.append(f"  by rank      {', '.join(shares)}, transfers {_format_percent(values['critical_path_transfer'])}")
+    phases = values["critical_path_by_phase"].items()
     lines.append(f"  by phase     {', '.join(f'{name} {_format_percent(share)}' for name, share in phases)}")
-    operations = list(found["critical_path_by_operation"].items())[:MAX_SHOWN]
+    operations = list(values["critical_path_by_operation"].items())[:MAX_SHOWN]
     lines.append(f"  by operation {', '.join(f'{name} {_format_percent(share)}' for name, share in operations)}")
     return lines
 
 
-def _communication_lines(found: Mapping[str, Any]) -> list[str]:
-    ranks = found["communication"]
+def _communication_lines(values: Mapping[str, Any]) -> list[str]:
+    ranks = values["communication"]
     if not ranks:
         return []
     lines = ["communication  under way beside computing, exposed, of that waiting for others:"]
     rows = sorted(ranks.items(), key=lambda item: -item[1]["exposed_s"])
-    for rank, one in rows[:MAX_SHOWN]:
-        share = "" if one["hidden_share"] is None else f" ({_format_percent(one['hidden_share'])} hidden)"
-        parts = [format_seconds(one[name]) for name in ("hidden_s", "exposed_s", "waited_s")]
+    for rank, row in rows[:MAX_SHOWN]:
+        share = "" if row["hidden_share"] is None else f" ({_format_percent(row['hidden_share'])} hidden)"
+        parts = [format_seconds(row[name]) for name in ("hidden_s", "exposed_s", "waited_s")]
         lines.append(f"  rank {rank:<7} {parts[0]:>9} {parts[1]:>9} {parts[2]:>9}{share}")
     if len(rows) > MAX_SHOWN:
         lines.append(f"  and {len(rows) - MAX_SHOWN} more ranks; --json lists them")
     return lines
 
 
-def _wait_lines(found: Mapping[str, Any]) -> list[str]:
-    waited: Sequence[Mapping[str, Any]] = found["waited_s"]
-    if not found["steps"]:
+def _wait_lines(values: Mapping[str, Any]) -> list[str]:
+    waited: Sequence[Mapping[str, Any]] = values["waited_s"]
+    if not values["steps"]:
         return []
     if not waited:
         return ["waits          no rank waited for another"]
-    blamed = list(found["waited_for_s"].items())[:MAX_SHOWN]
-    each = f" ({format_seconds(found['wait_s_per_step'])} a step on each rank)"
-    lines = [f"waited for     {', '.join(f'rank {rank} {format_seconds(s)}' for rank, s in blamed)}{each}"]
+    blamed = list(values["waited_for_s"].items())[:MAX_SHOWN]
+    mean = f" ({format_seconds(values['wait_s_per_step'])} a step on each rank)"
+    lines = [f"waited for     {', '.join(f'rank {rank} {format_seconds(s)}' for rank, s in blamed)}{mean}"]
     lines += [
-        f"  rank {one['rank']} for rank {one['for']}: {format_seconds(one['seconds'])}" for one in waited[:MAX_SHOWN]
+        f"  rank {wait['rank']} for rank {wait['for']}: {format_seconds(wait['seconds'])}"
+        for wait in waited[:MAX_SHOWN]
     ]
     lines.append("longest waits")
     lines += [
-        f"  {format_seconds(one['seconds']):>9}  rank {one['rank']} in {one['in']} for rank {one['for']}, which was at "
-        f"{one['doing']}"
-        for one in found["longest_waits"]
+        f"  {format_seconds(wait['seconds']):>9}  rank {wait['rank']} in {wait['in']} for rank {wait['for']}, "
+        f"which was at {wait['doing']}"
+        for wait in values["longest_waits"]
     ]
     return lines
 
 
-def _clock_lines(found: Mapping[str, Any]) -> list[str]:
-    clocks = found["clocks"]
+def _clock_lines(values: Mapping[str, Any]) -> list[str]:
+    clocks = values["clocks"]
     if len(clocks) < 2:
         return ["clocks         one node: one clock"]
-    order = found["order"]
+    order = values["order"]
     lines = [f"clocks         {counted(len(clocks), 'node')}; of {order['pairs']} causes, {order['wrong']} come late"]
     for clock in clocks[:MAX_SHOWN]:
         if clock["reference"]:

@@ -1,7 +1,7 @@
-"""Timeline of all ranks in some steps, in one time: spans, messages and collectives, and what each was waiting for.
+"""Timeline of all ranks in some steps, in one time: spans, messages and collectives, and the cause of each wait.
 
-The time is the monotonic clock of rank 0's host, in ns. The time of a rank in a step is cut into pieces without a gap:
-each is work of its own, or ends because of something that another rank did.
+The time is the monotonic clock of rank 0's host, in ns. The time of a rank in a step is cut into pieces without gaps:
+each is work of the rank itself, or ends because of something that another rank did.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,16 +16,16 @@ from hpcdist.telemetry.trace.clock_correction import CausalOrder, ClockCorrectio
 from hpcdist.telemetry.trace.matching import MESSAGES, MatchedCollective, MatchedMessage, Matches
 from hpcdist.telemetry.trace.rank_log import RankLog, RecordedCall
 
-BETWEEN: Final = "between operations"  # the name of what nothing is known of
+BETWEEN: Final = "between operations"  # the name of pieces that no span covers
 NO_SOURCE_LINE: Final = 1 << 62
 
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """Something that ``rank`` did without a break. ``name`` is an operation, or a call within one ("REDUCE: send").
+    """Piece of the time of ``rank``. ``name`` is an operation, or a call within one ("REDUCE: send").
 
-    Where it ended because something happened elsewhere, ``by`` is the rank that did it, ``since_ns`` when: before that
-    this rank waited for it, afterwards something was on its way. ``by`` may be the rank itself, which came last.
+    Where it ended because of another rank, ``by`` is that rank and ``since_ns`` the time of its call: before that this
+    rank waited for it, afterwards data was in flight. ``by`` may be the rank itself, where it came last.
     """
 
     rank: int
@@ -38,13 +38,13 @@ class TimelinePiece:
 
     @property
     def waited_ns(self) -> int:
-        """The time in which it did nothing but wait for another rank."""
+        """The time in which the rank only waited for another one."""
         return max(0, min(self.since_ns, self.end_ns) - self.begin_ns) if self.by not in (-1, self.rank) else 0
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank: its spans and calls in the window, its steps, and the step boundaries it has."""
+    """Timeline of one rank: its spans and calls in the window, and begin and end of its steps."""
 
     rank: int
     host: str
@@ -56,7 +56,7 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """All ranks in the ``steps``, in one time. ``bounds_ns`` says how far each rank's clock may be wrong (None: ?)."""
+    """Timeline of all ranks in ``steps``, in one time. ``bounds_ns``: error bounds of their clocks (None: unknown)."""
 
     lines: Mapping[int, RankTimeline]
     steps: tuple[int, ...]
@@ -67,12 +67,12 @@ class RunTimeline:
     @cached_property
     def begin_ns(self) -> int:
         """The begin of the first entry."""
-        found = []
+        begins = []
         for line in self.lines.values():
-            found += [begin for begin, _ in line.steps.values()]
-            found += [span.begin_ns for span in line.spans]
-            found += [call.begin_ns for call in line.calls]
-        return min(found, default=0)
+            begins += [begin for begin, _ in line.steps.values()]
+            begins += [span.begin_ns for span in line.spans]
+            begins += [call.begin_ns for call in line.calls]
+        return min(begins, default=0)
 
 
 def build(
@@ -83,7 +83,7 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return the ``steps`` of ``logs`` in one time, and with ``tail`` all that came after them; no steps: all there is.
+    """Return the ``steps`` of ``logs`` in one time, with ``tail`` all records after them too; no steps: all records.
 
     ``matches`` are those of the logs, in their own clocks.
     """
@@ -96,8 +96,8 @@ def build(
         lines[rank] = _line(log, clock, begin, end, steps, moved)
         bounds[rank] = clock.bound_ns(end if end < NO_SOURCE_LINE else max(begin, _last(log)))
     messages = []
-    for one in matches.messages:
-        send, receive = moved.get(id(one.send)), moved.get(id(one.receive))
+    for message in matches.messages:
+        send, receive = moved.get(id(message.send)), moved.get(id(message.receive))
         if send is not None and receive is not None:
             messages.append(MatchedMessage(send, receive))
     meetings = []
@@ -105,15 +105,15 @@ def build(
         there = tuple(moved[id(call)] for call in meeting.calls if id(call) in moved)
         if len(there) == len(meeting.calls):
             meetings.append(replace(meeting, calls=there))
-    found = Matches(tuple(messages), tuple(meetings), _unmatched(lines, messages))
-    return RunTimeline(lines, tuple(steps), found, causal_order(found, bounds), bounds)
+    moved_matches = Matches(tuple(messages), tuple(meetings), _unmatched(lines, messages))
+    return RunTimeline(lines, tuple(steps), moved_matches, causal_order(moved_matches, bounds), bounds)
 
 
 def _unmatched(lines: Mapping[int, RankTimeline], messages: Sequence[MatchedMessage]) -> int:
     """Return how many of the messages that ended have no counterpart."""
-    met = {id(call) for one in messages for call in (one.send, one.receive)}
-    made = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
-    return sum(id(call) not in met for call in made)
+    met = {id(call) for message in messages for call in (message.send, message.receive)}
+    message_calls = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
+    return sum(id(call) not in met for call in message_calls)
 
 
 def _window(log: RankLog, steps: Sequence[int], *, tail: bool) -> tuple[int, int]:
@@ -153,17 +153,17 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
     A rank that has no steps has none.
     """
     causes = _causes(timeline)
-    found = {}
+    by_rank = {}
     for rank, line in timeline.lines.items():
         if line.steps:
             begins, ends = zip(*line.steps.values(), strict=True)
             leaves = flatten(rank, line.spans, min(begins), max(ends))
-            found[rank] = _cut(leaves, line.calls, causes)
-    return found
+            by_rank[rank] = _cut(leaves, line.calls, causes)
+    return by_rank
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return by the id of a call (rank, time) of what it had to wait for: itself, where nobody came later."""
+    """Return by the id of a call (rank, time) of the call that it had to wait for: itself, where none came later."""
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -173,15 +173,15 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
     for message in timeline.matches.messages:
         send, receive = message.send, message.receive
         causes[id(receive)] = max((send.begin_ns, send.rank), (receive.begin_ns, receive.rank))[::-1]
-        # A large message is sent when somebody receives it; one that was sent before that waited for nobody.
+        # A large message is sent when its receive is posted (rendezvous); a send that ended before that did not wait.
         if send.op != "sendrecv" and send.begin_ns < receive.begin_ns <= send.end_ns:
             causes[id(send)] = (receive.rank, receive.begin_ns)
     return causes
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the innermost of the ``spans``, and what lies between them, from ``begin_ns`` to ``end_ns`` (local)."""
-    found: list[TimelinePiece] = []
+    """Return the innermost ``spans`` and the gaps between them as pieces from ``begin_ns`` to ``end_ns`` (local)."""
+    flat: list[TimelinePiece] = []
     stack: list[Span] = []
     at = begin_ns
 
@@ -190,10 +190,10 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
         to = min(to, end_ns)
         if to > at:
             phase, name = (stack[-1].phase, stack[-1].name) if stack else ("other", BETWEEN)
-            found.append(TimelinePiece(rank, phase, name, at, to))
+            flat.append(TimelinePiece(rank, phase, name, at, to))
             at = to
 
-    for span in sorted(spans, key=lambda one: (one.begin_ns, -one.end_ns)):
+    for span in sorted(spans, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
         while stack and stack[-1].end_ns <= span.begin_ns:
             advance(stack[-1].end_ns)
             stack.pop()
@@ -203,16 +203,16 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
         advance(stack[-1].end_ns)
         stack.pop()
     advance(end_ns)
-    return found
+    return flat
 
 
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Cut calls out of the ``leaves``: those that the rank made there, and those whose end it waited for there."""
+    """Cut calls out of the ``leaves`` of a rank: those made there, and nonblocking ones that it waited for there."""
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
-    found: list[TimelinePiece] = []
+    parts: list[TimelinePiece] = []
     for leaf in leaves:
         at = leaf.begin_ns
         for call in ends[bisect_right(times, leaf.begin_ns) : bisect_right(times, leaf.end_ns)]:
@@ -220,55 +220,55 @@ def _cut(
             if call.end_ns <= at or (call.behind and not waits):
                 continue
             if call.begin_ns > at:
-                found.append(replace(leaf, begin_ns=at, end_ns=call.begin_ns))
+                parts.append(replace(leaf, begin_ns=at, end_ns=call.begin_ns))
                 at = call.begin_ns
             by, since = causes.get(id(call), (-1, 0))
             phase = "communication" if leaf.phase in ("compute", "update") else leaf.phase
             name = f"{leaf.name}: {call.op}"
-            found.append(TimelinePiece(leaf.rank, phase, name, at, call.end_ns, by, since))
+            parts.append(TimelinePiece(leaf.rank, phase, name, at, call.end_ns, by, since))
             at = call.end_ns
         if at < leaf.end_ns:
-            found.append(replace(leaf, begin_ns=at))
-    return found
+            parts.append(replace(leaf, begin_ns=at))
+    return parts
 
 
 def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """Return the calls that are not part of another one of the same thread (local)."""
-    found: list[RecordedCall] = []
+    outer: list[RecordedCall] = []
     until = -NO_SOURCE_LINE
-    for call in sorted(calls, key=lambda one: (one.begin_ns, -one.end_ns)):
+    for call in sorted(calls, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
         if call.behind or call.is_open:
-            found.append(call)
+            outer.append(call)
         elif call.end_ns > until:
-            found.append(call)
+            outer.append(call)
             until = call.end_ns
-    return found
+    return outer
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
     """Return the pieces from ``begin_ns`` to ``end_ns``, cut to them (local)."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
-    found = []
+    inside = []
     for piece in pieces_of_rank[first : bisect_left(starts, end_ns)]:
         begin, end = max(piece.begin_ns, begin_ns), min(piece.end_ns, end_ns)
         if end > begin:
-            found.append(
+            inside.append(
                 piece if (begin, end) == (piece.begin_ns, piece.end_ns) else replace(piece, begin_ns=begin, end_ns=end)
             )
-    return found
+    return inside
 
 
 def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
     """Return the ranks of every host (local)."""
-    found: dict[str, list[int]] = defaultdict(list)
+    ranks_by_host: dict[str, list[int]] = defaultdict(list)
     for rank, line in sorted(timeline.lines.items()):
-        found[line.host].append(rank)
-    return dict(found)
+        ranks_by_host[line.host].append(rank)
+    return dict(ranks_by_host)
 
 
 def select(timeline: RunTimeline, ranks: Collection[int]) -> RunTimeline:
-    """Return the timeline of some ranks: of what they shared with others, their own part (local)."""
+    """Return the timeline of some ranks, with the messages and calls of collectives between them (local)."""
     lines = {rank: line for rank, line in timeline.lines.items() if rank in ranks}
     messages = tuple(m for m in timeline.matches.messages if m.send.rank in lines and m.receive.rank in lines)
     meetings: list[MatchedCollective] = []

@@ -6,7 +6,7 @@ on the device that the recipe says (`check_user_model`). In a product with param
 serves what its replicas share.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpcdist import collectives, models
@@ -22,9 +22,6 @@ from hpcdist.models import factory as models_factory
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
-from hpcdist.strategies import build
-from hpcdist.strategies import build as decentralised
-from hpcdist.strategies import build as parameter_server
 from hpcdist.strategies import build as strategies
 from hpcdist.strategies.allreduce import FixedTreeExchange
 from hpcdist.strategies.compressed.dgc import DgcExchange
@@ -41,19 +38,26 @@ from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.parameter_server.compressed import PushCompression
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
+from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
+from hpcdist.strategies.schedule.observers import NO_RANGES, OperationRanges, ProfilerRanges
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.step import StepObserver
+from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import STAGES
 from hpcdist.strategies.zero.exchange import ZeroExchange
+from hpcdist.telemetry.nvtx import NvtxRanges
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
 from hpcdist.training.build.selection import AlgorithmSelection, resolve_algorithm
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer, microbatches_of
-from hpcdist.training.chaos import injection
-from hpcdist.training.observe import noise_scale, sdc_check
+from hpcdist.training.chaos.injection import FaultInjector, FaultPlan, Slowdown
+from hpcdist.training.observe.noise_scale import NoiseMeter
+from hpcdist.training.observe.sdc_check import SdcCheck
 from hpcdist.training.recipe.recipe import Recipe
 
 
@@ -73,104 +77,186 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
         )
 
 
-def build_exchange(seat: RankContext, recipe: Recipe, compression: str) -> Exchange:
-    """Return the exchange of the recipe's strategy; ``compression`` is what `auto` has become. Collective."""
-    shards = LogicalShards(seat, recipe.run.logical_shards) if recipe.run.logical_shards else None
+def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
+    """Return the exchange of the recipe's strategy; ``compression`` is resolved, never "auto". Collective."""
+    shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if recipe.parallel.strategy == "parameter_server":
-        given = compression, recipe.compression, recipe.run.seed
-        pushed = None if compression == "none" else PushCompression(*given)
-        return parameter_server.server_exchange(seat, recipe.parameter_server, shards, pushed)
-    if recipe.parallel.strategy in decentralised.DECENTRALISED_EXCHANGES:
-        return decentralised.DECENTRALISED_EXCHANGES[recipe.parallel.strategy](seat, recipe.decentralised)
+        quantiser = compression, recipe.compression, recipe.run.seed
+        pushed = None if compression == "none" else PushCompression(*quantiser)
+        return strategies.server_exchange(context, recipe.parameter_server, shards, pushed)
+    if recipe.parallel.strategy in strategies.DECENTRALISED_EXCHANGES:
+        return strategies.DECENTRALISED_EXCHANGES[recipe.parallel.strategy](context, recipe.decentralised)
     if recipe.parallel.strategy in STAGES:
         stage = STAGES[recipe.parallel.strategy]
         if compression != "none" or recipe.compression.parameters != "none":
-            return CompressedZero(seat, stage, recipe.zero, compression, recipe.compression, recipe.run.seed)
-        return ZeroExchange(seat, stage, recipe.zero, shards)
+            return CompressedZero(context, stage, recipe.zero, compression, recipe.compression, recipe.run.seed)
+        return ZeroExchange(context, stage, recipe.zero, shards)
     if shards is not None:
-        return FixedTreeExchange(seat, shards)
+        return FixedTreeExchange(context, shards)
     if recipe.communication.delayed:
-        return DelayedExchange(seat)
+        return DelayedExchange(context)
     if compression == "dgc":
-        return DgcExchange(seat, recipe.compression)
+        return DgcExchange(context, recipe.compression)
     if compression == "onebit":
-        return OneBitExchange(seat, recipe.compression, recipe.run.seed)
+        return OneBitExchange(context, recipe.compression, recipe.run.seed)
     if compression != "none":
-        return CompressedExchange(seat, compression, recipe.compression, recipe.run.seed)
-    return strategies.EXCHANGES[recipe.parallel.strategy](seat)
+        return CompressedExchange(context, compression, recipe.compression, recipe.run.seed)
+    return strategies.EXCHANGES[recipe.parallel.strategy](context)
 
 
 def assemble(
-    session: Session, recipe: Recipe, resume_from: Path | StateSource | None = None, given: Model | None = None
+    session: Session,
+    recipe: Recipe,
+    resume_from: Path | StateSource | None = None,
+    script_model: Model | None = None,
+    directory: Path | None = None,
 ) -> Trainer:
     """Build the run of ``recipe`` on this rank, initialised or restored. Collective.
 
-    A model that a script has ``given`` takes the place of that of the recipe, and its script brings the batches.
+    ``script_model`` takes the place of the recipe's model; its script brings the batches. The faults of ``chaos``
+    happen in a run that has a ``directory``, where they leave their marks.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel = session.comm, recipe.parallel
     imports = recipe.model.kind == "import" and comm.rank == 0
-    factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # of what is about to be executed
-    # In a product every rank computes, and serves what its replicas share: `Seat.members`.
-    roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None
+    factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # before the file is executed
+    grid, roles = _grid_and_roles(recipe, comm.size)
+    source, whole = _source_and_model(comm, recipe, script_model)
+    ledger = Ledger()
+    schedule = pipeline.read_schedule(parallel, comm)
+    context, selection, plan = _rank_context(session, recipe, grid, roles, whole, ledger, origin, schedule)
+    collectives.account(ledger)  # frees the buffers of the measurement
+    compression = build_selection.resolve_compression(context, recipe, origin)
+    exchange = build_exchange(context, recipe, compression.name)
+    loss_scale = _loss_scale(recipe)
+    observers = _build_observers(recipe, context, exchange, loss_scale, directory)
+    seed, spans, in_order = recipe.run.seed, session.spans, observers.in_order
+    executor = strategies.build_executor(
+        context, exchange, loss_scale=loss_scale, seed=seed, spans=spans, observers=in_order
+    )
+    operations, proof = _proven_operations(recipe, grid, context, executor, schedule)
+    if observers.noise is not None:
+        observers.noise.check(operations)
+    shares = balance = None
+    if recipe.data.shares == "measured" and context.computes:
+        shares = data.SampleShares(recipe.run.global_batch, context.data.size)
+        balance = data.LoadBalancer(context.data, context.pipeline, shares)
+    trainer = Trainer(
+        comm=comm,
+        recipe=recipe,
+        grid=grid,
+        context=context,
+        source=source,
+        exchange=exchange,
+        executor=executor,
+        operations=operations,
+        ledger=ledger,
+        selection=selection,
+        compression=compression,
+        proof=proof,
+        noise=observers.noise,
+        faults=observers.faults,
+        ranges=observers.ranges,
+        plan=plan,
+        factory_seal=factory_seal,
+        shares=shares,
+        balance=balance,
+    )
+    return _initialised(trainer) if origin is None else state.restore_state(trainer, origin)
+
+
+def _grid_and_roles(recipe: Recipe, ranks: int) -> tuple[ProcessGrid, Roles | None]:
+    """Return the grid of ``ranks`` ranks, and the roles of ranks where only some serve (local).
+
+    Raises ConfigurationError where the recipe does not fit the ranks. In a product with parameter servers every rank
+    computes, and serves what its replicas share (`RankContext.members`): there are no roles then.
+    """
+    parallel = recipe.parallel
+    roles = Roles.of(recipe.parameter_server, ranks) if parallel.has_roles else None
+    computing = len(roles.workers) if roles else ranks
     grid = ProcessGrid.of(
-        comm.size,
+        ranks,
         data=parallel.data,
         pipeline=parallel.pipeline,
         tensor=parallel.tensor,
         context=parallel.context,
-        servers=comm.size - len(roles.workers) if roles else 0,
+        servers=ranks - computing,
     )
     recipe.check_world(grid.data)
-    computing = len(roles.workers) if roles else comm.size
-    recipe.chaos.check_world(comm.size, computing, lock_step=recipe.parameter_server.lock_step)
-    source, whole = _source_and_model(comm, recipe, given)
-    ledger = Ledger()
-    schedule = pipeline.read_schedule(parallel, comm)
-    seat, selection, plan = _rank_context(session, recipe, grid, roles, whole, ledger, origin, schedule)
-    collectives.account(ledger)  # what a measurement took is given back
-    compression = build_selection.resolve_compression(seat, recipe, origin)
-    exchange = build_exchange(seat, recipe, compression.name)
-    executor = build.build_executor(
-        seat,
-        exchange,
-        injection.executor_factory(recipe.chaos, seat, recipe.run.global_batch),
-        loss_scale=_loss_scale(recipe),
-        seed=recipe.run.seed,
-    )
-    sdc_check.attach_sdc_check(executor, comm, recipe.run)
-    microbatches = microbatches_of(recipe, grid)
-    pipeline.check_exchange(parallel, schedule, seat, accumulates=exchange.accumulates)
+    recipe.chaos.check_world(ranks, computing, lock_step=recipe.parameter_server.lock_step)
+    return grid, roles
+
+
+def _proven_operations(
+    recipe: Recipe, grid: ProcessGrid, context: RankContext, executor: Executor, schedule: ScheduleText | None
+) -> tuple[list[Operation], Proof | None]:
+    """Return the operations of a step of this rank, and the proof that those of all ranks are one step. Collective."""
+    exchange, microbatches = executor.exchange, microbatches_of(recipe, grid)
+    pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.accumulates)
     passes = None if schedule is None else schedule.passes
-    operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches), passes)
-    noise = noise_scale.attach_noise_meter(executor, operations, recipe.run.noise_scale_every_steps)
-    proof = None
-    if exchange.lock_step:  # else no two ranks share a step
-        proof = build.prove(
-            seat, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
-        )
-    parts = seat, source, exchange, executor, operations, ledger, selection, compression, proof, noise, plan
-    trainer = Trainer(comm, recipe, grid, *parts, factory_seal)
-    if recipe.data.shares == "measured" and seat.computes:
-        trainer.share_by_speed()
-    if origin is None:
-        _initialise(trainer)
-    else:
-        state.restore_state(trainer, origin)
-    return trainer
+    parallel = replace(recipe.parallel, microbatches=microbatches)
+    operations = strategies.operations(context, exchange, executor.copies, parallel, passes)
+    if not exchange.lock_step:  # no two ranks share a step
+        return operations, None
+    proof = strategies.prove(
+        context, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
+    )
+    return operations, proof
 
 
-def _initialise(trainer: Trainer) -> None:
-    """Take the initial values, drawn or those of ``run.init_from``. Collective.
+@dataclass(frozen=True)
+class _Observers:
+    """Observers of the steps, ``in_order``, and those of them that the run reads or configures."""
 
-    Those of a stage are the same whatever rank draws them, or those of rank 0.
+    in_order: tuple[StepObserver, ...]
+    noise: NoiseMeter | None
+    faults: FaultPlan | None
+    ranges: ProfilerRanges
+
+
+def _build_observers(
+    recipe: Recipe, context: RankContext, exchange: Exchange, loss_scale: NoLossScale, directory: Path | None
+) -> _Observers:
+    """Return the observers of the steps of ``recipe`` (local).
+
+    Their order counts: the noise meter sees gradients before a fault damages them, and the check for corruption after.
     """
-    own, units = trainer.seat.ranges, trainer.model.layout.units
+    in_order: list[StepObserver] = []
+    run, chaos, noise, faults, ranges = recipe.run, recipe.chaos, None, None, NO_RANGES
+    if run.noise_scale_every_steps:
+        noise = NoiseMeter(context, exchange, run.noise_scale_every_steps)
+        in_order.append(noise)
+    if chaos.on:
+        in_order.append(Slowdown(chaos, context.world.rank, run.global_batch / context.data.size, exchange))
+    if chaos.faults and directory is not None:
+        faults = FaultPlan(chaos, context.world.rank, directory)
+        in_order.append(FaultInjector(faults, exchange))
+    if run.recomputes:
+        check = SdcCheck(
+            context.world,
+            exchange,
+            factor=run.suspicious_factor,
+            every_steps=run.recompute_every_steps,
+            skips_overflow=loss_scale.skips_overflow,
+        )
+        in_order.append(check)
+    if recipe.telemetry.nvtx:
+        ranges = NvtxRanges()
+        in_order.append(OperationRanges(ranges))
+    return _Observers(tuple(in_order), noise, faults, ranges)
+
+
+def _initialised(trainer: Trainer) -> Trainer:
+    """Return ``trainer`` with its initial values, drawn or those of ``run.init_from``. Collective.
+
+    Every rank would draw the same values of a stage; where a model is not seeded, those of rank 0 count.
+    """
+    own, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
         if unit not in own and trainer.model.seeded:
             continue
         # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
-        initial = FlatStore(trainer.model.layout, trainer.seat.master_dtype, units[stage.layer])
+        initial = FlatStore(trainer.model.layout, trainer.context.master_dtype, units[stage.layer])
         trainer.model.initialise_stage(unit, initial, trainer.recipe.run.seed)
         if not trainer.model.seeded:
             trainer.comm.broadcast(initial.array)
@@ -180,6 +266,7 @@ def _initialise(trainer: Trainer) -> None:
     run = trainer.recipe.run
     if run.init_from:
         state.load_initial(trainer, Path(run.init_from), partial=run.allow_partial)
+    return trainer
 
 
 def _loss_scale(recipe: Recipe) -> NoLossScale:
@@ -189,12 +276,12 @@ def _loss_scale(recipe: Recipe) -> NoLossScale:
     return mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
 
 
-def _source_and_model(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[data.Source, Model]:
-    """Return what is trained on, and the whole model. Collective."""
+def _source_and_model(comm: Communicator, recipe: Recipe, script_model: Model | None) -> tuple[data.Source, Model]:
+    """Return the data source, and the whole model. Collective."""
     if recipe.run.device == "gpu" and recipe.precision.mode == "bfloat16":
         device.check_bfloat16()
-    source = data.script_source() if given else data.open_source(recipe.data, recipe.model, comm)
-    whole = given or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
+    source = data.script_source() if script_model else data.open_source(recipe.data, recipe.model, comm)
+    whole = script_model or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
     return source, with_recomputation(whole) if recipe.parallel.recomputes_layers else whole
 
 
@@ -208,7 +295,7 @@ def _rank_context(
     origin: StateSource | None,
     schedule: ScheduleText | None,
 ) -> tuple[RankContext, AlgorithmSelection, PartitionPlan | None]:
-    """Return the place of this rank, where its algorithm comes from, and the cut of the model. Collective."""
+    """Return the context of this rank, the choice of its algorithm, and the partition of the model. Collective."""
     comm = session.comm
     check_user_model(recipe, whole)
     computes = roles is None or comm.rank in roles.workers
@@ -220,7 +307,7 @@ def _rank_context(
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
     model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
     plan = pipeline.plan_partition(comm, recipe, grid, whole, model, schedule, origin) if computes else None
-    seat = RankContext(
+    context = RankContext(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,
@@ -237,4 +324,4 @@ def _rank_context(
         computes=computes,
         working=None if recipe.precision.working is None else dtype_of(recipe.precision.working),
     )
-    return seat, selection, plan
+    return context, selection, plan

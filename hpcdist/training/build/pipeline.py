@@ -36,7 +36,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the schedule of ``parallel.schedule_file``, None where the schedule is none of a file. Collective.
+    """Return the schedule of ``parallel.schedule_file``, None where the schedule has a name. Collective.
 
     One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, or is no schedule of this
     pipeline.
@@ -55,26 +55,26 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
             f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
             "`hpcdist schedule 1f1b --dump FILE`"
         )
-    found = operation_list.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
-    if parallel.recompute and found.keeps:
+    schedule = operation_list.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+    if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
             f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
             "splits backwards: what its chunks need stays in memory; set it to false, or make it looped, of F and B"
         )
-    return found
+    return schedule
 
 
 def check_exchange(
-    parallel: ParallelConfig, found: ScheduleText | None, seat: RankContext, *, accumulates: bool
+    parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
     """Raise ConfigurationError where gradients would be exchanged before they are complete (local)."""
-    if not accumulates and tied_tensors(seat.model, seat.placed):
+    if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
             f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
             "reduced after each micro-batch; set zero.keep_gradients = true, or choose allreduce or zero1"
         )
-    if not accumulates and splits_backward(parallel, found):
+    if not accumulates and splits_backward(parallel, schedule):
         raise ConfigurationError(
             f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: the gradients "
             "of several micro-batches are under way at once where a backward is split, and cannot be reduced one by "
@@ -82,11 +82,11 @@ def check_exchange(
         )
 
 
-def splits_backward(parallel: ParallelConfig, found: ScheduleText | None) -> bool:
+def splits_backward(parallel: ParallelConfig, schedule: ScheduleText | None) -> bool:
     """Whether backwards are done in two passes (local)."""
-    if found is None:
+    if schedule is None:
         return SCHEDULES[parallel.order].splits
-    return found.splits
+    return schedule.splits
 
 
 STAGE_UNITS = "stage_units"  # among the scalars of a checkpoint
@@ -101,7 +101,7 @@ def plan_partition(
     schedule: ScheduleText | None,
     origin: StateSource | None,
 ) -> PartitionPlan | None:
-    """Return the cut of the ``whole`` model, the same on all ranks; None where it is one part.
+    """Return the partition of the ``whole`` model, the same on all ranks; None where it is one part.
 
     Collective over ``comm``, the world, where it is measured: this rank has ``own`` of the model. ``schedule`` is that
     of a file. Raises ConfigurationError, on all ranks.
@@ -110,21 +110,21 @@ def plan_partition(
     order = schedule or generated_schedule(recipe)
     if grid.pipeline * order.chunks == 1:
         return None
-    kept: tuple[int, ...] = ()
+    earlier_units: tuple[int, ...] = ()
     seconds: Sequence[PassSeconds] | None = None
     samples = largest_microbatch(recipe, grid.data)
     if parallel.partition == "measured":
-        kept = _checkpointed_partition(origin, len(whole.stages), grid.pipeline * order.chunks)
+        earlier_units = _checkpointed_partition(origin, len(whole.stages), grid.pipeline * order.chunks)
         speeds = parallel.stage_speeds or (1,) * grid.pipeline
         speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
         measured = pipeline_measured.measure(own, samples, recipe.run.device)
         seconds = pipeline_measured.agree(comm, measured, speed)
     kinds = model_state_bytes(recipe, grid.data, splits=order.splits)
-    return plan(whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=kept)
+    return plan(whole, parallel, order, kinds, samples, seconds=seconds, earlier_units=earlier_units)
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the cut of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
+    """Return the partition of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
 
     What is measured is measured here, for one rank that has all of every tensor. Raises UsageError where the recipe has
     one stage.
@@ -133,22 +133,22 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
     grid = ProcessGrid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
-    made = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
-    if made is None:
+    partition = plan_partition(comm, recipe, grid, whole, whole, read_schedule(parallel, comm), None)
+    if partition is None:
         raise UsageError(
             f"parallel.pipeline = {parallel.pipeline}: there is one stage, and nothing is cut; choose a recipe with a "
             "pipeline, or add --set parallel.pipeline=2"
         )
-    return made
+    return partition
 
 
-def partition_scalars(recipe: Recipe, made: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return what a checkpoint keeps of a cut that does not follow from the recipe (local)."""
-    return {STAGE_UNITS: list(made.stage_units)} if made and recipe.parallel.partition == "measured" else {}
+def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
+    """Return the scalars of a partition that does not follow from the recipe, {} of others (local)."""
+    return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def generated_schedule(recipe: Recipe) -> ScheduleText:
-    """Return the passes of all pipeline ranks for a schedule that is none of a file (local)."""
+    """Return the passes of all pipeline ranks for a schedule by name (local)."""
     parallel = recipe.parallel
     return generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
 
@@ -159,7 +159,7 @@ def largest_microbatch(recipe: Recipe, replicas: int) -> int:
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return what a rank keeps of each parameter on ``replicas`` data ranks (local).
+    """Return the bytes of state that a rank keeps of each parameter on ``replicas`` data ranks (local).
 
     ``splits``: backwards are done in two passes.
     """
@@ -170,29 +170,31 @@ def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) ->
     slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
     stage = STAGES.get(recipe.parallel.strategy)
     degrees = ShardingDegrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
-    found = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
-    found = replace(found, per_parameter=found.per_parameter + _compression_state_bytes(recipe, replicas))
+    state_bytes = StateBytes.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+    state_bytes = replace(
+        state_bytes, per_parameter=state_bytes.per_parameter + _compression_state_bytes(recipe, replicas)
+    )
     if working is None:
-        return found
+        return state_bytes
     # Between the passes of a split backward gradients are float32, of any unit at its worst.
     between = master if splits else 0
-    return replace(found, per_parameter=found.per_parameter + between, widened=master)
+    return replace(state_bytes, per_parameter=state_bytes.per_parameter + between, widened=master)
 
 
 def _compression_state_bytes(recipe: Recipe, replicas: int) -> float:
-    """Return what compression keeps of each parameter of a stage: what it has lost, and of before the step (local)."""
+    """Return the bytes that compression keeps of each parameter of a stage: its residuals (local)."""
     name, each = recipe.communication.compression, np.dtype(np.float32).itemsize
     if name == "dgc":
-        return each  # what is unsent; its velocity is that of the optimizer
+        return each  # the residual; the velocity is that of the optimizer
     if name == "onebit":
-        return each + each / replicas  # errors of a worker, and of what it sums
+        return each + each / replicas  # residuals of a worker, and of the share that it sums
     fed_back = name != "none" and recipe.compression.error_feedback
     return each * (1 if recipe.precision.working is None else 2) * fed_back
 
 
 def _checkpointed_partition(origin: StateSource | None, units: int, chunks: int) -> tuple[int, ...]:
-    """Return the measured cut of the state of ``origin``; () where there is none for as many ``chunks`` (local)."""
+    """Return the measured partition of ``origin``; () where there is none for as many ``chunks`` (local)."""
     if origin is None:
         return ()
-    found = tuple(map(int, origin.scalars.get(STAGE_UNITS, ())))
-    return found if len(found) == chunks and sum(found) == units else ()
+    stage_units = tuple(map(int, origin.scalars.get(STAGE_UNITS, ())))
+    return stage_units if len(stage_units) == chunks and sum(stage_units) == units else ()

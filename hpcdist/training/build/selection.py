@@ -34,7 +34,7 @@ DEADLINE_SHARE: Final = 0.25  # of communication.deadline_s: the most that a mea
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """The algorithm of a run. ``source`` is "recipe", "checkpoint", "cache", "measured" or "default".
+    """Collective algorithm of a run. ``source`` is "recipe", "checkpoint", "cache", "measured" or "default".
 
     ``seconds`` is what choosing took in this start. ``ranks_per_node`` is the topology that it was chosen for.
     """
@@ -46,7 +46,7 @@ class AlgorithmSelection:
     note: str = ""
 
     def described(self) -> str:
-        """Return what a log says of a choice, "" where there was none (local)."""
+        """Return the choice in words for the log, "" where there was none (local)."""
         ways = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",
@@ -62,7 +62,7 @@ class AlgorithmSelection:
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return what the ranks of ``data`` reduce gradients with, the same on all ranks. Collective over the world."""
+    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world."""
     comm, wanted = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
@@ -80,15 +80,15 @@ def resolve_algorithm(
             return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
         return name in known if known is not None else autotune.usable(name, kind, len(nodes))
 
-    kept, note = _checkpointed_algorithm(comm, nodes, is_usable, origin)
-    if kept:
-        return AlgorithmSelection(kept, "checkpoint", nodes)
+    checkpointed, note = _checkpointed_algorithm(comm, nodes, is_usable, origin)
+    if checkpointed:
+        return AlgorithmSelection(checkpointed, "checkpoint", nodes)
     if served or tuning_is_off(comm):
         return AlgorithmSelection(autotune.NATIVE, "default", nodes, note=note)
-    found = autotune.select(data, comm, _tuning_request(recipe, model, data, kind), session.library)
+    tuned = autotune.select(data, comm, _tuning_request(recipe, model, data, kind), session.library)
     collectives.release(data)  # what is not chosen keeps no memory
-    seconds = found.seconds if found.source == "measured" else 0.0
-    return AlgorithmSelection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
+    seconds = tuned.seconds if tuned.source == "measured" else 0.0
+    return AlgorithmSelection(tuned.text, tuned.source, nodes, seconds, "; ".join(filter(None, [note, tuned.note])))
 
 
 def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
@@ -139,8 +139,11 @@ def _checkpointed_algorithm(
     if not algorithm:
         return "", ""
     if scalars.get("world") != comm.size or (before is not None and tuple(before) != nodes):
-        said = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
-        return "", f"{algorithm} of the checkpoint was for {said}, and these are {_nodes_text(nodes)}: chosen anew"
+        before_text = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_nodes_text(before)} ranks"
+        return (
+            "",
+            f"{algorithm} of the checkpoint was for {before_text}, and these are {_nodes_text(nodes)}: chosen anew",
+        )
     if not is_usable(algorithm):
         return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"
     return algorithm, ""
@@ -151,15 +154,15 @@ def _nodes_text(nodes: tuple[int, ...] | list[int]) -> str:
 
 
 def tuning_is_off(comm: Communicator) -> bool:
-    """Whether rank 0 was told not to measure. Collective. Raises ConfigurationError on all ranks for another word."""
-    said = comm.broadcast_object(os.environ.get(TUNING, "on"))
-    if said not in ("on", "off"):
-        raise ConfigurationError(f"{TUNING} = {said!r}; set it to 'on' or 'off'")
-    return bool(said == "off")
+    """Whether rank 0's environment turns measuring off. Collective. Raises ConfigurationError for another value."""
+    switch = comm.broadcast_object(os.environ.get(TUNING, "on"))
+    if switch not in ("on", "off"):
+        raise ConfigurationError(f"{TUNING} = {switch!r}; set it to 'on' or 'off'")
+    return bool(switch == "off")
 
 
 def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str) -> autotune.TuningRequest:
-    """Return what buffers the run will reduce: sizes are rounded up to a power of two, so that like models share."""
+    """Return the buffers that the run will reduce, of sizes rounded up to a power of two: similar models share."""
     dtype, layout = dtype_of(recipe.precision.mode), model.layout
     parts = len(layout.units) if kind == autotune.SHARDED_KIND else 1
     nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
@@ -177,26 +180,26 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 REDUCE_SCATTERED: Final = tuple(STAGES)  # strategies whose gradients are summed to their owners, and no further
 
 
-def resolve_compression(seat: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the choice of a run, the same on all ranks. Collective over the world.
+def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
+    """Return the compression of a run, the same on all ranks. Collective over the world.
 
     A run that goes on with as many ranks keeps that of its checkpoint: it would not have the same bits otherwise.
     """
-    asked = recipe.communication.compression
-    if asked != AUTO:
-        return CompressionDecision(asked, "recipe")
-    kept = _checkpointed_compression(seat, recipe, origin)
-    if kept is not None:
-        return CompressionDecision(kept, "checkpoint")
-    if tuning_is_off(seat.world):
+    configured = recipe.communication.compression
+    if configured != AUTO:
+        return CompressionDecision(configured, "recipe")
+    checkpointed = _checkpointed_compression(context, recipe, origin)
+    if checkpointed is not None:
+        return CompressionDecision(checkpointed, "checkpoint")
+    if tuning_is_off(context.world):
         return CompressionDecision(NONE, "default", note="not measured")
     halved = recipe.parallel.strategy in REDUCE_SCATTERED
-    return decide(seat, recipe.compression, recipe.run.seed, halved=halved)
+    return decide(context, recipe.compression, recipe.run.seed, halved=halved)
 
 
-def _checkpointed_compression(seat: RankContext, recipe: Recipe, origin: StateSource | None) -> str | None:
-    """Return what the checkpoint says, where it fits (local)."""
-    if origin is None or origin.scalars.get("world") != seat.world.size:
+def _checkpointed_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> str | None:
+    """Return the compression of the checkpoint; None where it does not fit (local)."""
+    if origin is None or origin.scalars.get("world") != context.world.size:
         return None
     name = origin.scalars.get("compression")
     return str(name) if name in (NONE, *recipe.compression.candidates) else None

@@ -44,15 +44,15 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}  # a
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return what a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local).
+    """Return the scalars that a checkpoint of ``trainer`` after ``steps`` steps keeps beside the pieces (local).
 
     Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all of
     their state.
     """
-    kept: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
+    numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
-        kept["noise_scale"] = trainer.noise.smoothed.state()
-    return {**kept, **pipeline.partition_scalars(trainer.recipe, trainer.plan)} | {
+        numbers["noise_scale"] = trainer.noise.smoothed.state()
+    return {**numbers, **pipeline.partition_scalars(trainer.recipe, trainer.plan)} | {
         "steps": steps,
         "samples": trainer.recipe.run.batches.samples_before(steps),
         "seed": trainer.recipe.run.seed,
@@ -69,15 +69,15 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
     }
 
 
-def save_plan(trainer: Trainer, directory: Path, steps: int, kept: Mapping[str, Any]) -> SavePlan:
-    """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
-    config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
+def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
+    """Return the plan of the checkpoint after ``steps`` steps, with ``more`` scalars (local)."""
+    config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return topology, recipe, versions and tied names, for people and tools: a restore asks for none of it (local)."""
+    """Return topology, recipe, versions and tied names, for people and tools: a restore reads none of it (local)."""
     if trainer.comm.rank:
         return {}  # those of rank 0 count
     axes = ("data", "pipeline", "tensor", "context")
@@ -92,14 +92,15 @@ def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Asked once: it starts a process."""
-    found = provenance(anonymous=True)
-    return {name: value for name, value in found.items() if name.endswith("_version") or name == "git_commit"}
+    """Return the versions of libraries and code, cached: git runs as a process."""
+    facts = provenance(anonymous=True)
+    return {name: value for name, value in facts.items() if name.endswith("_version") or name == "git_commit"}
 
 
-def restore_state(trainer: Trainer, origin: StateSource) -> None:
-    """Take back the state of ``origin``, made by any number of ranks in any layout. Collective.
+def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
+    """Restore the state of ``origin``, made by any number of ranks in any layout. Collective.
 
+    Return the trainer that goes on from it, with the parts of ``trainer``, whose arrays are filled in place.
     Raises DataError when the data has changed since: the sample order and every loss would be others, and
     ConfigurationError when a gradient is pending that this run would never apply, or the variance is one that it would
     misread.
@@ -118,8 +119,9 @@ def restore_state(trainer: Trainer, origin: StateSource) -> None:
             f"{origin} was written by a run on other data than {trainer.source.description}; "
             "give back the data it was trained on, or start a new run"
         )
-    if not trainer.source.digest and isinstance(known_digest := resumed.get("data_digest"), str):
-        trainer.source = replace(trainer.source, digest=known_digest)  # a later resume may compare it
+    source = trainer.source
+    if not source.digest and isinstance(known_digest := resumed.get("data_digest"), str):
+        source = replace(source, digest=known_digest)  # a later resume may compare it
     order = resumed.get("sample_order", FEISTEL)
     if order not in RULES:
         raise StorageError(
@@ -138,12 +140,12 @@ def restore_state(trainer: Trainer, origin: StateSource) -> None:
         )
     trainer.exchange.restore(resumed["optimizer"])
     trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
-    trainer.first_step, trainer.sample_order = resumed["steps"], order
     if trainer.shares is not None:
         trainer.shares.restore(resumed.get("shares", []))
     if trainer.noise is not None:
         trainer.noise.smoothed.restore(resumed.get("noise_scale", {}))
     trainer.executor.copies.refresh()
+    return replace(trainer, source=source, first_step=resumed["steps"], sample_order=order)
 
 
 NOT_IN_MODEL: Final = "is no tensor of the recipe's model"
@@ -158,43 +160,51 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
-    found = {one.name: one.dtype for one in listing.stored_tensors(stored, {PARAMETERS})}
-    left = _mismatched_tensors(trainer.model.layout, stored)
-    if left and not partial:
+    stored_dtypes = {tensor.name: tensor.dtype for tensor in listing.stored_tensors(stored, {PARAMETERS})}
+    skipped = _mismatched_tensors(trainer.model.layout, stored)
+    if skipped and not partial:
         raise StorageError(
-            f"{path}: {next(iter(left.values()))}; give [model] of the run that saved it, or add --allow-partial: what "
-            "does not fit then keeps its initial values"
+            f"{path}: {next(iter(skipped.values()))}; give [model] of the run that saved it, or add --allow-partial: "
+            "what does not fit then keeps its initial values"
         )
     if partial:
-        left |= _damaged_tensors(trainer.comm, path, stored)
-    wanted = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in left]
-    same = [piece for piece in wanted if name_of(piece.array.dtype) == found[piece.tensor]]
-    other = [(piece, found[piece.tensor]) for piece in wanted if name_of(piece.array.dtype) != found[piece.tensor]]
+        skipped |= _damaged_tensors(trainer.comm, path, stored)
+    pieces = [piece for piece in trainer.exchange.wanted() if piece.kind == PARAMETERS and piece.tensor not in skipped]
+    same = [piece for piece in pieces if name_of(piece.array.dtype) == stored_dtypes[piece.tensor]]
+    rounded = [
+        (piece, stored_dtypes[piece.tensor])
+        for piece in pieces
+        if name_of(piece.array.dtype) != stored_dtypes[piece.tensor]
+    ]
     try:
         restore_together(trainer.comm, path, same)
-        _restore_rounded(trainer.comm, path, other)
+        _restore_rounded(trainer.comm, path, rounded)
     except DamagedError as error:
         raise StorageError(f"{path.parent}: {error}; name another, or add --allow-partial to draw it") from error
     trainer.exchange.restore(trainer.exchange.state())  # working copies, and whatever else follows from parameters
     trainer.executor.copies.refresh()
     if trainer.comm.rank == 0:
-        _report_initial(path, stored, left, len(trainer.model.layout.segments))
-    return left
+        _report_initial(path, stored, skipped, len(trainer.model.layout.segments))
+    return skipped
 
 
 def _mismatched_tensors(layout: Layout, stored: Manifest) -> dict[str, str]:
     """Return the tensors of the model that ``stored`` has not, and those that the model has not, with the reason."""
-    found = {one.name: one for one in listing.stored_tensors(stored, {PARAMETERS})}
-    left = {}
+    stored_tensors = {tensor.name: tensor for tensor in listing.stored_tensors(stored, {PARAMETERS})}
+    reasons = {}
     for segment in layout.segments:
-        one, name, shape = found.pop(segment.key, None), segment.key, segment.spec.whole or segment.spec.shape
-        if one is None:
-            left[name] = f"{name} is missing, {list(shape)} in the recipe's model"
-        elif one.shape != tuple(shape):
-            left[name] = f"{name} has the shape {list(one.shape)}, in the recipe's model {list(shape)}"
-        elif one.dtype not in FLOATS:
-            left[name] = f"{name} is {one.dtype}, in the recipe's model a floating-point number"
-    return left | {name: f"{name} {NOT_IN_MODEL}" for name in found}
+        tensor, name, shape = (
+            stored_tensors.pop(segment.key, None),
+            segment.key,
+            segment.spec.whole or segment.spec.shape,
+        )
+        if tensor is None:
+            reasons[name] = f"{name} is missing, {list(shape)} in the recipe's model"
+        elif tensor.shape != tuple(shape):
+            reasons[name] = f"{name} has the shape {list(tensor.shape)}, in the recipe's model {list(shape)}"
+        elif tensor.dtype not in FLOATS:
+            reasons[name] = f"{name} is {tensor.dtype}, in the recipe's model a floating-point number"
+    return reasons | {name: f"{name} {NOT_IN_MODEL}" for name in stored_tensors}
 
 
 def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[str, str]:
@@ -207,7 +217,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
                     reader.read(entry, block)
                 except StorageError as error:
                     own.setdefault(entry.tensor, str(error))
-    return {name: reason for one in comm.allgather_object(own) for name, reason in one.items()}
+    return {name: reason for reasons in comm.allgather_object(own) for name, reason in reasons.items()}
 
 
 def _restore_rounded(comm: Communicator, path: Path, wanted: list[tuple[Piece, str]]) -> None:

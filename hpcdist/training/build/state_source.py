@@ -1,4 +1,4 @@
-"""State sources: a checkpoint, or whatever else has pieces and scalars, that a run goes on from.
+"""State sources: a checkpoint, or another source of pieces and scalars, that a run goes on from.
 
 `StateSource` is the protocol, `CheckpointSource` the one on disk; the memory of surviving ranks is in
 `elastic.protection`. Scalars are checked against the types that a run writes: a digest says that they are what was
@@ -29,7 +29,7 @@ Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 
 class _Optimizer(msgspec.Struct):
-    """The types of what exchanges and optimizers keep beside the pieces; what one does not know it leaves alone."""
+    """Types of the scalars of exchanges and optimizers; fields that it does not have are not checked."""
 
     count: Count = 0
     rate: Finite = 0.0
@@ -56,7 +56,7 @@ class _NoiseScale(msgspec.Struct):
 
 
 class _Scalars(msgspec.Struct):
-    """The types of what `state.scalars` writes; earlier versions wrote less."""
+    """Types of the scalars that `state.scalars` writes; earlier versions wrote fewer."""
 
     steps: Count = 0
     data: str = ""
@@ -75,11 +75,11 @@ class _Scalars(msgspec.Struct):
 
 
 class StateSource(Protocol):
-    """A state that a run goes on from."""
+    """Source of the state that a run goes on from."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """The scalars that were kept beside the pieces (local)."""
+        """The scalars beside the pieces (local)."""
         ...
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
@@ -92,7 +92,7 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The checkpoint in the directory ``path``."""
+    """State source on disk: the checkpoint in the directory ``path``."""
 
     path: Path
     read: Mapping[str, Any] | None = None
@@ -108,7 +108,7 @@ class CheckpointSource:
         return scalars_of(self.path) if self.read is None else self.read
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
-        """Read what this rank wants. Collective; raises `DamagedError` on all ranks where bytes are damaged."""
+        """Read the pieces of this rank. Collective; raises `DamagedError` on all ranks where bytes are damaged."""
         restore_together(comm, self.path, wanted, optional)
 
     def __str__(self) -> str:

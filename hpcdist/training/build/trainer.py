@@ -4,6 +4,7 @@ A `Trainer` is the same on every rank but for the place of the rank. Its state i
 `hpcdist.training.build.state` and `hpcdist.training.run.saving`.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,24 +19,29 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
+from hpcdist.strategies.schedule.observers import ProfilerRanges
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data
 from hpcdist.training.build.selection import AlgorithmSelection
+from hpcdist.training.chaos.injection import FaultPlan
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.observe.noise_scale import NoiseMeter
 from hpcdist.training.recipe.recipe import Recipe
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trainer:
-    """Everything a run needs, assembled on every rank alike."""
+    """Trainer: the parts of a run, assembled on every rank alike, and the steps that they make together.
+
+    ``first_step`` steps were made by earlier starts of the run.
+    """
 
     comm: Communicator
     recipe: Recipe
     grid: ProcessGrid
-    seat: RankContext
+    context: RankContext
     source: data.Source
     exchange: Exchange
     executor: Executor
@@ -43,19 +49,21 @@ class Trainer:
     ledger: Ledger
     selection: AlgorithmSelection
     compression: CompressionDecision
-    proof: Proof | None  # of the lists of all ranks; None where they were not looked at
+    proof: Proof | None  # that the lists of all ranks are one step; None where they were not gathered
     noise: NoiseMeter | None
+    faults: FaultPlan | None  # injected ones
+    ranges: ProfilerRanges
     plan: PartitionPlan | None  # of the stages, where there are several
     factory_seal: str  # of the file that makes an imported model, on rank 0
     first_step: int = 0
-    sample_order: int = data.UNIFORM  # the rule, which a run keeps to its end
-    shares: data.SampleShares | None = None  # where they are not even
+    sample_order: int = data.UNIFORM  # the rule of the order, which a run keeps to its end
+    shares: data.SampleShares | None = None  # None: even ones
     balance: data.LoadBalancer | None = None
 
     @property
     def model(self) -> Model:
-        """The whole model; this rank computes ``seat.units`` of it."""
-        return self.seat.model
+        """The whole model; this rank computes ``context.units`` of it."""
+        return self.context.model
 
     @property
     def speed_unit(self) -> str:
@@ -66,19 +74,19 @@ class Trainer:
     @property
     def data_axis(self) -> Communicator:
         """The replicas of this rank's stages."""
-        return self.seat.data
+        return self.context.data
 
     @property
     def last_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.seat.units[-1] == len(self.model.stages) - 1
+        return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
         """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
 
         Only the ends of a pipeline look at samples: all other ranks get as many rows without columns.
         """
-        reads = self.seat.computes and (self.last_stage or self.seat.units[0] == 0)
+        reads = self.context.computes and (self.last_stage or self.context.units[0] == 0)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
@@ -98,6 +106,25 @@ class Trainer:
         samples, first = self.samples(number), self.first_sample(number)
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first)
 
+    def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
+        """Return the mean loss in nats over the targets of all replicas, NaN for none. Collective; call `flush` before.
+
+        All ranks bring equally many ``rounds``: of each up to ``parts`` batches, already in their place, and none where
+        nothing is computed.
+        """
+        speaks = self.context.computes and self.last_stage and self.context.tensor.rank == 0
+        total, count = 0.0, 0.0
+        for batches in rounds:
+            losses = [self.executor.evaluate(*batch) for batch in batches]
+            for inputs, targets in batches[: parts - len(batches)]:
+                self.executor.evaluate(inputs[:0], targets[:0])  # layers may be gathered: all ranks come equally often
+            samples = sum(len(targets) for _, targets in batches)
+            seen = samples * self.model.tokens_per_sample if speaks else 0
+            # Round by round, since the deadline of a communication runs for servers that wait for the others.
+            loss, targets_of_all = self.exchange.agree_losses(losses, np.array([float(seen)]))
+            total, count = total + loss, count + float(targets_of_all[0])
+        return total / count if count else float("nan")
+
     def samples(self, step: int) -> int:
         """Return how many samples all replicas together take in ``step``, counted from 1 (local)."""
         return self.recipe.run.batches.size(step - 1)
@@ -108,29 +135,24 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""
-        return rates.learning_rate(self.seat.optimizer, step, self.recipe.run.steps)
+        return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:
-        """Return how much this rank saves (local)."""
+        """Return the bytes of state that this rank saves (local)."""
         return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
 
     def flush(self) -> None:
-        """Make one state of what the replicas have, where it differs. Collective."""
+        """Bring replicas that differ to one state. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
 
     def finish(self) -> None:
-        """Bring into the parameters what the last step has left to be done. Collective."""
+        """Apply what the last step has left to be done. Collective."""
         if self.exchange.finish():
             self.executor.copies.refresh()
 
-    def share_by_speed(self) -> None:
-        """Share samples over the replicas by the speed that they show, from the next batch on (local)."""
-        self.shares = data.SampleShares(self.recipe.run.global_batch, self.data_axis.size)
-        self.balance = data.LoadBalancer(self.data_axis, self.seat.pipeline, self.shares)
-
     def close(self) -> None:
-        """End what runs beside the steps. Collective; no step can be made afterwards."""
+        """Free communicators, windows and threads. Collective; no step can be made afterwards."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
         self.exchange.close()

@@ -1,5 +1,6 @@
 """Fault injection: stragglers and faults made on purpose, by the ``[chaos]`` section of a recipe.
 
-`config` is light and part of every recipe. `injection` replaces the executor and the files of a run and is without
-effect where the section asks for nothing. Begin with `config.ChaosConfig` and `injection.arm_faults`.
+`config` is light and part of every recipe; `injection` has the observers of the executor that slow it down and damage
+its numbers, and the files that fail. Without the section there are none. It may import `strategies`, `checkpoint` and
+what is below them, and nothing else of training. Begin with `config.ChaosConfig` and `injection.FaultInjector`.
 """

@@ -36,16 +36,16 @@ class ChaosFault:
 
     @property
     def name(self) -> str:
-        """A name that no other fault of a run has, and any file may."""
+        """The unique name of the fault in a run, which is a valid file name."""
         return "-".join(filter(None, [self.kind, f"{self.rank}@{self.step}", self.how]))
 
     @property
     def in_save(self) -> bool:
-        """Whether it happens to the rank as one that writes."""
+        """Whether it happens while the rank writes a checkpoint."""
         return self.kind == "disk" or (self.kind == "kill" and self.how == "save")
 
     def described(self) -> str:
-        """Return, for people, what happens."""
+        """Return the fault in words."""
         where = f"in step {self.step}"
         if self.kind == "kill":
             at = {"begin": f"at the begin of step {self.step}", "save": f"in the save after step {self.step}"}
@@ -62,22 +62,22 @@ class ChaosFault:
 
 def parse_faults(kind: str, entries: Sequence[str]) -> list[ChaosFault]:
     """Return the faults that the entries of ``chaos.<kind>`` name. Raises ConfigurationError for others."""
-    found = [_parse_entry(kind, entry) for entry in entries]
-    _refuse_twice(kind, entries, found)
-    return found
+    faults = [_parse_entry(kind, entry) for entry in entries]
+    _refuse_twice(kind, entries, faults)
+    return faults
 
 
 def overflow_faults(steps: Sequence[int]) -> list[ChaosFault]:
     """Return the overflows in ``steps``: one rank that computes is enough. Raises ConfigurationError."""
     if any(step < 1 for step in steps):
         raise ConfigurationError(f"chaos.overflow = {list(steps)}; steps are counted from 1")
-    found = [ChaosFault("overflow", 0, step) for step in steps]
-    _refuse_twice("overflow", steps, found)
-    return found
+    faults = [ChaosFault("overflow", 0, step) for step in steps]
+    _refuse_twice("overflow", steps, faults)
+    return faults
 
 
-def _refuse_twice(kind: str, entries: Sequence[object], found: Sequence[ChaosFault]) -> None:
-    if len({fault.name for fault in found}) < len(found):
+def _refuse_twice(kind: str, entries: Sequence[object], faults: Sequence[ChaosFault]) -> None:
+    if len({fault.name for fault in faults}) < len(faults):
         raise ConfigurationError(f"chaos.{kind} = {list(entries)}; each happens once, so name each once")
 
 
@@ -112,7 +112,7 @@ def _malformed_entry(kind: str, entry: str, why: str) -> ConfigurationError:
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """Stragglers and faults that are made on purpose, to see what a run does with them.
+    """Section ``[chaos]``: stragglers and faults that are injected into a run, as tests of it.
 
     Each step of one of the ``slow_ranks`` (of the world) is slow with ``slow_probability``: its forward and backward
     take ``slow_factor`` times as long. Which steps are slow follows from (``seed``, rank, step) alone, so a repetition
@@ -120,7 +120,7 @@ class ChaosConfig:
     an even share of the batch (more or less on a larger or smaller one), and more only where it takes longer by itself.
 
     Each of the others happens once in a run directory, however often its step is made. ``kill``: the rank kills itself
-    (``RANK@STEP``), in one of the `chaos_entries.PHASES` of the step (``RANK@STEP:PHASE``) or of the save after it.
+    (``RANK@STEP``), in one of the `STEP_PHASES` of the step (``RANK@STEP:PHASE``) or of the save after it.
     ``stall``: it sleeps (``RANK@STEP:SECONDS``). ``corrupt``: one bit of its gradient flips before it is exchanged
     (``RANK@STEP``), or one of its parameters after the update (``RANK@STEP:parameters``). ``overflow``: the gradient of
     the step overflows. ``disk``: in the first save after the step its write fails (``RANK@STEP:fail``), its disk is
@@ -167,26 +167,26 @@ class ChaosConfig:
 
     @property
     def on(self) -> bool:
-        """Whether anything is other than it is by itself."""
+        """Whether the section asks for any straggler or fault."""
         return bool(self.slow_ranks) or self.step_s > 0 or bool(self.faults)
 
     @property
     def faults(self) -> list[ChaosFault]:
-        """The faults, in the order of the steps. Raises ConfigurationError for an entry that says nothing."""
-        found = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
-        return sorted(found + overflow_faults(self.overflow), key=lambda fault: fault.step)
+        """The faults, in the order of the steps. Raises ConfigurationError for an invalid entry."""
+        faults = [fault for kind in FAULT_KINDS for fault in parse_faults(kind, getattr(self, kind))]
+        return sorted(faults + overflow_faults(self.overflow), key=lambda fault: fault.step)
 
     def within(self, world: int) -> "ChaosConfig":
-        """Return what is left of it on ``world`` ranks: what would happen to others does not."""
+        """Return the section for ``world`` ranks, without what would happen to others."""
 
         def among(kind: str) -> tuple[str, ...]:
             entries: tuple[str, ...] = getattr(self, kind)
-            return tuple(one for one in entries if parse_faults(kind, [one])[0].rank < world)
+            return tuple(entry for entry in entries if parse_faults(kind, [entry])[0].rank < world)
 
         slow = tuple(rank for rank in self.slow_ranks if rank < world)
-        kept = self if slow else ChaosConfig(step_s=self.step_s, overflow=self.overflow)
-        kept = replace(kept, slow_ranks=slow, kill=among("kill"), stall=among("stall"))
-        return replace(kept, corrupt=among("corrupt"), disk=among("disk"))
+        fewer = self if slow else ChaosConfig(step_s=self.step_s, overflow=self.overflow)
+        fewer = replace(fewer, slow_ranks=slow, kill=among("kill"), stall=among("stall"))
+        return replace(fewer, corrupt=among("corrupt"), disk=among("disk"))
 
     def check_steps(self, steps: int) -> None:
         """Raise ConfigurationError for faults in steps that a run of ``steps`` has not."""
@@ -198,10 +198,10 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError for ranks to which nothing can happen.
+        """Raise ConfigurationError for stragglers and faults of ranks that cannot have them.
 
-        They are none of the ``world``, or none of its first ``computing``, which compute, or without ``lock_step`` make
-        steps at all.
+        They are not in the ``world``, or not among its first ``computing`` ranks, which alone compute and, without
+        ``lock_step``, alone make steps.
         """
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)
@@ -229,13 +229,13 @@ class ChaosConfig:
             )
 
     def described(self) -> str:
-        """Return, for people, what is done to a run; "" where nothing is."""
-        said = []
+        """Return the stragglers and faults in words; "" for none."""
+        parts = []
         if self.step_s:
-            said.append(f"computing takes {self.step_s:g} s a step by sleep")
+            parts.append(f"computing takes {self.step_s:g} s a step by sleep")
         if self.slow_ranks:
             ranks = ", ".join(map(str, self.slow_ranks))
             plural = "s" if len(self.slow_ranks) > 1 else ""
             often = "" if self.slow_probability == 1 else f" with probability {self.slow_probability:g} a step"
-            said.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
-        return "; ".join([*said, *(fault.described() for fault in self.faults)])
+            parts.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
+        return "; ".join([*parts, *(fault.described() for fault in self.faults)])

@@ -1,8 +1,8 @@
 """Inject stragglers and faults into a run: slow, dying or stalling ranks, flipped bits, failing disks.
 
-Where nothing is asked for, nothing is replaced. A straggler is an executor whose forward and backward take as long as
-the recipe says. The time is added operation by operation, so that what an exchange does between them meets it where a
-slower processor would have it; numbers and bits stay the same.
+Both are observers of the executor (`strategies.schedule.step`); without chaos in the recipe there are none. On a
+straggler forward and backward take as long as the recipe says. The time is added operation by operation, so that what
+an exchange does between them meets it where a slower processor would have it; numbers and bits stay the same.
 
 A fault that happens once leaves a file in the run directory before it does: a run that is resumed, or survives it,
 makes the same step again and must not meet it again. `FailingFile` fails in the middle of writing a checkpoint shard.
@@ -16,22 +16,20 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from hpcdist.arrays import backend, rng
 from hpcdist.arrays.backend import Array
 from hpcdist.checkpoint.saving.two_phase import group_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.overlay import Overlay
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.executor import Executor, StepResult
+from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
-from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.training.build.trainer import Trainer
+from hpcdist.strategies.schedule.step import Handler, RunningStep, StepObserver
 from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
-from hpcdist.training.run.saving import CheckpointSaver
 
 SLOWDOWN_STREAM: Final = 0x6368616F73  # names the random stream of slow steps, apart from those of data and parameters
 SLEEP_SLICE_S: Final = 1e-3  # a rank that serves others beside its own work looks so often what has come
@@ -45,7 +43,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Timer of the sleeps that make the operations of a step longer.
+    """Timer of the sleeps that stretch the operations of a step.
 
     A step of ``count`` operations takes ``least_s``, spread evenly over them, or what they need themselves if that is
     more, and then ``factor`` times that.
@@ -56,62 +54,50 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return how long to sleep behind the next operation, which took ``computed_s`` by itself."""
+        """Return the seconds to sleep after the next operation, which took ``computed_s`` by itself."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Take note that the operation and its sleep took ``seconds``."""
+        """Add the ``seconds`` of the operation and its sleep."""
         self._taken_s += seconds
 
 
-class SlowedExecutor(Executor):
-    """An executor of rank ``rank``; an even share of a step has ``even_samples`` samples."""
+class Slowdown(StepObserver):
+    """Observer that slows down the steps of rank ``rank``; an even share of a step has ``even_samples`` samples."""
 
-    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any, **settings: Any) -> None:
-        super().__init__(*of_executor, **settings)
-        self._config, self._rank, self._even_samples = config, rank, even_samples
+    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
+        self._config, self._rank, self._even_samples, self._exchange = config, rank, even_samples, exchange
         self._pace: SlowdownTimer | None = None  # evaluations and repetitions of a step are not slowed down
 
-    def run(
-        self,
-        operations: Sequence[Operation],
-        batches: Sequence[MicroBatch],
-        samples: int,
-        step: int,
-        stop_requests: np.ndarray,
-        first_sample: int = 0,
-    ) -> StepResult:
-        """Run one step, as `Executor.run`, at the pace of this rank."""
+    def around(self, kind: Kind, handler: Handler) -> Handler:
+        """Return ``handler`` at the pace of this rank, where it computes."""
+        return partial(self._paced, handler) if kind in COMPUTE else handler
+
+    def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
+        """Start the timer of the step, by the share that this rank has of it."""
         count = sum(operation.kind in (Kind.FORWARD, Kind.BACKWARD) for operation in operations)
-        own = sum(len(inputs) for inputs, _ in batches)
-        factor = self._config.slow_factor if is_slow(self._config, self._rank, step) else 1.0
-        self._pace = SlowdownTimer(count, self._config.step_s * own / self._even_samples, factor)
-        try:
-            return super().run(operations, batches, samples, step, stop_requests, first_sample)
-        finally:
-            self._pace = None
+        factor = self._config.slow_factor if is_slow(self._config, self._rank, number) else 1.0
+        self._pace = SlowdownTimer(count, self._config.step_s * sum(sizes) / self._even_samples, factor)
 
-    def _forward(self, op: Operation) -> None:
-        self._paced(super()._forward, op)
+    def leave_step(self) -> None:
+        """Stop slowing down: evaluations run at full speed."""
+        self._pace = None
 
-    def _backward(self, op: Operation) -> None:
-        self._paced(super()._backward, op)
-
-    def _paced(self, compute: Callable[[Operation], None], op: Operation) -> None:
+    def _paced(self, compute: Handler, op: Operation) -> None:
         begun = time.perf_counter()
         compute(op)
         if self._pace is None:
             return
-        backend.synchronise(self.exchange.parameters.array)  # a GPU is as slow as the step says, not its queue
+        backend.synchronise(self._exchange.parameters.array)  # a GPU is as slow as the step says, not its queue
         self._sleep(self._pace.lacking_s(time.perf_counter() - begun))
         self._pace.took(time.perf_counter() - begun)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep; where other ranks are served beside the own work, look meanwhile what has come."""
-        exchange = self.exchange
+        """Sleep; where other ranks are served beside the own work, serve their requests meanwhile."""
+        exchange = self._exchange
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             time.sleep(min(left, SLEEP_SLICE_S) if exchange.serves_beside else left)
@@ -123,10 +109,11 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """The new file at ``path``, whose writing ends as ``how`` says: fail, full, fsync, or kill.
+    """New file at ``path`` whose writing fails by ``how``: fail, full, fsync, or kill.
 
-    ``strikes`` is asked just before, and answers whether it happens; it does not return where it kills. Half of the
-    bytes are written before, but for a write that fails as a whole. A file that has no second half fails at its fsync.
+    ``strikes`` is called just before, and returns whether the fault happens; it does not return where it kills. Half of
+    the bytes are written before, but for a write that fails as a whole. A file without a second half fails at its
+    fsync.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -143,7 +130,7 @@ class FailingFile(Overlay):
         super().pwrite(data, offset)
 
     def fsync(self) -> None:
-        """Fail, or wait until the file is on the disk."""
+        """Fail, or flush the file to the disk."""
         self._strike()
         super().fsync()
 
@@ -155,12 +142,12 @@ class FailingFile(Overlay):
 
 MARKER_DIRECTORY: Final = "chaos"  # in that of the run
 MANTISSA_BITS: Final = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}  # bits
-GRADIENT_EXCHANGES: Final = (*EXCHANGED, Kind.COLLECT)  # gradients from here or from others
+GRADIENT_EXCHANGES: Final = (*EXCHANGED, Kind.COLLECT)  # kinds that take gradients of this rank or of others
 END_OF_STEP: Final = "end"
 
 
 def kill_process() -> None:
-    """End this process as a lost node would: nothing is flushed and nobody is told."""
+    """Kill this process as a lost node would: nothing is flushed, no other rank gets a message."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -172,11 +159,12 @@ class FaultPlan:
         self._directory = directory / MARKER_DIRECTORY
 
     def of_step(self, step: int) -> list[ChaosFault]:
-        """Return what happens in ``step``, but for what happens in saves."""
+        """Return the faults of ``step``, without those of saves."""
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
         """Whether ``fault`` happens now: it has not before, and never will again. Raises StorageError."""
+        # O_EXCL makes the marker the one decision, also for a start that makes the same step again after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
             os.close(os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -188,7 +176,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return what makes the file of this rank's shard of the checkpoint of ``step``."""
+        """Return the function that creates the file of this rank's shard of the checkpoint of ``step``."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -202,44 +190,45 @@ class FaultPlan:
         return happens
 
 
-class FaultyExecutor(SlowedExecutor):
-    """An executor to which things happen; ``faults`` are known once the run has a directory."""
+class FaultInjector(StepObserver):
+    """Observer that lets the ``faults`` of a rank happen in its steps, to the parameters and gradients of ``exchange``.
 
-    faults: FaultPlan
+    None happens in another computation of the same step.
+    """
 
-    def __init__(self, config: ChaosConfig, rank: int, even_samples: float, *of_executor: Any, **settings: Any) -> None:
-        super().__init__(config, rank, even_samples, *of_executor, **settings)
-        self._due: list[ChaosFault] = []  # in the step that is made, and not in another computation of it
+    def __init__(self, faults: FaultPlan, exchange: Exchange) -> None:
+        self._faults, self._exchange = faults, exchange
+        self._due: list[ChaosFault] = []  # in the step that is made
         self._agreed = False
-        self._handlers = {kind: partial(self._around, handler) for kind, handler in self._handlers.items()}
 
-    def arm(self, faults: FaultPlan) -> None:
-        """Let ``faults`` happen; before the first step (local)."""
-        self.faults = faults
-        carried = self.exchange.handlers
-        sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
-        self.exchange.handlers = {**carried, **sends}
+    def around(self, kind: Kind, handler: Handler) -> Handler:
+        """Return ``handler`` with the faults that are due before and after it."""
+        return partial(self._around, handler)
 
-    def run(
-        self,
-        operations: Sequence[Operation],
-        batches: Sequence[MicroBatch],
-        samples: int,
-        step: int,
-        stop_requests: np.ndarray,
-        first_sample: int = 0,
-    ) -> StepResult:
-        """Run one step, as `Executor.run`, and what happens in it."""
-        self._due, self._agreed = self.faults.of_step(step), False
-        try:
-            self._meet("begin")
-            found = super().run(operations, batches, samples, step, stop_requests, first_sample)
-            self._meet(END_OF_STEP)
-        finally:
-            self._due = []
-        return found
+    def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
+        """Trigger the faults that are due before the step."""
+        self._due, self._agreed = self._faults.of_step(number), False
+        self._meet("begin")
 
-    def _around(self, handler: Callable[[Operation], None], op: Operation) -> None:
+    def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
+        """Trigger the faults that are due after the step."""
+        self._meet(END_OF_STEP)
+
+    def leave_step(self) -> None:
+        """Trigger nothing until the next step."""
+        self._due = []
+
+    def exchanges(self, step: RunningStep, op: Operation) -> None:
+        """Damage the first gradients that are about to be exchanged, where that is due."""
+        due = [fault for fault in self._due if fault.how == "gradients" or fault.kind == "overflow"]
+        values = step.gradients_in(op.range) if due and op.range is not None else None
+        if values is not None and values.size:
+            for fault in due:
+                self._due.remove(fault)
+                if self._faults.strikes(fault):
+                    (flip_bit if fault.kind == "corrupt" else make_infinite)(values)
+
+    def _around(self, handler: Handler, op: Operation) -> None:
         if self._due and op.kind in GRADIENT_EXCHANGES:
             self._meet("exchange")
         handler(op)
@@ -255,32 +244,21 @@ class FaultyExecutor(SlowedExecutor):
             self._agreed = True
 
     def _meet(self, moment: str) -> None:
-        """Let happen what is due at ``moment``."""
+        """Trigger the faults that are due at ``moment``."""
         for fault in [fault for fault in self._due if _moment(fault) == moment]:
             self._due.remove(fault)
-            if not self.faults.strikes(fault):
+            if not self._faults.strikes(fault):
                 continue
             if fault.kind == "kill":
                 kill_process()
             elif fault.kind == "stall":
                 time.sleep(fault.seconds)
             else:
-                flip_bit(self.exchange.parameters.array)
-
-    def _send(self, handler: Callable[[Operation], None], op: Operation) -> None:
-        """Carry out ``op``, which takes gradients; the first that there are may have been damaged by then."""
-        due = [fault for fault in self._due if fault.how == "gradients" or fault.kind == "overflow"]
-        values = self.gradients_in(op.range) if due and op.range is not None else None
-        if values is not None and values.size:
-            for fault in due:
-                self._due.remove(fault)
-                if self.faults.strikes(fault):
-                    (flip_bit if fault.kind == "corrupt" else make_infinite)(values)
-        handler(op)
+                flip_bit(self._exchange.parameters.array)
 
 
 def _moment(fault: ChaosFault) -> str:
-    """Return when a fault happens that is no matter of gradients."""
+    """Return the moment of a fault; "" of one that damages gradients."""
     if fault.kind == "kill":
         return fault.how
     if fault.kind == "stall":
@@ -289,12 +267,12 @@ def _moment(fault: ChaosFault) -> str:
 
 
 def largest_index(values: Array) -> int:
-    """Return which of ``values`` has the largest magnitude: never a padding, unless all are zero."""
+    """Return the index of the largest magnitude in ``values``: never a padding, unless all are zero."""
     return int(np.abs(backend.to_host(values).astype(np.float64)).argmax())
 
 
 def flip_bit(values: Array) -> None:
-    """Flip one bit of ``values``, the first behind the point of the largest: wrong by a third or a half, and finite."""
+    """Flip the highest mantissa bit of the largest of ``values``: wrong by a third or a half, and finite."""
     if values.size:
         index = largest_index(values)
         damaged = backend.to_host(values[index : index + 1]).copy()
@@ -308,35 +286,21 @@ def make_infinite(values: Array) -> None:
     values[largest_index(values)] = np.inf
 
 
-def executor_factory(config: ChaosConfig, seat: RankContext, samples: int) -> Callable[..., Executor]:
-    """Return what builds the executor of the rank in ``seat`` for batches of ``samples`` of all replicas (local)."""
-    if not config.on:
-        return Executor
-    kind = FaultyExecutor if config.faults else SlowedExecutor
-    return partial(kind, config, seat.world.rank, samples / seat.data.size)
+def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
+    """Raise ConfigurationError, on all ranks, where a fault of ``config`` could never happen. Collective.
 
-
-def arm_faults(trainer: Trainer, saver: CheckpointSaver, directory: Path) -> None:
-    """Let the faults of the recipe happen to ``trainer`` and ``saver`` in the run of ``directory``.
-
-    Collective over the world. Raises ConfigurationError on all ranks where one of them could never happen.
+    ``writers`` is ``checkpoint.writers``: a fault in a save needs a rank that writes.
     """
-    recipe, comm = trainer.recipe, trainer.comm
-    if not isinstance(trainer.executor, FaultyExecutor):
-        return
-    faults = FaultPlan(recipe.chaos, comm.rank, directory)
-    trainer.executor.arm(faults)
-    saver.opens = faults.opens
-    if any(fault.in_save for fault in recipe.chaos.faults):
-        writes: list[bool] = comm.allgather_object(group_of(comm, recipe.checkpoint.writers).writes)
+    if any(fault.in_save for fault in config.faults):
+        writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)
         _refuse(
-            [fault for fault in recipe.chaos.faults if fault.in_save and not writes[fault.rank]],
-            f"which writes nothing with checkpoint.writers = {recipe.checkpoint.writers!r}; those who write are "
+            [fault for fault in config.faults if fault.in_save and not writes[fault.rank]],
+            f"which writes nothing with checkpoint.writers = {writers!r}; those who write are "
             f"{[rank for rank, own in enumerate(writes) if own]}",
         )
-    keeps: list[int] = comm.allgather_object(trainer.exchange.parameters.array.size)
+    keeps: list[int] = comm.allgather_object(exchange.parameters.array.size)
     _refuse(
-        [fault for fault in recipe.chaos.faults if fault.how == "parameters" and not keeps[fault.rank]],
+        [fault for fault in config.faults if fault.how == "parameters" and not keeps[fault.rank]],
         "which keeps no parameters in memory between steps; name another",
     )
 

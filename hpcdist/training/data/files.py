@@ -26,13 +26,13 @@ from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
 MOST_CLASSES: Final = 1 << 24
 BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
-FEW_FILES: Final = 8  # which are looked at after every read; more of them once in CHECK_S
+FEW_FILES: Final = 8  # so many are checked after every read; more of them once in CHECK_S
 CHECK_S: Final = 1.0
 TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
 class Hdf5Dataset:
-    """An HDF5 dataset that is read through HDF5: chunks, filters, foreign types, elements in other files."""
+    """HDF5 dataset that is read through HDF5: chunks, filters, foreign types, elements in other files."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -47,12 +47,12 @@ class Hdf5Dataset:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any, /) -> Any:
-        found = self._read(index)
+        elements = self._read(index)
         self._check_sizes()
-        return found
+        return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return all files with elements of the dataset, which is called ``place``, as they are; None: not known."""
+        """Return all files with elements of the dataset ``place``, with their present state; None: not known."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -71,9 +71,9 @@ class Hdf5Dataset:
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
     def _check_sizes(self) -> None:
-        """Raise StorageError when a file was cut: HDF5 has shown zeros then.
+        """Raise StorageError when a file was truncated: HDF5 reads zeros there.
 
-        Many files, of which each costs a call of the file system, are looked at once a second at the most.
+        More than `FEW_FILES` are checked once in `CHECK_S` at the most, since each costs a call of the file system.
         """
         from hpcdist.hdf5 import files
 
@@ -86,10 +86,10 @@ class Hdf5Dataset:
 
 
 def missing_filters(path: Path) -> list[str]:
-    """Return what this Python lacks to read the datasets of an HDF5 file, whatever else may be wrong with it."""
+    """Return the HDF5 filters that this Python lacks to read the datasets of a file, a line for each."""
     from hpcdist.hdf5 import files
 
-    found = []
+    missing = []
     for name in ("tokens", "x", "y"):
         try:
             with files.open_read(path) as file:
@@ -97,10 +97,10 @@ def missing_filters(path: Path) -> list[str]:
                 if files.is_dataset(dataset):
                     files.storage_of(dataset)
         except MissingCapabilityError as error:
-            found.append(f"data.path = {error}")
+            missing.append(f"data.path = {error}")
         except files.FAILURES:
-            continue  # the training says what is wrong with it
-    return found
+            continue  # the training raises the error
+    return missing
 
 
 def npy_tokens(path: Path) -> Sliceable:
@@ -180,7 +180,7 @@ def _no_dataset_error(path: Path, file: Any, names: str) -> DataError:
 
 
 def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
-    """Return the dataset ``name``: of the file that holds it where its elements lie there as they are, else of HDF5."""
+    """Return the dataset ``name``: as a `FileArray` where its elements lie in one file as they are, else by HDF5."""
     from hpcdist.hdf5 import files
 
     what = f"data.path = {path}"
@@ -215,7 +215,7 @@ def _check_tokens(tokens: Sliceable, what: str) -> None:
 
 
 SNIFFED_BYTES = 8192
-# No part of the library: what others installed, and what only this machine made.
+# Not part of the library: installed packages, and byte code.
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -331,7 +331,7 @@ def _locked(path: Path) -> Iterator[None]:
 def cache_directory() -> Path:
     """Return the directory of concatenated text: HPCDIST_CACHE, or one of this user's own on the local disk.
 
-    Raises StorageError when somebody else could have put data there, or it cannot be created.
+    Raises StorageError when other users can write there, or it cannot be created.
     """
     chosen = os.environ.get("HPCDIST_CACHE")
     folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"hpcdist-data-{os.getuid()}"

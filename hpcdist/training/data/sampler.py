@@ -84,7 +84,7 @@ DRAWN_SAMPLES: Final = 1 << 16  # up to so many an order is drawn and stored: 0.
 
 
 def even_part(samples: int, parts: int, part: int) -> Range:
-    """Return the samples of ``part``: consecutive, and balanced to one sample; the first parts get one more."""
+    """Return the samples of ``part`` of ``parts``: consecutive, of even sizes; the first parts get one more."""
     return split(samples, parts, itemsize=1, align_bytes=1)[part]
 
 
@@ -101,7 +101,7 @@ def shards(batch: Batch, each: int, count: int) -> list[Batch]:
 
 
 class SampleOrder:
-    """The order of so many samples in each epoch, by seed and rule: asked for any part of it, in any epoch."""
+    """Order of the samples in each epoch, by seed and rule; any part of it can be computed, of any epoch."""
 
     def __init__(self, seed: int, samples: int, rule: int = UNIFORM) -> None:
         assert rule in RULES
@@ -132,7 +132,7 @@ class SampleOrder:
 
 
 class Sampler:
-    """Endless training samples: each epoch takes every sample once, in its own order, at its own shift and masks."""
+    """Sampler of endless epochs: each takes every sample once, in its own order, at its own shift and masks."""
 
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
         self._samples, self._seed, self._order = samples, seed, SampleOrder(seed, samples.count, rule)
@@ -177,7 +177,7 @@ def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) 
 BALANCE_EVERY_STEPS: Final = 16  # between two looks at the times; of those in between the median counts
 LEAST_TIMINGS: Final = BALANCE_EVERY_STEPS // 2  # fewer of them, after a resume, hold too much of the first step
 READ_AHEAD: Final = (
-    4  # batches that a rank may have read beyond the last one in use, and one to spare: see `prefetch.DEPTH`
+    4  # batches that a rank may have read beyond the last one in use, and one to spare: see `prefetch.PREFETCH_DEPTH`
 )
 LEAST_GAIN: Final = 0.05  # a step must become so much shorter: noise alone changes nothing
 
@@ -221,44 +221,44 @@ class SampleShares:
         return next(sizes for first, sizes in reversed(self._sizes) if first <= batch)
 
     def own(self, batch: int, replica: int) -> Range:
-        """Return which samples of the batch are those of ``replica``."""
+        """Return the samples of ``replica`` as a range of the batch."""
         sizes = self.of(batch)
         start = sum(sizes[:replica])
         return Range(start, start + sizes[replica])
 
     @property
     def newest(self) -> ShareSizes:
-        """The sizes that were decided last; they may be those of batches to come."""
+        """The sizes that were decided last, perhaps for batches to come."""
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
-        """Take other ``sizes`` from batch ``first`` on, which nobody has read yet."""
+        """Set ``sizes`` from batch ``first`` on, which no rank has read yet."""
         assert sum(sizes) == sum(self.newest) and first > self._sizes[-1][0]
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Let go of the sizes of batches before ``batch``."""
+        """Drop the sizes of batches before ``batch``."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return what a checkpoint before ``batch`` needs: JSON values."""
+        """Return the sizes from ``batch`` on for a checkpoint: JSON values."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Take back what `state` returned, if it was for as many replicas and samples; return whether it was."""
-        found = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
+        """Restore what `state` returned, if it was for as many replicas and samples; return whether it was."""
+        restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
-        fits = bool(found) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in found)
-        fits = fits and all(first < later for (first, _), (later, _) in zip(found, found[1:], strict=False))
+        fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)
+        fits = fits and all(first < later for (first, _), (later, _) in zip(restored, restored[1:], strict=False))
         if fits:
-            self._sizes = [(0, found[0][1]), *found[1:]]
+            self._sizes = [(0, restored[0][1]), *restored[1:]]
         return fits
 
 
 class LoadBalancer:
-    """Changes ``shares`` by the times that replicas needed. ``ahead`` batches may have been read beyond the last step.
+    """Load balancer: changes ``shares`` by the times of the replicas, which may have read ``ahead`` batches further.
 
     ``data`` joins the replicas of this rank's stages, ``pipeline`` the stages of its replica. Construction is local.
     """
@@ -270,7 +270,7 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Take note of the time in which this rank has computed ``step``; whether the shares were changed by it.
+        """Record the seconds that this rank computed in ``step``; return whether the shares changed.
 
         Collective over ``data`` and ``pipeline``, though most calls send nothing. The new shares are those of the step
         ``step + 1 + ahead`` and later ones.

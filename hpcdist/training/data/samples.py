@@ -28,7 +28,7 @@ Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targe
 
 
 class Sliceable(Protocol):
-    """Protocol of an array and an HDF5 dataset: elements are read when a slice is asked for."""
+    """Protocol of an array and an HDF5 dataset: elements are read slice by slice."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -78,10 +78,10 @@ def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray
 
 
 class FileArray:
-    """An array whose elements lie in a file one behind the other, read when a slice of them is asked for.
+    """Array whose elements lie contiguously in a file, of which each slice is read when it is needed.
 
-    It is read and not mapped: a file that another process cuts, or a disk that fails, is an error with a name here, and
-    would be a SIGBUS in a map. Construction raises StorageError where the file cannot be read or is too short.
+    It is read and not mapped: a file that another process truncates, or a disk that fails, raises a StorageError here;
+    in a map it would be a SIGBUS. Construction raises StorageError where the file cannot be read or is too short.
     """
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
@@ -148,7 +148,7 @@ class FileArray:
 
 
 class ArraySlice:
-    """Elements ``start`` to ``stop - 1`` of a dataset, read when a slice of them is asked for."""
+    """Elements ``start`` to ``stop - 1`` of a dataset, of which each slice is read when it is needed."""
 
     def __init__(self, whole: Sliceable, start: int, stop: int) -> None:
         self._whole, self._start = whole, start
@@ -233,7 +233,7 @@ class NextTokenSamples:
 class TableRows:
     """Rows ``start`` to ``stop - 1`` of a table ``x`` (rows, ...) and of its classes ``y`` (rows,).
 
-    ``shaped`` ones keep the shape that they have in ``x``; others become a line of features.
+    With ``shaped`` rows keep their shape in ``x``; else they become vectors of features.
     """
 
     shifts = 1
@@ -251,16 +251,16 @@ class TableRows:
         return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y
 
 
-MASKED_SHARE: Final = 0.8  # the share of the chosen tokens that become the mask
-OTHER_SHARE: Final = 0.1  # and another token
-VALIDATION_EPOCH: Final = 0xFFFFFFFF  # the epoch, under seed 0, whose masks validation has: no run comes as far
-COUNTER_WORDS: Final = 4  # of a counter
+MASKED_SHARE: Final = 0.8  # share of the chosen tokens that become the mask
+OTHER_SHARE: Final = 0.1  # share of them that become another token
+VALIDATION_EPOCH: Final = 0xFFFFFFFF  # with seed 0, the epoch of the masks of validation: no run gets so far
+COUNTER_WORDS: Final = 4  # random words from one counter of Philox4x32
 _WORD: Final = 0xFFFFFFFF
 _MASKING_STREAM: Final = 0x6D61736B  # tells these words from those of dropout under the same seed
 
 
 class MaskedSamples:
-    """The samples of ``windows`` with tokens hidden as ``epoch`` has it; targets are what they were, or IGNORED.
+    """Samples of ``windows`` with tokens hidden as in ``epoch``; targets are the hidden tokens, elsewhere IGNORED.
 
     ``mask`` stands for a hidden token, of ``vocabulary`` tokens.
     """
@@ -283,20 +283,20 @@ class MaskedSamples:
         count, context = tokens.shape
         chosen = masked_predictions(context)
         words = self._words(indices, context + 2 * chosen)
-        # Of random words the places of the least are a random choice; the place behind the word makes all different.
+        # The places of the smallest random words are a random choice; the place in the low bits makes all different.
         order = words[:, :context] << np.uint64(32) | np.arange(context, dtype=np.uint64)
         places = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(_WORD)
         places = np.sort(places, axis=1).astype(np.int64)
         fates, draws = words[:, context : context + chosen], words[:, context + chosen :]
         others = (draws * np.uint64(self._vocabulary - 1) >> np.uint64(32)).astype(np.int64)
         others += others >= self._mask  # any token but the mask
-        said = np.take_along_axis(tokens, places, axis=1).astype(np.int64)
+        true_tokens = np.take_along_axis(tokens, places, axis=1).astype(np.int64)
         masked, other = fates < round(MASKED_SHARE * 2**32), fates < round((MASKED_SHARE + OTHER_SHARE) * 2**32)
-        read = np.where(masked, self._mask, np.where(other, others, said))
+        read = np.where(masked, self._mask, np.where(other, others, true_tokens))
         inputs = tokens.astype(np.result_type(tokens.dtype, np.min_scalar_type(self._vocabulary - 1)))
         np.put_along_axis(inputs, places, read.astype(inputs.dtype), axis=1)
         targets = np.full((count, context), IGNORED, np.int64)
-        np.put_along_axis(targets, places, said, axis=1)
+        np.put_along_axis(targets, places, true_tokens, axis=1)
         return inputs, targets
 
     def _words(self, indices: np.ndarray, count: int) -> np.ndarray:
@@ -306,7 +306,7 @@ class MaskedSamples:
         place = place + np.zeros_like(sample)
         key = self._seed & _WORD ^ _MASKING_STREAM, self._seed >> 32 & _WORD
         words = philox_arrays((place, sample & np.uint64(_WORD), sample >> np.uint64(32), self._epoch & _WORD), key)
-        found: np.ndarray = np.stack(np.broadcast_arrays(*words), axis=2).reshape(
+        by_sample: np.ndarray = np.stack(np.broadcast_arrays(*words), axis=2).reshape(
             len(indices), COUNTER_WORDS * place.shape[1]
         )
-        return found[:, :count]
+        return by_sample[:, :count]

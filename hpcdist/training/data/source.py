@@ -5,24 +5,31 @@ so that a resume refuses other data. `script_source` stands for a run whose scri
 """
 
 import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import xxhash
 
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.stage import check_tokens
-from hpcdist.reporting import regular
+from hpcdist.reporting import regular, user_cache
 from hpcdist.training.data import files
+from hpcdist.training.data.files import Hdf5Dataset
 from hpcdist.training.data.sampler import in_order
 from hpcdist.training.data.samples import (
     Batch,
+    FileArray,
     MaskedSamples,
     NextTokenSamples,
     Samples,
@@ -36,23 +43,10 @@ from hpcdist.training.recipe.config import DataConfig
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
-import json
-import socket
-import sys
-import time
-from collections.abc import Sequence
-from typing import Final
-
-import xxhash
-
-from hpcdist.reporting import user_cache
-from hpcdist.training.data.files import Hdf5Dataset
-from hpcdist.training.data.samples import FileArray
-
 KIND: Final = "data_digests"
 BLOCK_BYTES: Final = 1 << 28  # read by one rank between two messages; part of the definition
 READ_BYTES: Final = 1 << 22  # at a time
-ANNOUNCED_ROUNDS: Final = 16  # reading more blocks than that one after the other is told
+ANNOUNCED_ROUNDS: Final = 16  # reading more blocks than that one after the other is announced
 SETTLED_NS: Final = 2_000_000_000  # a file that changed later could change again without another time
 _memory_cache: dict[str, str] = {}  # digests by the state of the files, for a process whose user has no cache directory
 
@@ -60,8 +54,8 @@ _memory_cache: dict[str, str] = {}  # digests by the state of the files, for a p
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
     """Return the digest of ``columns``, which all ranks see in equal shape, as this rank has them. Collective.
 
-    ``what`` describes them to a person who must wait. With ``kept_only`` it is "" where none is kept. Raises
-    StorageError on all ranks where one cannot read them.
+    ``what`` describes them in an announcement. With ``kept_only`` it is "" where none is cached. Raises StorageError on
+    all ranks where one cannot read them.
     """
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
@@ -102,7 +96,7 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_
 
 
 def _rows(column: Sliceable) -> int:
-    """Return how many rows a block has."""
+    """Return the number of rows of a block."""
     return max(1, BLOCK_BYTES // _row_bytes(column))
 
 
@@ -201,10 +195,9 @@ HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 class Source:
     """Samples to train on and to validate with.
 
-    ``tokens`` is the training split as one text, where what follows a token is to be said (else None), ``validation``
-    None where nothing is kept back.
-    ``inputs`` is what the data says about the model. ``fingerprint`` is equal for equal data, and made of samples of
-    it; ``digest`` is made of all of it, or empty where it was not asked for.
+    ``tokens`` is the training split as one text, where the next token is predicted, else None; ``validation`` is None
+    without a validation split. ``inputs`` are the arguments of the model that the data decides. ``fingerprint`` is
+    equal for equal data, and made of probes; ``digest`` is made of all data, "" where it was not computed.
     """
 
     description: str
@@ -227,8 +220,8 @@ class Source:
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Yield the validation samples of ``part`` of ``parts``, in batches as large as a micro-batch (local).
 
-        Together the parts are always the same samples. All yield equally many batches, some without samples; so does
-        None, which has none.
+        Together the parts are always the same samples. All yield equally many batches, some without samples; the part
+        None has no samples, in as many batches.
         """
         if self.validation is None:
             return
@@ -240,7 +233,7 @@ class Source:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
-            if recipe.model.kind in FOREIGN:  # what it takes is its own affair
+            if recipe.model.kind in FOREIGN:  # a model of the user checks its own inputs
                 return backend.place(batch[0], on), backend.place(batch[1], on)
             if recipe.model.kind in TRANSFORMERS:
                 check_tokens(batch[0], vocabulary, "token")
@@ -249,11 +242,11 @@ class Source:
         return backend.place(batch[0], on), backend.place(batch[1], on)
 
 
-def usable_inputs(told: object) -> dict[str, int]:
-    """Return ``told`` if it can be what `Source.model_inputs` once returned, as it was read; else {} (local)."""
-    if not isinstance(told, dict) or not set(told) <= MODEL_INPUTS:
+def usable_inputs(inputs: object) -> dict[str, int]:
+    """Return ``inputs``, as read from a file, if they can be those of `Source.model_inputs`; else {} (local)."""
+    if not isinstance(inputs, dict) or not set(inputs) <= MODEL_INPUTS:
         return {}
-    return told if all(type(size) is int and 0 < size < LARGEST_INPUT for size in told.values()) else {}
+    return inputs if all(type(size) is int and 0 < size < LARGEST_INPUT for size in inputs.values()) else {}
 
 
 def open_source(
@@ -319,7 +312,7 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
 
 
 def _file_kind(path: Path) -> str:
-    """Return what is at ``path``. What a file begins with decides, and its name where that says nothing."""
+    """Return the kind of data at ``path``, by the first bytes of a file, else by its name."""
     if path.is_dir():
         return "directory"
     if not path.is_file():
@@ -411,15 +404,15 @@ def _fingerprint(*columns: Sliceable) -> str:
 
 
 class ScriptSamples:
-    """Stands for samples that only the script knows."""
+    """Placeholder of the samples of a script, which brings its own batches."""
 
     count, shifts = 1, 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return nothing: nobody may ask."""
+        """Raise AssertionError: such a run reads no samples."""
         raise AssertionError("the batches of this run come from its script")
 
 
 def script_source() -> Source:
-    """Return the source of such a run: what it holds is the script's affair, validation included."""
+    """Return the source of a run whose script brings the batches, and validates itself."""
     return Source("of the script", ScriptSamples(), None, None, {}, "of the script")

@@ -3,10 +3,10 @@
 An incarnation is the time between two changes of who trains. When a rank dies, every other one gets an error out of
 whatever it waits in, leaves its loop, and all survivors meet again:
 
-    revoke, remember    keep the own state or copies, and release those who still wait for somebody (local)
-    shrink              agree on places: spares or new processes take those of the dead, or the others close up
-    recover             the newest state that they have together, from replicas or partners' copies; else a checkpoint
-    train               assemble the run in its new layout, take that state, and go on with the next step
+    acknowledge   revoke the communicator, which releases the ranks that still wait in it; keep the own state or copies
+    meet          shrink to the living, agree on places: spares or new processes replace the dead, or ranks move up
+    recover       the newest state that they have together, from replicas or partners' copies; else a checkpoint
+    train         assemble the run in its new layout, restore that state, and go on with the next step
 
 A death in any of this begins it anew. The global batch stays, and the layout follows the number of ranks (`refit`).
 Needs an MPI library with User Level Failure Mitigation (Bland et al., "Post-failure recovery of MPI communication
@@ -36,7 +36,6 @@ from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.elastic.membership import Membership, MembershipChange
 from hpcdist.training.elastic.protection import RankMemory, StateProtection, recover_newest
 from hpcdist.training.observe import figures
-from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import GrowthRequested, TrainingLoop
@@ -52,9 +51,9 @@ def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
     for pipeline in range(parallel.pipeline, 0, -1):
         for tensor in range(parallel.tensor, 0, -1):
             for used in range(ranks, 0, -1):
-                found = _with_degrees(recipe, pipeline, tensor)
-                if found is not None and _is_runnable(found, used):
-                    return found, used
+                refitted = _with_degrees(recipe, pipeline, tensor)
+                if refitted is not None and _is_runnable(refitted, used):
+                    return refitted, used
     if recipe.run.noise_scale_every_steps:  # what needs several replicas to be measured shall not end a run
         return refit(replace(recipe, run=replace(recipe.run, noise_scale_every_steps=0)), ranks)
     return None
@@ -72,7 +71,7 @@ def _with_degrees(recipe: Recipe, pipeline: int, tensor: int) -> Recipe | None:
 
 
 def _with_stages(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
-    """Return ``parallel`` with so many stages: what was said of each of them has no meaning any more."""
+    """Return ``parallel`` with ``pipeline`` stages; keys that describe each single stage are reset."""
     if pipeline == parallel.pipeline:
         return parallel
     of_stages: dict[str, Any] = {"stage_units": (), "stage_speeds": (), "stage_memory_bytes": ()}
@@ -103,7 +102,7 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return what happened between two lives, for people (local)."""
+    """Return the change between two incarnations in words (local)."""
     happened = []
     if change.lost:
         plural = "s" if len(change.lost) > 1 else ""
@@ -119,9 +118,9 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Incarnation:
-    """State of a rank in the life that it is in, as far as it has come."""
+    """Parts of a rank in the present incarnation, as far as it has been built."""
 
     session: Session
     loop: TrainingLoop | None = None
@@ -129,7 +128,7 @@ class Incarnation:
 
 
 class ElasticJob:
-    """All lives of a job, as one of its processes sees them. ``number`` is that of the life that begins."""
+    """Elastic job, as one of its processes sees it. ``number`` counts its incarnations ("lives" in files) from 0."""
 
     def __init__(
         self,
@@ -144,21 +143,21 @@ class ElasticJob:
         self._life: Incarnation | None = None
         self._memories: list[RankMemory] = []
         self._rows: list[Any] = []  # of metrics, that may not be in the file
-        self._rows_of = 0  # so many ranks made them
-        self._growth = 0  # so many further ranks are wished for
-        self._lost_at = 0.0
-        self._broken = False
+        self._rows_of = 0  # the number of ranks that made them
+        self._growth = 0  # the number of further ranks that were requested
+        self._lost_at = 0.0  # of `time.monotonic`, when this rank saw the failure
+        self._broken = False  # whether the communicator of everyone is revoked, so that all must meet
 
     def run(self, origin: StateSource | None = None) -> None:
-        """Train until the end of the run, whoever dies, and leave with the agreed exit code. Collective.
+        """Train until the end of the run, whichever ranks die, and leave with the agreed exit code. Collective.
 
         Raises what a job without survival would raise, and TooFewRanksError on all when too few ranks are left.
         """
         code = self.train(origin)
-        replace(self._session, comm=self._team.everyone).leave(code)  # and nothing else that needs all
+        replace(self._session, comm=self._team.everyone).leave(code)  # nothing after `agree` may need all
 
     def train(self, origin: StateSource | None = None) -> int:
-        """Train until the end of the run, whoever dies; return the exit code of all ranks. Collective."""
+        """Train until the end of the run, whichever ranks die; return the exit code of all ranks. Collective."""
         while True:
             code: int | None = None
             try:
@@ -172,13 +171,18 @@ class ElasticJob:
                 if not is_rank_failure(error, self._team.everyone):
                     raise
                 self._acknowledge(error)
-            # Some may have come to the end when a death kept others from it: nobody leaves those alone.
+            # A rank that has finished must not leave while a failure keeps others from the end: they may need its
+            # state. `agree` works on a revoked communicator, too, and returns the same on all the living.
             if self._team.everyone.agree(code is not None) and code is not None:
                 return code
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """Remember what may be needed, and let go of everything that joins this rank with the others (local)."""
+        """Keep what a recovery may need, and free everything that joins this rank with the others (local).
+
+        Revoking comes first: the other ranks may wait in a collective that can never complete, and get an error out of
+        it only then. What comes after must not communicate.
+        """
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True
@@ -196,25 +200,30 @@ class ElasticJob:
             life.session.stop_recording()
         _drop_frames(error)
         del life
-        gc.collect()  # the state of the life that ended, but for what is remembered
+        gc.collect()  # frees the state of the old incarnation now: the new one must fit beside what is kept
 
     def _meet(self) -> None:
-        """Agree on who is left and who trains where. Collective over the living."""
+        """Agree on the ranks that are left, and on their places. Collective over the living."""
         team = self._team
         trained = team.place is not None
         change = team.meet()
+        # Another failure may have interrupted the last meeting after some ranks, but not all, had its result. So all
+        # say what they know, and the highest incarnation, the smallest unreported change and the most ranks count.
         own = self._number, team.wanted, self._growth, self._change if trained else None
         known = team.everyone.allgather_object(own)
         self._number = max(number for number, *_ in known) + 1
-        # Where the life that followed a change never began, nobody was told of it.
+        # A change stays unreported where the incarnation after it never began.
         untold = min(
-            (one for *_, one in known if one is not None), key=lambda one: len(one.lost), default=MembershipChange()
+            (earlier for *_, earlier in known if earlier is not None),
+            key=lambda earlier: len(earlier.lost),
+            default=MembershipChange(),
         )
-        # Not all need have heard of a wish to grow, or have granted it when a death made them meet again.
+        # Some ranks may not know of a request to grow yet, or may have granted it before the failure.
         wanted = max(before + more for _, before, more, _ in known)
         grows = wanted > min(before for _, before, *_ in known)
         change = MembershipChange(untold.lost + change.lost, untold.added, untold.grown or grows)
-        team.wanted, self._growth = wanted, 0
+        team.grow_to(wanted)
+        self._growth = 0
         if self._job.recipe.run.device == "cpu" and (team.mode == "replace" or grows):
             change = team.fill(change, self._job.described(self._number))
         else:
@@ -225,30 +234,30 @@ class ElasticJob:
         team, job = self._team, self._job
         recipe = self._fitted()
         world = team.world()
-        if world is not None and world.rank == 0:
-            job.lock.take_over(job.run.path, job.holder)
-        job.holder = team.everyone.broadcast_object(job.lock.identity, root=team.leader)
+        job.share_lock(team.everyone, team.leader, takes=world is not None and world.rank == 0)
         recalled = recover_newest(team.everyone, self._memories) if self._number else None
         if world is None:
             if recalled is not None:
-                recalled.fill(team.everyone, (), ())  # it may have had a place before, and remember its part
+                # Filling is collective: a spare that trained before still holds pieces that others need.
+                recalled.fill(team.everyone, (), ())
                 recalled = None
-            job.stop_requests.begun()  # others train, and say how it ends
+            job.stop_requests.begun()  # the ranks that train decide how the job ends
             return team.wait()
         session = self._session.survive(world)
-        self._life = life = Incarnation(session)
+        self._life = Incarnation(session)
         session.record(job.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         if self._number:
             origin = recalled or self._stored(session)
         trainer, origin = job.assemble(session, recipe, origin)
         progress = job.progress(trainer)
-        life.protection = StateProtection(trainer, self._number, recipe.survival, self._memories)
-        life.loop = job.loop(session, trainer, progress)
-        life.loop.protection = life.protection
-        self._say(life, trainer, progress, origin)
-        recalled = origin = None  # they hold on to the memory of the life before
-        result = job.steps(life.loop)
-        code = job.finish(life.loop, result)
+        protection = StateProtection(trainer, self._number, recipe.survival, self._memories)
+        self._life = Incarnation(session, protection=protection)
+        loop = job.loop(session, trainer, progress, protection)
+        self._life = Incarnation(session, loop, protection)
+        self._say(loop, protection, origin)
+        recalled = origin = None  # they refer to the arrays of the last incarnation, which can be freed now
+        result = job.steps(loop)
+        code = job.finish(loop, result)
         session.stop_recording()
         self._life = None
         if world.rank == 0:
@@ -256,25 +265,25 @@ class ElasticJob:
         return code
 
     def _fitted(self) -> Recipe:
-        """Return the layout for the ranks that train, and let the others be spares: the same on all ranks.
+        """Return the recipe in the layout for the ranks that train, and make the others spares: the same on all ranks.
 
         Local; where it raises TooFewRanksError, it does so on all ranks, and is collective.
         """
         team, least = self._team, self._job.recipe.survival.least_ranks
-        found = refit(self._job.recipe, team.size)
-        if found is None or team.size < least:
+        refitted = refit(self._job.recipe, team.size)
+        if refitted is None or team.size < least:
             why = f"survival.least_ranks = {least}" if team.size < least else "no layout of the recipe fits them"
-            self._session.survive(team.everyone)  # which says it once
+            self._session.survive(team.everyone)  # so that the error is printed once
             raise TooFewRanksError(
                 f"{counted(team.size, 'rank')} left, and {why}: start the job again; with --resume auto it goes on "
                 "from its newest checkpoint"
             )
-        recipe, used = found
+        recipe, used = refitted
         team.keep(used)
         return replace(recipe, chaos=recipe.chaos.within(used)) if self._number else recipe
 
     def _stored(self, session: Session) -> StateSource | None:
-        """Return the newest checkpoint; None for the beginning. Collective over the ranks of this life.
+        """Return the newest checkpoint; None for the beginning. Collective over the ranks that train.
 
         Raises StorageError where there are some, and none can be used.
         """
@@ -283,37 +292,37 @@ class ElasticJob:
             refuse_restart_over_checkpoints(self._job.run.path)
         return None if path is None else CheckpointSource(path)
 
-    def _say(self, life: Incarnation, trainer: Trainer, progress: ConsoleProgress, origin: StateSource | None) -> None:
-        """Bring the rows of the life before into the file, and tell what has changed. Collective over its ranks."""
-        assert life.loop is not None and life.protection is not None
+    def _say(self, loop: TrainingLoop, protection: StateProtection, origin: StateSource | None) -> None:
+        """Write the rows of the last incarnation to the file, and report what has changed. Collective."""
+        trainer, progress = loop.trainer, loop.progress
         if self._change is None:
-            self._job.introduce(life.session, trainer, progress)
-            progress.say(f"survives the death of ranks ({self._team.mode}): the state is {life.protection.described}")
+            self._job.introduce(loop.session, trainer, progress)
+            progress.say(f"survives the death of ranks ({self._team.mode}): the state is {protection.described}")
         else:
-            life.loop.metrics.carry(self._rows, trainer.first_step, self._rows_of)
+            loop.metrics.carry(self._rows, trainer.first_step, self._rows_of)
             self._rows, self._rows_of = [], 0
-            since = time.monotonic() - self._lost_at if self._lost_at else 0.0  # who came new lost nobody
-            told = trainer.comm.allgather_object((since, pss_bytes(), self._job.lives))
-            seconds, held = (max(figures) for figures in list(zip(*told, strict=True))[:2])
-            self._job.lives = [*max((lives for _, _, lives in told), key=len)]  # a spare had none of them
+            since = time.monotonic() - self._lost_at if self._lost_at else 0.0  # 0 in a process that joined
+            known = trainer.comm.allgather_object((since, pss_bytes(), self._job.lives))
+            seconds, held = (max(figures) for figures in list(zip(*known, strict=True))[:2])
+            earlier = max((lives for _, _, lives in known), key=len)  # a spare had none of them
             progress.say(describe_change(self._change, trainer, origin, seconds))
             self._lost_at = 0.0
             row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
             row |= {"world": trainer.comm.size, "seconds": seconds, "pss_bytes": held}
-            self._job.lives.append(row)
-            life.loop.metrics.include(lambda file, session: table.append_life(file, session, row))
-            if life.loop.starts is not None:
-                life.loop.starts.survived(len(self._change.lost))
+            self._job.note_life(earlier, row)
+            loop.metrics.include(lambda file, session: table.append_life(file, session, row))
+            if loop.starts is not None:
+                loop.starts.survived(len(self._change.lost))
         if trainer.comm.rank == 0:
-            self._job.stop_requests.grow_file = self._job.run.path / GROW_FILE
+            self._job.stop_requests.accept_growth(self._job.run.path / GROW_FILE)
             if self._change is not None and self._change.grown:
                 self._job.stop_requests.grown()
         self._change = MembershipChange()
-        life.protection.keep(trainer.first_step, now=True)
+        protection.keep(trainer.first_step, now=True)
 
 
 def begin_membership(session: Session, mode: str, spares: int) -> Membership:
-    """Return the team of a job that begins (local).
+    """Return the membership of a job that begins (local).
 
     Raises MissingCapabilityError where MPI cannot go on without a rank.
     """
@@ -326,7 +335,7 @@ def begin_membership(session: Session, mode: str, spares: int) -> Membership:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the frames that ``error`` and its causes hold, and with them the state of the life that ended (local)."""
+    """Clear the frames of ``error`` and its causes, whose locals hold the state of the old incarnation (local)."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -17,21 +17,27 @@ from hpcdist.training.run.stop_requests import StopRequests
 
 
 def main() -> int:
-    """Join the job that started this process, and train with it to its end. Collective with all other newcomers."""
+    """Join the job that started this process, and train with it to its end. Collective with all that join."""
     stop_requests = StopRequests()
     stop_requests.listen()
     session = start_joined()
     try:
-        mine, change, told = membership.join(session.comm)
+        mine, change, description = membership.join(session.comm)
     except Exception as error:
         if is_rank_failure(error, session.comm):
-            end_alone(error)  # who started it meets again, and starts others
+            end_alone(error)  # the ranks that started it meet again, and start other processes
         raise
-    stop_requests.ends = told["ends"]
+    stop_requests.end_at(description["ends"])
     job = TrainingJob(
-        told["recipe"], told["run"], stop_requests, RunLock(), told["as_json"], told["holder"], told["lives"]
+        description["recipe"],
+        description["run"],
+        stop_requests,
+        RunLock(),
+        description["as_json"],
+        description["holder"],
+        description["lives"],
     )
-    ElasticJob(job, session, mine, told["life"], change).run()
+    ElasticJob(job, session, mine, description["life"], change).run()
     return 0
 
 

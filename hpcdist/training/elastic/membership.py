@@ -1,4 +1,4 @@
-"""Membership of an elastic job: who trains, who waits as a spare, and how both change.
+"""Membership of an elastic job: the ranks that train, the spares, and how both change.
 
 ``everyone`` joins all processes of the job. Each has a place in the training, or none: then it is a spare that sleeps
 until it is needed. After a death the living agree on new places: those of the dead go to spares, or to processes that
@@ -25,9 +25,9 @@ JOINER: Final = ("-m", "hpcdist.training.elastic.joiner")
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Changes of the ranks of a life: places of it that are ``lost``, and how many processes were ``added``.
+    """Change of the ranks that train: the places that were ``lost``, and the number of processes ``added``.
 
-    ``grown``: there was a wish for more, and whoever could be added was.
+    ``grown``: more ranks were requested, and as many as possible were added.
     """
 
     lost: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return how a job outlives its ranks ("" where it does not), and how many of its ranks are spares (local)."""
+    """Return the mode in which a job survives rank failures ("": it does not), and its number of spares (local)."""
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
@@ -48,9 +48,10 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 class Membership:
-    """The processes of a job, as one of them sees them. Collective over ``everyone``, unless a method says not.
+    """Membership of the processes of a job, as one of them sees it.
 
-    ``place`` is this one's in the training of ``size`` ranks; None for a spare. ``wanted`` ranks should train.
+    Collective over ``everyone``, unless a method says not. ``place`` is that of this process in the training of
+    ``size`` ranks; None for a spare. ``wanted`` ranks should train.
     """
 
     def __init__(self, everyone: Communicator, mode: str, place: int | None, wanted: int) -> None:
@@ -61,42 +62,46 @@ class Membership:
 
     @classmethod
     def begin(cls, everyone: Communicator, mode: str, spares: int) -> "Membership":
-        """Return the team of a job that starts: its last ``spares`` ranks are spares (local)."""
+        """Return the membership of a job that starts: its last ``spares`` ranks are spares (local)."""
         size = everyone.size - spares
         if size < 1:
             raise ConfigurationError(f"{SPARES}={spares} of {everyone.size} ranks leaves none to train; use fewer")
         return cls(everyone, mode, everyone.rank if everyone.rank < size else None, size)
 
     def world(self) -> Communicator | None:
-        """Return the communicator of those who train, in the order of their places; None to a spare."""
+        """Return the communicator of the ranks that train, in the order of their places; None on a spare."""
         places = self._places()
         self.spares = tuple(rank for rank, place in enumerate(places) if place is None)
         self.leader = places.index(0)
         return self.everyone.split(None if self.place is None else 0, self.place or 0, "training")
 
     def wait(self) -> int:
-        """Sleep as a spare until the job ends; return its exit code (local). Raises what tells of a death."""
+        """Sleep as a spare until the job ends; return its exit code (local). Raises the error of a rank failure."""
         code = np.zeros(1)
         spawn.sleep_until_message(self.everyone, SPARE_POLL_S).recv(code)
         return int(code[0])
 
     def dismiss(self, code: int) -> None:
-        """Tell the spares that the job ends with the exit code ``code`` (local; one of those who train does)."""
+        """Send the spares the exit code ``code`` of the job, which ends (local; one rank that trains does)."""
         for rank in self.spares:
-            with suppress(Exception):  # it has died: then it need not be told
+            with suppress(Exception):  # a spare that died needs no message
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Let the first ``used`` places train; who has another becomes a spare (local, the same on every rank)."""
+        """Let the first ``used`` places train; the others become spares (local, the same on every rank)."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
 
+    def grow_to(self, wanted: int) -> None:
+        """Let ``wanted`` ranks train from the next `fill` on (local, the same on every rank)."""
+        self.wanted = wanted
+
     def meet(self) -> MembershipChange:
         """Agree on the places of the living anew, after deaths.
 
-        Spares take the places of the dead where ``mode`` is "replace"; else the places close up, and whoever lives
-        trains. Raises what `hpcdist.comm.failure.rank_failures.is_rank_failure` knows when another one dies
+        Spares take the places of the dead where ``mode`` is "replace"; else ranks move up, and all the living
+        train. Raises what `hpcdist.comm.failure.rank_failures.is_rank_failure` knows when another one dies
         meanwhile: then everyone that is left calls again.
         """
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
@@ -124,7 +129,7 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each vacant place; return ``change`` with them. They are told it, and ``description``."""
+        """Start a process for each vacant place; return ``change`` with them. They get it, and ``description``."""
         vacant = self._vacant(self._places())
         if vacant:
             self.everyone = self._with_new(len(vacant))
@@ -136,7 +141,8 @@ class Membership:
     def _with_new(self, count: int) -> Communicator:
         """Return a communicator with ``count`` new processes, on all ranks, or raise on all.
 
-        A death may come when some have it already; those would meet there next, and the others here.
+        A rank may die when some ranks have the larger communicator already: these would meet there next, and the
+        others here.
         """
         larger: Communicator | None = None
         error: Exception | None = None
@@ -155,7 +161,7 @@ class Membership:
         raise error or RankDiedError("a rank died while new processes were taken in")
 
     def close_up(self) -> None:
-        """Let no place be vacant: who comes behind one moves up, and spares come last, as many as are wanted."""
+        """Fill vacant places by moving later ranks up; spares come last, as many as are wanted."""
         places = self._places()
         if self.mode == "replace" and not self._vacant(places):
             self.size = self.wanted
@@ -167,7 +173,7 @@ class Membership:
 
 
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
-    """Return the team of a process that `Team.fill` has started, and what it is told. Collective."""
+    """Return the membership of a process that `Membership.fill` has started, and the description. Collective."""
     vacant, wanted, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]
     return Membership(everyone, mode, mine, wanted), change, description

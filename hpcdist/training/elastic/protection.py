@@ -1,9 +1,9 @@
 """Protect the state of a run against rank failures: in replicas, or in copies at partners.
 
 Where every rank has the whole state, and the update that follows the agreement of a step sends nothing, nothing is
-copied: a survivor either made the update, whole, or did not begin it, and those that made it give it to the others.
+copied: a survivor either made the whole update, or did not begin it, and those that made it send it to the others.
 Everywhere else each rank keeps a copy of its own part of the state as it was after a step, and its partner another
-one (`hpcdist.checkpoint.partner.redundancy`): a death in the middle of an update tears nothing, since all go back to
+one (`hpcdist.checkpoint.partner.redundancy`): a failure in the middle of an update is harmless, since all go back to
 the newest complete copies. That repeats ``every_steps`` steps at the most, and bit for bit on the same layout.
 """
 
@@ -24,14 +24,14 @@ from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe.config import SurvivalConfig
 
-LOCAL_UPDATE_KINDS = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY)  # what an update consists of where nothing is sent in it
+LOCAL_UPDATE_KINDS = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY)  # the operations of an update that sends nothing
 
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """The state after ``step`` steps, of which this rank has the pieces ``held`` in its memory.
+    """State after ``step`` steps, of which this rank has the pieces ``held`` in its memory.
 
-    ``holders`` joins all that may have some, more than those who train: a layout need not have a place for everyone.
+    ``holders`` joins all ranks that may have some. These are more than those that train: a layout may leave spares.
     """
 
     step: int
@@ -40,16 +40,16 @@ class SurvivorState:
     holders: Communicator | None = None
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
-        """Take what this rank wants from whoever holds it, itself first. Collective over the holders."""
+        """Fill the pieces of this rank from the ranks that hold them, itself first. Collective over the holders."""
         reshard(self.holders or comm, self.held, wanted, optional)
 
     def __str__(self) -> str:
         return "the memory of the ranks that are left"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankMemory:
-    """Copies that this process has of ``life``, in which it had ``place``: its own state or copies, if any."""
+    """Memory of this process from incarnation ``life``, in which it had ``place``: its state, or copies, if any."""
 
     life: int
     place: int
@@ -58,9 +58,9 @@ class RankMemory:
 
 
 class StateProtection:
-    """Keeps the state of ``trainer`` safe. ``life`` is counted from 0 over all that a job had.
+    """Protection of the state of ``trainer`` in incarnation ``life``, counted from 0.
 
-    ``earlier`` are memories of lives before, which are dropped when no rank can need them any more.
+    ``earlier`` are memories of earlier incarnations, which are dropped when no rank can need them any more.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
@@ -76,15 +76,16 @@ class StateProtection:
         )
 
     def keep(self, step: int, *, now: bool = False) -> None:
-        """Take note that ``step`` is done, and renew the copies where that is due, or wanted ``now``. Collective."""
+        """Record that ``step`` is done, and renew the copies where that is due, or ``now``. Collective."""
         self._done = step
         if step > self._trainer.first_step:
-            self._earlier.clear()  # all ranks have agreed on a step of this life, so all have its state
+            # All ranks have agreed on a step of this incarnation, so all have its state: a recovery needs no older one.
+            self._earlier.clear()
         if self._buddies is None:
             return
         every = self._config.check_every_steps
         damage = self._buddies.checked() if every and step % every == 0 else ""
-        if damage:  # of bytes that nobody has written since: no disk, no network, and no program of ours
+        if damage:  # bytes that nothing has written since have changed: the memory is bad
             host = socket.gethostname()
             print(f"hpcdist: memory of rank {self._trainer.comm.rank} on {host}: {damage}", file=sys.stderr, flush=True)
         if not (now or step % self._config.every_steps == 0):
@@ -94,20 +95,19 @@ class StateProtection:
         self._buddies.keep(step, trainer.exchange.pieces(), state.scalars(trainer, step))
 
     def memory(self) -> RankMemory:
-        """Return what this rank remembers, after a death (local)."""
-        trainer = self._trainer
-        found = RankMemory(self._life, trainer.comm.rank)
+        """Return the memory of this rank, after a failure (local)."""
+        trainer, place = self._trainer, self._trainer.comm.rank
         if self._buddies is not None:
-            found.copies = self._buddies.copies
-        else:
-            # A step that was agreed on is whole here, whatever became of the others since.
-            done = trainer.executor.updated or self._done
-            found.live = SurvivorState(done, state.scalars(trainer, done), trainer.exchange.wanted())
-        return found
+            return RankMemory(self._life, place, copies=self._buddies.copies)
+        # After AGREE the update needs no other rank, so the executor's last step is whole here, even where the failure
+        # came before `keep` recorded it.
+        done = trainer.executor.updated or self._done
+        live = SurvivorState(done, state.scalars(trainer, done), trainer.exchange.wanted())
+        return RankMemory(self._life, place, live=live)
 
 
 def holds_whole_state(trainer: Trainer) -> bool:
-    """Whether this rank has the whole state, and sends nothing once a step is agreed on (local)."""
+    """Whether this rank has the whole state, and sends nothing after the AGREE of a step (local)."""
     exchange, operations = trainer.exchange, trainer.operations
     if not exchange.whole_state:
         return False
@@ -120,21 +120,21 @@ def holds_whole_state(trainer: Trainer) -> bool:
 def recover_newest(comm: Communicator, memories: Sequence[RankMemory]) -> SurvivorState | None:
     """Return the newest state that the ranks of ``comm`` have together; None for none.
 
-    ``memories`` are this rank's, of any lives; a rank that came new has none. Collective over ``comm``, as is to fill
-    with that state.
+    ``memories`` are this rank's, of any incarnations; a process that joined has none. Collective over ``comm``, as is
+    `SurvivorState.fill`. The newest incarnation comes first: where its copies are incomplete, an older one counts.
     """
     known: set[int] = set().union(*comm.allgather_object({memory.life for memory in memories}))
     for life in sorted(known, reverse=True):
         mine = next((memory for memory in memories if memory.life == life), None)
         live = mine is not None and mine.live is not None
-        found = _from_replicas(comm, mine) if any(comm.allgather_object(live)) else _from_copies(comm, mine)
-        if found is not None:
-            return found
+        newest = _from_replicas(comm, mine) if any(comm.allgather_object(live)) else _from_copies(comm, mine)
+        if newest is not None:
+            return newest
     return None
 
 
 def _from_replicas(comm: Communicator, mine: RankMemory | None) -> SurvivorState | None:
-    """Return the state of those who made the last update."""
+    """Return the state of the ranks that made the last update; the others contribute nothing. Collective."""
     own = None if mine is None else mine.live
     steps: list[int] = comm.allgather_object(-1 if own is None else own.step)
     newest = max(steps)
@@ -144,7 +144,7 @@ def _from_replicas(comm: Communicator, mine: RankMemory | None) -> SurvivorState
 
 
 def _from_copies(comm: Communicator, mine: RankMemory | None) -> SurvivorState | None:
-    """Return the state of the newest copies that are complete."""
+    """Return the state of the newest copies that are complete; None for none. Collective."""
     place, copies = (None, None) if mine is None else (mine.place, mine.copies)
-    found = redundancy.recover(comm, place, copies)
-    return None if found is None else SurvivorState(found.step, found.scalars, found.held, comm)
+    recovered = redundancy.recover(comm, place, copies)
+    return None if recovered is None else SurvivorState(recovered.step, recovered.scalars, recovered.held, comm)

@@ -1,8 +1,8 @@
 """Energy and time of a run, from its first step to its validation, over all of its starts.
 
-What is used after the last checkpoint of a start that was killed counts too, though its steps are done again: the run
-directory keeps a record (usage.json), renewed with the rows of the metrics, that no checkpoint has to wait for. Spans
-of the ranks of a node are brought to the rank that reads its counters, which attributes joules to activities.
+Energy after the last checkpoint of a start that was killed counts too, though its steps are done again: the run
+directory keeps a record (usage.json) that is renewed with the rows of the metrics, independently of checkpoints. The
+ranks of a node send their spans to the rank that reads its counters, which attributes joules to activities.
 """
 
 import json
@@ -50,16 +50,22 @@ def energy_figures(
     samples: float = math.nan,
     tokens: float = math.nan,
     *,
-    told: Mapping[str, Any] | None = None,
+    activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of a `report` over so many steps; what is not known is None, with the reason beside it.
+    """Return the figures of ``report`` over ``steps`` steps; what is not known is None, with the reason beside it.
 
-    ``told`` is what training consists of, see `activities.of_job`; ``config`` knows what a joule costs.
+    ``activities`` are those of training, from `phase_shares.job_activities`; ``config`` has prices and carbon.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
-    told = told or {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}, "unknown": phase_shares.NO_SPANS}
+    activities = activities or {
+        "joules": {},
+        "error_j": {},
+        "seconds": {},
+        "reason": {},
+        "unknown": phase_shares.NO_SPANS,
+    }
     meaning = energy_metrics.figures(
         report["energy_j"],
         math.fsum(phase["seconds"] for phase in phases.values()),
@@ -75,11 +81,11 @@ def energy_figures(
         "energy_j_by_phase": {name: json_number(phase["joules"]) for name, phase in phases.items()},
         "energy_reason_by_phase": {name: phase["reason"] for name, phase in phases.items() if phase["reason"]},
         "seconds_by_phase": {name: phase["seconds"] for name, phase in phases.items()},
-        "energy_j_by_activity": {name: json_number(joules) for name, joules in told["joules"].items()},
-        "energy_error_j_by_activity": {name: json_number(joules) for name, joules in told["error_j"].items()},
-        "seconds_by_activity": dict(told["seconds"]),
-        "energy_reason_by_activity": dict(told["reason"]),
-        "energy_activity_reason": told["unknown"],
+        "energy_j_by_activity": {name: json_number(joules) for name, joules in activities["joules"].items()},
+        "energy_error_j_by_activity": {name: json_number(joules) for name, joules in activities["error_j"].items()},
+        "seconds_by_activity": dict(activities["seconds"]),
+        "energy_reason_by_activity": dict(activities["reason"]),
+        "energy_activity_reason": activities["unknown"],
         "energy_j_by_kind": {kind: json_number(joules) for kind, joules in report["by_kind"].items()},
         "energy_parts_j_by_kind": {kind: json_number(joules) for kind, joules in report["parts"].items()},
         "energy_not_included": report["not_included"],
@@ -94,14 +100,14 @@ def energy_figures(
 
 
 def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return what the metrics file says of the figures of a run; NaN is not known."""
+    """Return the ``figures`` of a run as attributes of the metrics file; NaN is not known."""
     names = ("energy_j", "j_per_step", "j_per_sample", "j_per_token", "energy_delay_product_js", "emissions_g")
-    found = {name: math.nan if figures[name] is None else figures[name] for name in names}
-    return found | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
+    attributes = {name: math.nan if figures[name] is None else figures[name] for name in names}
+    return attributes | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
 
 
 def describe_energy(figures: Mapping[str, Any]) -> str:
-    """Return the line that a person reads: the energy as it was measured, or why it was not."""
+    """Return the line of a summary: the measured energy, or the reason that there is none."""
     if figures["energy_j"] is None:
         reason = str(figures["energy_reason"]).split("; ")[0]  # all of them are in the JSON summary and the metrics
         if reason.startswith(NO_SOURCE):
@@ -113,15 +119,17 @@ def describe_energy(figures: Mapping[str, Any]) -> str:
     if known:
         parts.append(f"training is {_listed(known)}")
     label = f" ({figures['energy_label']})" if figures["energy_label"] else ""
-    said = [f"energy{label} {figures['energy_j']:.1f} J of {kinds} ({'; '.join(parts)})"]
+    parts_of_line = [f"energy{label} {figures['energy_j']:.1f} J of {kinds} ({'; '.join(parts)})"]
     if figures["j_per_step"] is not None:
-        said.append(f"{figures['j_per_step']:.3g} J a step")
+        parts_of_line.append(f"{figures['j_per_step']:.3g} J a step")
     if figures["emissions_g"] is not None:
         dated = f", {figures['carbon_date']}" if figures["carbon_date"] else ""
-        said.append(f"{figures['emissions_g']:.3g} gCO2e at PUE {figures['pue']:g} ({figures['carbon_source']}{dated})")
+        parts_of_line.append(
+            f"{figures['emissions_g']:.3g} gCO2e at PUE {figures['pue']:g} ({figures['carbon_source']}{dated})"
+        )
     if figures["cost"] is not None:
-        said.append(f"{figures['cost']:.3g} {figures['currency'] or ''}".rstrip() + " of electricity")
-    return "; ".join(said)
+        parts_of_line.append(f"{figures['cost']:.3g} {figures['currency'] or ''}".rstrip() + " of electricity")
+    return "; ".join(parts_of_line)
 
 
 def _listed(joules: Mapping[str, float | None]) -> str:
@@ -134,10 +142,10 @@ USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:
-    """Energy of a run, measured by `Monitor`, and the step after which it began. Construction is collective.
+    """Energy of a run, measured by `EnergyMonitor`, from a step on. Construction is collective.
 
-    ``directory`` is that of the run, None where no record is kept. ``spans`` returns what this rank did since it was
-    last called, as `comm.spans.Spans.drain`; without it, nobody knows what training consists of. ``host`` is for tests.
+    ``directory`` is that of the run, None where no record is kept. ``spans`` returns the spans of this rank since its
+    last call, as `Spans.drain`; without it the activities of training are not known. ``host`` is for tests.
     """
 
     def __init__(
@@ -167,9 +175,9 @@ class EnergyRecorder:
         self._spans = spans
         self._node: Communicator | None = None
         self._attribution: Attribution | None = None
-        self._users: dict[str, tuple[int, ...]] = {}  # of GPUs, among the ranks of the host
+        self._users: dict[str, tuple[int, ...]] = {}  # ranks of this host, by the GPU that they use
         self._since_step = 0
-        self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
+        self._before: dict[str, Any] | None = None  # the activities of earlier starts, from `activities_state`
         self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
             self._restore(_checkpointed(on_first_rank(comm, lambda: scalars_of(resume_from))))
@@ -181,9 +189,9 @@ class EnergyRecorder:
             self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
 
     def _noted(self) -> dict[str, Any] | None:
-        """Return what the record says; None where there is none, or it cannot be used (local).
+        """Return the record; None where there is none, or it cannot be used (local).
 
-        One that is damaged is set aside; one that cannot be read just now stays, and this start renews it not.
+        A damaged one is renamed; one that cannot be read now stays as it is, and this start does not renew it.
         """
         if self._path is None:
             return None
@@ -203,16 +211,16 @@ class EnergyRecorder:
             print(text, file=sys.stderr, flush=True)
         return None
 
-    def _restore(self, kept: Mapping[str, Any]) -> None:
-        self._since_step = kept["since_step"]
-        self.monitor.restore(kept["joules"])
+    def _restore(self, record: Mapping[str, Any]) -> None:
+        self._since_step = record["since_step"]
+        self.monitor.restore(record["joules"])
         self._before, self._before_j = None, 0.0
-        if kept["joules"] is not None:
-            self._before = kept.get("activities") or {}
-            self._before_j = _training_j(kept["joules"])
+        if record["joules"] is not None:
+            self._before = record.get("activities") or {}
+            self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Let the first rank of each host, which has the counters, be told what the others do. Collective."""
+        """Join the ranks of each host, whose first rank has the counters and collects the spans. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -224,7 +232,7 @@ class EnergyRecorder:
             self._attribution = Attribution(self._sensor)
 
     def _sensor(self, name: str, kind: str) -> PowerSensor:
-        """Return the sensor behind a source of this node."""
+        """Return the power sensor of a source of this node."""
         track = next(track for track in self.monitor.sampler.tracks if (track.name, track.kind) == (name, kind))
         if kind != "gpu":
             return PowerSensor(0.1, 0.1).paced(track.pace.update_s)
@@ -234,25 +242,25 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return the sensor of this node's sources that looks for the smallest part of the time (local).
+        """Return the sensor of this node that measures during the smallest part of the time (local).
 
-        None where all look all of the time, and on ranks that read none.
+        None where all measure all of the time, and on ranks that read none.
         """
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
     def window(self, phase: str) -> AbstractContextManager[None]:
-        """Count what is used inside as that of ``phase`` (local; every rank should call)."""
+        """Count the energy used inside in ``phase`` (local; every rank should call)."""
         return self.monitor.window(phase)
 
     def collect(self) -> list[NodeRows]:
-        """Return samples and windows since the last call, on rank 0 of the world at the least. Collective."""
+        """Return samples and windows since the last call, at least on rank 0 of the world. Collective."""
         self._attribute()
         return self.monitor.collect()
 
     def _attribute(self) -> None:
-        """Tell the first rank of the node what its ranks did. Collective over the node; the others send."""
+        """Send the spans of all ranks of the node to its first, which attributes joules. Collective over the node."""
         if self._node is None or self._spans is None:
             return
         own = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers for each span
@@ -263,15 +271,17 @@ class EnergyRecorder:
             return
         ranks = [own.reshape(-1, 3)]
         for peer, count in enumerate(counts[1:], start=1):
-            told = np.empty(count, np.int64)
+            spans = np.empty(count, np.int64)
             if count:
-                self._node.recv(told, peer)
-            ranks.append(told.reshape(-1, 3))
+                self._node.recv(spans, peer)
+            ranks.append(spans.reshape(-1, 3))
         if self._attribution is not None:
-            self._attribution.add(ranks, [_counted(one, self._users.get(one.name)) for one in self.monitor.intervals()])
+            self._attribution.add(
+                ranks, [_counted(interval, self._users.get(interval.name)) for interval in self.monitor.intervals()]
+            )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps. Collective."""
+        """Return the energy and activities so far for a checkpoint. Collective."""
         joules = self.monitor.state()
         return {
             "since_step": self._since_step,
@@ -280,7 +290,7 @@ class EnergyRecorder:
         }
 
     def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
-        """Return what training consists of, over all starts; see `activities.of_job`. Collective."""
+        """Return the activities of training over all starts, from `job_activities`. Collective."""
         own = [] if self._attribution is None else self._attribution.rows(final=final)
         models = {track.name for track in self.monitor.sampler.tracks if track.about.declared}
         for phase in [phase for row in own if row["name"] in models for phase in row["activities"].values()]:
@@ -290,14 +300,16 @@ class EnergyRecorder:
         if now_j is None or self._before_j is None:
             reason = joules["reason"] or "the energy of training is not known"
             return phase_shares.job_activities(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
-        told = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
-        reason = phase_shares.MODEL_REASON if told and all(why == phase_shares.MODEL_REASON for why in told) else None
+        reasons = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
+        reason = (
+            phase_shares.MODEL_REASON if reasons and all(why == phase_shares.MODEL_REASON for why in reasons) else None
+        )
         return phase_shares.job_activities(
             everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before
         )
 
     def note(self) -> dict[str, Any]:
-        """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
+        """Renew the record of the energy so far, and return it. Collective; raises StorageError on rank 0."""
         state = self.state()
         self._write(state)
         return state
@@ -311,7 +323,7 @@ class EnergyRecorder:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
+        """Return the figures of the summary of a run of ``steps`` steps, as JSON values. Collective.
 
         The record then says the same, also of what waited for ranks that tell nothing more; raises StorageError on
         rank 0. ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a
@@ -319,23 +331,25 @@ class EnergyRecorder:
         same holds for samples, and for tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
         """
         report = self.monitor.report()
-        told = self._activities({**report, **_plain(report)}, final=True)
-        kept = {
+        activities = self._activities({**report, **_plain(report)}, final=True)
+        record = {
             "since_step": self._since_step,
             "joules": reports.state(report),
-            "activities": phase_shares.activities_state(told),
+            "activities": phase_shares.activities_state(activities),
         }
-        self._write(kept)
+        self._write(record)
         batches = self._recipe.run.batches
         samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
         tokens = math.nan if tokens_per_sample is None else samples * tokens_per_sample
-        return energy_figures(report, steps - self._since_step, samples, tokens, told=told, config=self._recipe.energy)
+        return energy_figures(
+            report, steps - self._since_step, samples, tokens, activities=activities, config=self._recipe.energy
+        )
 
 
 def _training_j(joules: Mapping[str, Any]) -> float | None:
     """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""
-    found: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
-    return found
+    training_j: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
+    return training_j
 
 
 def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +365,7 @@ def _counted(source: SourceSamples, ranks: tuple[int, ...] | None) -> CounterSam
 
 
 def checked_record(record: Any) -> dict[str, Any]:
-    """Return what `Energy.state` once returned, as it was read. Raises TypeError or ValueError for anything else.
+    """Return ``record``, as read, if `EnergyRecorder.state` can have returned it. Raises TypeError or ValueError.
 
     Earlier versions kept no activities.
     """
@@ -365,7 +379,7 @@ def checked_record(record: Any) -> dict[str, Any]:
 
 
 def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps. One of an earlier version has none: joules are those of the steps from it on."""
+    """Return the energy record of a checkpoint. Earlier versions kept none: joules count from that checkpoint on."""
     try:
         return checked_record(scalars.get("energy"))
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Event publisher: the figures of a run while it goes on, from every rank to the sinks of rank 0.
 
 Steps, memory, collectives, checkpoints, anomalies, and the figures of energy and utilisation (`energy_events`);
-figures that nobody knows are left out. A person is told of each kind of anomaly once in `ANOMALY_QUIET_NS`.
+unknown figures are left out. The console gets a line for each kind of anomaly once in `ANOMALY_QUIET_NS`.
 """
 
 import math
@@ -33,9 +33,9 @@ from hpcdist.training.build.trainer import Trainer
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return figures by kind of event, from what was collected and the ``state`` of the energy of the run (local).
+    """Return the figures of energy and utilisation by kind of event, from ``monitor`` and ``state`` (local).
 
-    ``tokens`` are those of the run that the energy of its training was used for.
+    ``state`` is that of `EnergyRecorder`; ``tokens`` are those that the energy of training was used for.
     """
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -55,8 +55,8 @@ def energy_events(
     }
 
 
-MOST_RANKS_IN_EVENT: Final = 512  # of so many ranks at most, the figures of each go with a step
-MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank whose rows wait for those of slower workers
+MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, the event of a step has no figures of each rank
+MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for the rows of slower workers
 _DATA: Final = quantities.key("phase_seconds", "data")
 _OTHER: Final = quantities.key("phase_seconds", "other")
 LineWriter = Callable[[str], None]
@@ -71,9 +71,9 @@ _OF_RANKS: Final = {
 
 
 class EventPublisher:
-    """One rank's part of the stream of events, and on rank 0 its sinks. Construction and `gather` are collective.
+    """Part of one rank in the stream of events; rank 0 has the sinks. Construction and `gather` are collective.
 
-    Raises what keeps a sink from beginning, on rank 0.
+    Construction raises the errors of sinks, on rank 0.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EventPublisher:
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
         self._tokens, self._sent_bytes = 0, 0.0
         self._checkpoints = 0
-        self._scale = 1.0  # of the loss, when it was last told
+        self._scale = 1.0  # loss scale of the last event about it
         self._done = trainer.first_step
         self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
         self._stream: EventStream | None = None
@@ -121,7 +121,7 @@ class EventPublisher:
             self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
             self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
             known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
-            # Who watches a count sees that it can be told, before there is anything to count.
+            # Counts start at 0, so that dashboards know of them before there is anything to count.
             known |= {quantities.key("anomalies_total", kind): 0 for kind in KINDS}
             known |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
             self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
@@ -131,36 +131,36 @@ class EventPublisher:
             known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
             self._events.append(RunEvent(kind, step, known, **more))
 
-    def stepped(self, step: int, found: StepResult, waited_s: float) -> None:
-        """Take what this rank knows of a step that is done; it waited for its data for ``waited_s``."""
+    def stepped(self, step: int, result: StepResult, waited_s: float) -> None:
+        """Record a step of this rank, which waited for its data for ``waited_s``."""
         self._done = step
         self._waited_s += waited_s
         self._made += 1
         if self._stream is not None:
-            self._steps[step] = time.time_ns(), found.gradient_norm
+            self._steps[step] = time.time_ns(), result.gradient_norm
             if len(self._steps) > MOST_WAITING_STEPS:
                 del self._steps[next(iter(self._steps))]
-            figures = {"loss_scale": found.loss_scale} if found.loss_scale != self._scale else {}
-            self._scale = found.loss_scale
-            if found.skipped:
+            figures = {"loss_scale": result.loss_scale} if result.loss_scale != self._scale else {}
+            self._scale = result.loss_scale
+            if result.skipped:
                 self._skipped.add(step)
                 figures["skipped_steps_total"] = self._trainer.executor.loss_scale.skipped
             if figures:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Take what went on beside the computation of a step on this rank."""
+        """Record the background collectives of a step of this rank."""
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Take a row of metrics of all ranks, (world,) each (rank 0 has them)."""
+        """Add a row of metrics of all ranks, (world,) each (on rank 0)."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
     def saved(self, step: int, held_s: float) -> None:
-        """Take that a checkpoint is complete, which held up the steps for so long."""
+        """Record that a checkpoint is complete, which held up the steps for ``held_s``."""
         self._checkpoints += 1
         self._hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
@@ -171,13 +171,13 @@ class EventPublisher:
             self._held_up.add(step)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Take the validation loss after ``step``; NaN where there is none."""
+        """Record the validation loss after ``step``; NaN where there is none."""
         self._hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Bring together what ranks have counted since the start. Collective.
+        """Gather the counts of all ranks since the start. Collective.
 
         ``monitor`` has just collected, and ``energy`` is the state of the energy of the run.
         """
@@ -213,7 +213,7 @@ class EventPublisher:
         overlapped: Sequence[Mapping[str, float]],
         fetched: Sequence[Mapping[str, int]],
     ) -> None:
-        """Take time and bytes by operation: the mean, and the sum, over the ranks that made any."""
+        """Add an event of the collectives: by operation, mean seconds and summed bytes of the ranks that made any."""
         figures: dict[str, float] = {}
         for name in sorted({name for rank in operations for name in rank}):
             made = [rank[name] for rank in operations if name in rank]
@@ -235,12 +235,12 @@ class EventPublisher:
             figures |= {"prefetch_hits_total": totals["hits"], "prefetch_misses_total": totals["misses"]}
         exposed = sum(rank.get("exposed_s", 0.0) for rank in overlapped)
         total = sum(rank.get("overlapped_s", 0.0) for rank in overlapped)
-        if total > 0:  # not where it is NaN: while nobody looks, nobody knows what moves
+        if total > 0:  # not where it is NaN: without a thread the time is not known
             figures["hidden_communication_ratio"] = max(0.0, 1 - exposed / total)
         self._add("collectives", self._done, figures)
 
     def publish(self) -> list[RunEvent]:
-        """Give what has come together to the sinks, and return it (rank 0 has something)."""
+        """Publish the events since the last call to the sinks, and return them (none but on rank 0)."""
         if self._stream is None:
             return []
         self._work_out()
@@ -250,7 +250,7 @@ class EventPublisher:
         return events
 
     def _work_out(self) -> None:
-        """Make events of the rows that have come."""
+        """Turn the rows since the last call into events."""
         rows, self._rows = self._rows, []
         for row, figures in zip(rows, self._derived.of(rows), strict=True):
             self._tokens += int(row.tokens)
@@ -269,18 +269,18 @@ class EventPublisher:
         self._data_s = math.nan
 
     def _flag(self, row: StepRow, figures: Mapping[str, float]) -> None:
-        """Tell a person, and the sinks, what is odd about a step."""
+        """Report the anomalies of a step to the console and the sinks."""
         special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
         self._skipped.discard(row.step)
         self._held_up.discard(row.step)
         for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
-            self._told(anomaly, row.time_ns)
+            self._print_anomaly(anomaly, row.time_ns)
             count = self._anomalies.counts[anomaly.kind]
             values: dict[str, float | str] = {quantities.key("anomalies_total", anomaly.kind): count}
             self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
 
-    def _told(self, anomaly: Anomaly, time_ns: int) -> None:
-        """Tell a person, of each kind once in `QUIET_NS`: a log must stay readable where much is odd."""
+    def _print_anomaly(self, anomaly: Anomaly, time_ns: int) -> None:
+        """Print an anomaly, of each kind once in `ANOMALY_QUIET_NS`, so that a log stays readable."""
         last_ns, silent = self._lines.get(anomaly.kind, (0, 0))
         if last_ns and time_ns - last_ns < ANOMALY_QUIET_NS:
             self._lines[anomaly.kind] = last_ns, silent + 1
@@ -289,7 +289,7 @@ class EventPublisher:
         self._lines[anomaly.kind] = time_ns, 0
 
     def end(self) -> None:
-        """Take that the run ended as all ranks agreed."""
+        """Add the event of an end on which all ranks agreed."""
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:

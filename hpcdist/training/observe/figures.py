@@ -1,9 +1,9 @@
 """Figures and texts about a run: architecture, utilisation (MFU), consensus, stragglers, text entropies.
 
-What the introduction and the summary of a run say beside its speed. MFU is the model's operations a second over the
-peak of a matrix product, measured on all computing ranks at once. Consensus is the distance of replicas that differ;
-straggler figures are staleness, dropped gradients and shares of samples. Entropies of n-grams tell what a model knows
-that looks at no, one or two tokens of context. The pipeline bubble is that of the closed form, where there is one.
+They are in the introduction and the summary of a run. MFU is the model's operations a second over the peak of a matrix
+product, measured on all computing ranks at once. Consensus is the distance of replicas that differ; straggler figures
+are staleness, dropped gradients and shares of samples. Entropies of n-grams are the losses of models that see no, one
+or two tokens of context. The pipeline bubble is that of the closed form, where there is one.
 """
 
 import math
@@ -32,7 +32,7 @@ OVERLAP_TEXTS: Final = {"thread": "overlapped by a thread", "poll": "overlapped 
 
 
 def describe_architecture(trainer: Trainer) -> str:
-    """Return strategy, algorithm and, where there are any, servers, what a recipe changes of these, and the schedule.
+    """Return the architecture in words: strategy, algorithm, servers, what the recipe changes of these, schedule.
 
     Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default.
 
@@ -45,7 +45,7 @@ def describe_architecture(trainer: Trainer) -> str:
     algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.algorithm.split(",")))
     parts = [parallel.strategy, " or ".join(algorithms) + (" by size" if len(algorithms) > 1 else "")]
     if parallel.strategy == "parameter_server":
-        roles = Roles.of(servers, trainer.seat.members.size)
+        roles = Roles.of(servers, trainer.context.members.size)
         count = len(roles.servers)
         parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
     if servers.transport != "messages":
@@ -87,7 +87,7 @@ def describe_architecture(trainer: Trainer) -> str:
 
 
 def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
-    """Return what the keys of ZeRO change of its stage (local)."""
+    """Return how the keys of ZeRO change its stage, in words (local)."""
     stage = STAGES.get(trainer.recipe.parallel.strategy)
     if stage is None:
         return []
@@ -112,7 +112,7 @@ def warn_of_whole_gathers(trainer: Trainer) -> str:
 
     A model of the library is cut already: the warning is for that of a user, who can cut it.
     """
-    model, ranges = trainer.model, trainer.seat.ranges
+    model, ranges = trainer.model, trainer.context.ranges
     if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.gathers:
         return ""
     largest = max(ranges, key=lambda unit: ranges[unit].size)
@@ -136,28 +136,28 @@ PEAK_SECONDS: Final = 0.03  # of products on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, why_not: str) -> dict[str, Any]:
-    """Return operations of a training step for a sample, and a second; the peak, and the share of it (MFU). Collective.
+    """Return the operations of a step per sample and per second, the peak, and the share of it (MFU). Collective.
 
     The peak is that of a matrix product in the type that the model computes in, measured on all computing ranks at
     once, and summed over them. What is not known is None, with ``mfu_reason``: ``why_not`` where there is no speed.
     """
-    found: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
+    utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
-        return found | {"mfu_reason": USER_MODEL_NOT_COUNTED}
-    found["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.model_inputs()).flops
+        return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
+    utilisation["flops_per_sample"] = counts(trainer.recipe.model, **trainer.source.model_inputs()).flops
     if math.isnan(tokens_per_s):
-        return found | {"mfu_reason": why_not}
-    found["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * found["flops_per_sample"]
+        return utilisation | {"mfu_reason": why_not}
+    utilisation["flops_per_s"] = tokens_per_s / trainer.model.tokens_per_sample * utilisation["flops_per_sample"]
     comm.barrier()  # cores that ranks share, they share now, too
-    own = _measured_peak(trainer) if trainer.seat.computes else 0.0
+    own = _measured_peak(trainer) if trainer.context.computes else 0.0
     peak = sum(comm.allgather_object(own))
     if math.isnan(peak):
-        return found | {"mfu_reason": NO_MEMORY_FOR_PEAK}
-    return found | {"peak_flops_per_s": peak, "mfu": found["flops_per_s"] / peak}
+        return utilisation | {"mfu_reason": NO_MEMORY_FOR_PEAK}
+    return utilisation | {"peak_flops_per_s": peak, "mfu": utilisation["flops_per_s"] / peak}
 
 
 def _measured_peak(trainer: Trainer) -> float:
-    """Return operations a second on this rank, NaN where it has no memory to find out (local)."""
+    """Return the peak operations a second of this rank, NaN without memory for the measurement (local)."""
     dtype = trainer.model.dtype
     # All 16-bit types are equally fast where they are used.
     measured = np.dtype(np.float16) if is_16bit_float(dtype) else dtype
@@ -168,7 +168,7 @@ def _measured_peak(trainer: Trainer) -> float:
 
 
 def describe_utilisation(summary: dict[str, Any]) -> list[str]:
-    """Return the line that a person reads, none where there is no speed."""
+    """Return the line of a summary about utilisation, none where there is no speed."""
     if summary["flops_per_s"] is None:
         return []
     speed = f"{summary['flops_per_s'] / 1e9:,.1f} GFLOP/s of the model"
@@ -178,21 +178,21 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_consensus(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write the consensus distances that were measured since the last call (rank 0 does, the others forget them)."""
+    """Write the consensus distances since the last call (rank 0 does, the others drop them)."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
-    """Return what the summary of such a run has beside the figures of all runs, {} for others (local).
+    """Return the figures of replicas that differ for the summary, {} for other runs (local).
 
-    ``consensus_distance`` is the last one, measured before the replicas became one model. What nobody knows is None.
+    ``consensus_distance`` is the last one, measured before the replicas became one model. Unknown figures are None.
     """
     return {name: _number(value) for name, value in trainer.exchange.consensus().items()}
 
 
 def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line of a summary that says so, if there is anything to say."""
+    """Return the line of a summary about replicas that differed, if they did."""
     distance = summary.get("consensus_distance")
     return [] if distance is None else [f"replicas were {distance:.3g} of the norm of their mean apart, then averaged"]
 
@@ -202,7 +202,7 @@ def _number(value: float) -> float | None:
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the summary has of them (local).
+    """Return the figures of stragglers for the summary (local).
 
     ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are figures of
     parameter servers whose workers are not in lock-step:
@@ -210,21 +210,21 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
     late in this start. ``servers_fullest`` is what the server with most holds, over an even share.
     """
     exchange = trainer.exchange
-    found: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
+    stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
     if exchange.fullest is None:
-        return found
-    found["servers_fullest"] = exchange.fullest
+        return stragglers
+    stragglers["servers_fullest"] = exchange.fullest
     if exchange.drops_late:
-        return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
+        return stragglers | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
     count = sum(rank["count"] for rank in workers)
     if not count:
-        return found | {"staleness_mean": None, "staleness_most": None}
+        return stragglers | {"staleness_mean": None, "staleness_most": None}
     total = sum(rank[part].get("staleness", 0) for rank in workers for part in ("first", "sums"))
-    return found | {"staleness_mean": total / count, "staleness_most": max(rank["stalest"] for rank in workers)}
+    return stragglers | {"staleness_mean": total / count, "staleness_most": max(rank["stalest"] for rank in workers)}
 
 
 def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a summary that say so, if there is anything to say."""
+    """Return the lines of a summary about stragglers, if there are any."""
     lines = []
     if summary.get("samples_by_replica") is not None:
         shares = summary["samples_by_replica"]
@@ -233,8 +233,8 @@ def describe_stragglers(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"gradients were {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_most']}")
     if summary.get("dropped_gradients") is not None:
         count = summary["dropped_gradients"]
-        one = count == 1
-        lines.append(f"{count} gradient{'' if one else 's'} came too late and {'was' if one else 'were'} dropped")
+        single = count == 1
+        lines.append(f"{count} gradient{'' if single else 's'} came too late and {'was' if single else 'were'} dropped")
     if summary.get("servers_fullest", 1.0) > 1.01:
         lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
     return lines
@@ -264,23 +264,23 @@ def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     used = np.unique(np.concatenate([_distinct_tokens(chunk) for chunk in chunks]))
     kinds = used.size
     order = max((n for n in range(1, len(NGRAM_NAMES) + 1) if kinds**n <= MOST_NGRAM_KINDS), default=0)
-    found: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
+    entropies: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
     if order == 0:
-        return found
+        return entropies
     # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
     counts = np.zeros(kinds**order, np.int64)
     for code in _ngram_codes(blocks, used, order):
         counts += np.bincount(code, minlength=counts.size)
     while order:
         contexts = counts.reshape(-1, kinds).sum(axis=1)
-        found[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
+        entropies[NGRAM_NAMES[order - 1]] = _conditional_entropy(counts, contexts)
         order -= 1
         if order:
-            for block in blocks:  # the last n-gram of a block begins no longer one
+            for block in blocks:  # the last (n-1)-gram of a block is the prefix of no n-gram
                 for code in _ngram_codes([block[-order:]], used, order):
                     contexts[code] += 1
         counts = contexts
-    return found
+    return entropies
 
 
 def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 The loop reports when it waits, steps, saves and validates.
 
-`StepShifter`: a power sensor that looks 25 ms of every 100 ms sees the same part of each step where steps take a
+`StepShifter`: a power sensor that measures 25 ms of every 100 ms sees the same part of each step where steps take a
 multiple of 100 ms, and its counter is then wrong by as much as that part is unlike the others. Yang, Adamek and
 Armour (arXiv 2312.02741) shift the repetitions of a measurement; in a training, whose ranks step together, one of
 them waits.
@@ -12,18 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, TypeVar
+from contextlib import contextmanager
+from typing import Final, TypeVar
 
 from tqdm import tqdm
 
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 from hpcdist.comm.record.spans import SpanSink, now_ns
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
-from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.strategies.schedule.observers import NO_RANGES, ProfilerRanges
-from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -83,7 +80,7 @@ class ConsoleProgress:
             )
 
     def _left(self, done: int, now: float) -> str:
-        """Return how long the steps that are left will take; after the first step, what that took."""
+        """Return the estimated time of the steps that are left; after the first step, the seconds that it took."""
         assert self._warm is not None
         warm_s, warm = self._warm
         if done == warm:
@@ -97,7 +94,7 @@ class ConsoleProgress:
 
 
 def _terminal_columns() -> int | None:
-    """Return the width of the terminal that stderr goes to, directly or by the launcher; 0: look it up; else None."""
+    """Return the width of the terminal behind stderr, directly or by the launcher; 0 unknown; None without one."""
     if sys.stderr.isatty():
         return 0
     columns = os.environ.get(TERMINAL_COLUMNS, "")
@@ -105,95 +102,44 @@ def _terminal_columns() -> int | None:
 
 
 class StepLog:
-    """Writes into ``metrics`` and tells a person by ``progress``; rank 0 does, the others have nothing to do."""
+    """Log of special steps, in ``metrics`` and on the console of ``progress`` (rank 0 alone writes)."""
 
     def __init__(self, trainer: Trainer, metrics: RunMetrics, progress: ConsoleProgress) -> None:
         self._trainer, self._metrics, self._progress = trainer, metrics, progress
         self._loss_scale = 1.0  # of the last row about it
         self._has_suspected = False
 
-    def stepped(self, step: int, found: StepResult) -> None:
-        """Write down what was special about ``step``, where something was."""
-        self._scale(step, found)
-        self._recomputed(step, found)
+    def stepped(self, step: int, result: StepResult) -> None:
+        """Log a changed loss scale, a skipped step, and a second computation of ``step``."""
+        self._scale(step, result)
+        self._recomputed(step, result)
 
-    def _scale(self, step: int, found: StepResult) -> None:
-        """Write what happened to the scale of the loss, where something did."""
-        if found.skipped:
-            self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {found.loss_scale:g}")
-        if found.skipped or found.loss_scale != self._loss_scale:
-            self._metrics.scaled(step, found.loss_scale, found.skipped)
-            self._loss_scale = found.loss_scale
+    def _scale(self, step: int, result: StepResult) -> None:
+        """Log a skipped step, and a loss scale other than that of the last row."""
+        if result.skipped:
+            self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
+        if result.skipped or result.loss_scale != self._loss_scale:
+            self._metrics.scaled(step, result.loss_scale, result.skipped)
+            self._loss_scale = result.loss_scale
 
-    def _recomputed(self, step: int, found: StepResult) -> None:
-        """Write what a second computation of the step found, where there was one."""
-        if (again := found.recomputed) is None:
+    def _recomputed(self, step: int, result: StepResult) -> None:
+        """Log the verdict of a second computation of the step, where there was one."""
+        if (verdict := result.recomputed) is None:
             return
-        if again.fault:
-            self._progress.say(again.fault)
-        elif again.suspicion and not self._has_suspected:
-            self._progress.say(f"step {step}: {again.suspicion}; computed again, it has the same bits: it is the data")
+        if verdict.fault:
+            self._progress.say(verdict.fault)
+        elif verdict.suspicion and not self._has_suspected:
+            why = verdict.suspicion
+            self._progress.say(f"step {step}: {why}; computed again, it has the same bits: it is the data")
             self._has_suspected = True  # once is enough: the others are in the metrics
-        row = bool(again.suspicion), not again.fault, again.ranks[0] if again.ranks else -1
+        row = bool(verdict.suspicion), not verdict.fault, verdict.ranks[0] if verdict.ranks else -1
         self._metrics.include(lambda file, session: side_tables.append_recomputed(file, session, step, *row))
 
     def shares(self, done: int, first: int) -> None:
-        """Write the shares of the steps after ``done``, of those that are known from the ``first`` on."""
+        """Write the shares of the steps after ``done``: the known ones from index ``first`` on."""
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
                 self._metrics.shared(batch + 1, samples)
-
-
-DOMAIN: Final = "hpcdist"
-COLORS: Final = {
-    "compute": 0x4E79A7,
-    "communication": 0xF28E2B,
-    "update": 0x59A14F,
-    "data": 0xEDC948,
-    "checkpoint": 0xB07AA1,
-    "validation": 0x76B7B2,
-    "other": 0xBAB0AC,
-    "step": 0x9C755F,
-}  # RGB by phase; the same ones in every picture of a step
-assert all(color <= 0xFFFFFF for color in COLORS.values())
-
-
-class NvtxRanges:
-    """The `Ranges` of one rank: pushed and popped on the thread that enters them, in a domain of their own.
-
-    Raises MissingCapabilityError where the package is absent.
-    """
-
-    def __init__(self, domain: str = DOMAIN) -> None:
-        try:
-            import nvtx
-        except ImportError as error:
-            raise MissingCapabilityError(
-                f"telemetry.nvtx needs the package nvtx: pip install 'hpcdist[trace]', or set telemetry.nvtx = false "
-                f"({error})"
-            ) from error
-        self._annotate: Any = nvtx.annotate
-        self._domain = domain
-        # A tool keeps every text for ever. There are as many as different operations in a step: no step is in them.
-        self._known: dict[tuple[str, str, int, int], AbstractContextManager[object, bool | None]] = {}
-
-    def __call__(
-        self, phase: str, name: str, microbatch: int = -1, unit: int = -1
-    ) -> AbstractContextManager[object, bool | None]:
-        """Return the range of what is called ``name``, coloured by its ``phase`` (local)."""
-        found = self._known.get((phase, name, microbatch, unit))
-        if found is None:
-            found = self._annotate(
-                label(name, microbatch, unit), color=COLORS[phase], domain=self._domain, category=phase
-            )
-            self._known[phase, name, microbatch, unit] = found
-        return found
-
-
-def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a range: "FORWARD microbatch 0 unit 3"; without the numbers that are -1."""
-    numbers = (("microbatch", microbatch), ("unit", unit))
-    return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
 
 SHIFTED_STEPS: Final = (
@@ -203,9 +149,9 @@ SHIFT_SPAN: Final = "shift"  # of the spans
 
 
 class StepShifter:
-    """Waits before steps of this rank, of which others know nothing but that it comes later (local).
+    """Delay of the steps of this rank, for which the others wait in the step (local).
 
-    ``sensor`` returns the sensor in question, None while there is none that looks part of the time.
+    ``sensor`` returns the part-time power sensor, None while all sensors measure all of the time.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
@@ -216,7 +162,7 @@ class StepShifter:
     def wait(self, step: int) -> None:
         """Wait until ``step`` should begin."""
         if not self._left:
-            sensor = self._sensor()  # its pace may be known better by now
+            sensor = self._sensor()  # its interval may be known better by now
             self._shift = None if sensor is None else SensorShift(sensor, SHIFTED_STEPS)
             self._left = SHIFTED_STEPS
         self._left -= 1
@@ -234,30 +180,27 @@ Batch = TypeVar("Batch")
 
 
 class Instrumentation:
-    """Told by a loop what this rank does. ``step`` is the one that is being made, or was last. All of it is local."""
+    """Spans, ranges and energy windows of the loop of a rank, whose step is ``step``, or was last. Local."""
 
     def __init__(self, trainer: Trainer, spans: SpanSink, energy: EnergyRecorder) -> None:
         self.spans, self.energy = spans, energy
         self.step = trainer.first_step
         self.waited_s = 0.0  # for the data of the step that is being made, or was last
-        self.ranges = _ranges(trainer.recipe.telemetry)
+        self.ranges = trainer.ranges
         # One rank is enough: the others wait for it in the step.
         shifts = trainer.recipe.energy.shift and trainer.comm.rank == 0
         self._shifting = StepShifter(energy.part_time_sensor, spans) if shifts else None
-        trainer.executor.spans = spans
-        if self.ranges is not NO_RANGES:
-            trainer.executor.annotate(self.ranges)
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Give the time and energy inside to ``phase`` (every rank should call)."""
+        """Count the time and energy inside in ``phase`` (every rank should call)."""
         begun = now_ns()
         with self.energy.window(phase), self.ranges(phase, name):
             yield
         self.spans.add(phase, name, self.step, begun, now_ns())
 
     def awaited(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield ``batches``, and note how long each was waited for."""
+        """Yield ``batches``, and record how long this rank waited for each."""
         waiting = iter(batches)
         while True:
             begun = now_ns()
@@ -271,28 +214,20 @@ class Instrumentation:
             yield batch
 
     def waited(self, begun_ns: int) -> None:
-        """Note that the data of the coming step is there, for which this rank has waited since ``begun_ns``."""
+        """Record that this rank has waited for the data of the coming step since ``begun_ns``."""
         end = now_ns()
         self.waited_s = (end - begun_ns) / 1e9
         self.spans.add("data", WAIT_SPAN, self.step + 1, begun_ns, end)
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Note what takes time between the operations of steps, and is none of the other phases."""
+        """Record a span of "other" work between steps, which is in no phase."""
         begun = now_ns()
         yield
         self.spans.add("other", name, self.step, begun, now_ns())
 
     def stepped(self, step: int, begin_s: float, end_s: float) -> None:
-        """Note that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""
+        """Record that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""
         self.step = step
         # That clock is the one of spans: both are the system's monotonic one.
         self.spans.add("step", "step", step, round(begin_s * 1e9), round(end_s * 1e9))
-
-
-def _ranges(config: TelemetryConfig) -> ProfilerRanges:
-    """Return the ranges of a profiler where the recipe wants them; MissingCapabilityError without its package."""
-    if not config.nvtx:
-        return NO_RANGES
-
-    return NvtxRanges()

@@ -34,7 +34,7 @@ StepColumns: TypeAlias = tuple[int, float, float, int]  # step, loss, learning r
 
 
 class RunMetrics:
-    """One rank's rows since the last flush. Construction and `flush` are collective; the file belongs to rank 0."""
+    """Rows of one rank since the last flush. Construction and `flush` are collective; rank 0 writes the file."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class RunMetrics:
         self.clocks = HostClocks(comm)
         self._common: list[StepColumns] = []
         self._own: list[list[float]] = []
-        self._gathered: list[tuple[StepColumns, list[float]]] = []  # of this rank, by the last flush
+        self._gathered: list[tuple[StepColumns, list[float]]] = []  # rows of this rank in the last flush
         self._flushed = time.monotonic()
         self._costs_s: deque[float] = deque(maxlen=5)  # of the last flushes, to this rank
 
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
     ) -> None:
-        """Take the row of a step; ``seconds`` by phase and ``sent_bytes`` are this rank's (local)."""
+        """Add the row of a step; ``seconds`` by phase and ``sent_bytes`` are this rank's (local)."""
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
         self._own.append([figures[name] for name in PER_RANK])
@@ -71,7 +71,7 @@ class RunMetrics:
         return time.monotonic() - self._flushed >= max(FLUSH_EVERY_S, seldom_s) or len(self._own) >= FLUSH_AT_ROWS
 
     def flush(self) -> None:
-        """Gather what all ranks have, write it and tell sinks. Raises StorageError on rank 0 when the disk is full."""
+        """Gather the rows of all ranks, write and publish them. Raises StorageError on rank 0 when the disk is full."""
         begun = time.monotonic()
         self._gather()
         nodes = self._energy.collect()
@@ -82,10 +82,10 @@ class RunMetrics:
         self._costs_s.append(self._flushed - begun)
 
     def _publish(self, writer: MetricsWriter, *appends: Append) -> None:
-        """Tell the sinks what has come, and write it (rank 0)."""
+        """Publish the events to the sinks, and write the rows (rank 0)."""
         events = self._streaming.publish()
-        kept = [lambda file, session: observations.append(file, session, events)] if events else []
-        writer.flush(*kept, *appends)
+        of_events = [lambda file, session: observations.append(file, session, events)] if events else []
+        writer.flush(*of_events, *appends)
 
     def _gather(self) -> None:
         """Hand the rows of all ranks, which are of the same steps, to the writer. Collective."""
@@ -104,41 +104,41 @@ class RunMetrics:
         self._streaming.row(step, loss, learning_rate, tokens, wide)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return this rank's rows of which nobody knows whether they are in the file, after a death (local)."""
+        """Return this rank's rows that may not be in the file, after a rank failure (local)."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """Write the rows up to step ``last`` that ranks had in memory and the file lacks, after a death. Collective.
+        """Write the rows up to step ``last`` that ranks kept and the file lacks, after a rank failure. Collective.
 
-        They were made by ``world`` ranks; 0 where this rank was none of them. What others had measured is NaN.
+        They were made by ``world`` ranks; 0 where this rank was none of them. Figures of lost ranks are NaN.
         """
         self._gathered = list(rows)
-        told = self._comm.allgather_object((rows, world))
-        ranks = [{common[0]: (common, own) for common, own in found} for found, _ in told]
-        made_by = max(known for _, known in told)
+        carried = self._comm.allgather_object((rows, world))
+        ranks = [{common[0]: (common, own) for common, own in own_rows} for own_rows, _ in carried]
+        made_by = max(known for _, known in carried)
         if self._writer is None:
             return
         missing = [math.nan] * len(PER_RANK)
         for step in sorted(step for step in set().union(*ranks) if self._writer.last < step <= last):
-            common = next(found[step][0] for found in ranks if step in found)
-            figures = [found[step][1] if step in found else missing for found in ranks]
+            common = next(own_rows[step][0] for own_rows in ranks if step in own_rows)
+            figures = [own_rows[step][1] if step in own_rows else missing for own_rows in ranks]
             self._append(self._writer, common, np.array(figures), made_by)
         self._writer.flush()
 
     def shared(self, first_step: int, samples: Sequence[int]) -> None:
-        """Write how many samples each replica takes from ``first_step`` on (rank 0 does)."""
+        """Write the number of samples of each replica from ``first_step`` on (rank 0 does)."""
         if self._writer is not None:
             self._writer.include(lambda file, session: side_tables.append_shares(file, session, first_step, samples))
 
     def scaled(self, step: int, scale: float, skipped: bool) -> None:
-        """Write the scale of the loss in ``step`` (rank 0 does, the others have nothing to do)."""
+        """Write the loss scale of ``step`` (rank 0 alone)."""
         if self._writer is not None:
             self._writer.include(
                 lambda file, session: side_tables.append_loss_scale(file, session, step, scale, skipped)
             )
 
     def note_clocks(self) -> None:
-        """Write how far the clocks of the hosts are apart. Collective."""
+        """Write the offsets of the hosts' clocks. Collective."""
         readings = self.clocks.measure()
         if self._writer is not None:
             hosts, wall_ns = self.clocks.hosts, time.time_ns() - time.monotonic_ns()
@@ -147,12 +147,12 @@ class RunMetrics:
             )
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Let ``append(file, session)`` add a table of its own (rank 0 does, the others have nothing to do)."""
+        """Add a side table by ``append(file, session)`` (rank 0 alone)."""
         if self._writer is not None:
             self._writer.include(append)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """Write what is known at the end of a start (rank 0 does, the others have nothing to do).
+        """Write the figures of the end of a start (rank 0 alone).
 
         ``val_loss`` is NaN where the start was stopped, or where there is no validation data: no evaluation then.
         """
@@ -166,24 +166,24 @@ class RunMetrics:
             self._streaming.close(normal=True)
 
 
-# Of a message: 2.3 kB, which MPI libraries take over at once, so that no sender has to wait for rank 0.
+# A message has 2.3 kB, which MPI libraries send eagerly, so that no sender waits for rank 0.
 ROWS_PER_MESSAGE: Final = 32
-MESSAGE_COLUMNS: Final = 4 + len(PER_RANK)  # a `Common`, and the figures of one rank
+MESSAGE_COLUMNS: Final = 4 + len(PER_RANK)  # `StepColumns`, and the figures of one rank
 MOST_LEAD_STEPS: Final = 1 << 16  # steps ahead of the slowest worker of which rows wait: 20 MB a worker on rank 0
 
 
 class AsyncRunMetrics(RunMetrics):
-    """Rows of ranks that do not meet to write them. Construction and `flush` are collective, all else is local.
+    """Rows of ranks that are not in lock-step. Construction and `flush` are collective, all else is local.
 
-    `serve`, between two steps, sends to rank 0 what is due; rank 0 takes what has come and writes the row of a step
-    once all workers have made it. Until then those of faster workers wait in the memory of rank 0: a run that is killed
-    loses them, and the rows of about `EVERY_S` seconds, as every killed run does. Samples of energy are collected, and
-    written, by `flush` alone: when a checkpoint is saved and at the end.
+    `serve`, between two steps, sends the rows that are due to rank 0, which writes the row of a step once all workers
+    have made it. Until then those of faster workers wait in the memory of rank 0: a run that is killed loses them, and
+    the rows of about `FLUSH_EVERY_S` seconds, as every killed run does. Samples of energy are collected, and written,
+    by `flush` alone: when a checkpoint is saved and at the end.
 
     The loss of a row is the mean over the workers' batches of that step, each under the parameters its worker had then.
     Times and bytes of a dedicated server, which has no steps, are NaN. Of steps that a worker had made beyond the
-    checkpoint from which a run goes on, or more than `LEAD` steps ahead of the slowest one, there are the rows of the
-    slower workers only.
+    checkpoint from which a run goes on, or more than `MOST_LEAD_STEPS` ahead of the slowest one, only the rows of the
+    slower workers are there.
     """
 
     def __init__(
@@ -204,11 +204,11 @@ class AsyncRunMetrics(RunMetrics):
         self._waiting: dict[int, dict[int, np.ndarray]] = {}  # step -> worker -> its row; on rank 0
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Take note of the step from which each worker goes on (local)."""
+        """Record the step from which each worker goes on (local)."""
         self._last = dict(clocks)
 
     def serve(self) -> None:
-        """Send rows that are due; on rank 0, take and write those that have come. Waits for nobody (local)."""
+        """Send rows that are due; on rank 0, receive and write those that have come. Never waits (local)."""
         self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):
@@ -223,7 +223,8 @@ class AsyncRunMetrics(RunMetrics):
             self._flushed = time.monotonic()
 
     def _gather(self) -> None:
-        """Bring all rows that there are to rank 0. Collective."""
+        """Bring all rows to rank 0. Collective."""
+        # The counts say how many messages are still under way: MPI may have them anywhere between two ranks.
         self._send()
         counts = self._comm.allgather_object(self._messages)
         if self._writer is not None:
@@ -236,7 +237,7 @@ class AsyncRunMetrics(RunMetrics):
         self._under_way.clear()
 
     def _send(self) -> None:
-        """Begin to send all rows to rank 0, which has no way to go with its own."""
+        """Begin to send all rows to rank 0, which keeps its own."""
         rows = np.array([[*common, *own] for common, own in zip(self._common, self._own, strict=True)], np.float64)
         self._common, self._own = [], []
         if self._writer is not None:
@@ -263,10 +264,10 @@ class AsyncRunMetrics(RunMetrics):
         self._send()
         complete = min(self._last.values(), default=0)
         for step in sorted(step for step in self._waiting if step <= complete):
-            found = self._waiting.pop(step)
-            _, losses, rates, targets, *_ = np.array(list(found.values())).T
+            by_worker = self._waiting.pop(step)
+            _, losses, rates, targets, *_ = np.array(list(by_worker.values())).T
             figures = np.full((self._comm.size, len(PER_RANK)), np.nan)
-            for worker, row in found.items():
+            for worker, row in by_worker.items():
                 figures[worker] = row[-len(PER_RANK) :]
             loss = float((losses * targets).sum() / targets.sum())
             self._append(writer, (step, loss, float(rates.mean()), int(targets.sum())), figures)

@@ -3,7 +3,7 @@
 A memory cell or a core that errs now and then crashes nothing; it bends the loss curve, or ends a run weeks later
 (Dixit et al., "Silent data corruptions at scale", arXiv:2102.11245). When a step is agreed on, its gradients are
 summed and no parameter has changed, so it can be computed again: forward, backward and exchange give the same bits
-each time, unless something errs. Equal bits: the data is like that. Other bits: the third computation decides.
+each time, unless the hardware errs. Equal bits: the data is unusual. Other bits: a third computation decides.
 
     suspicious   the gradient norm or the loss is more than ``factor`` times its median over the last steps
     at fault     the ranks whose own losses or gradients, before any exchange, were not the same both times
@@ -18,9 +18,8 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -30,10 +29,9 @@ from hpcdist.arrays import backend
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
-from hpcdist.strategies.core.mixed_precision import FixedLossScale
-from hpcdist.strategies.schedule.executor import Executor, RecomputeVerdict
-from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
-from hpcdist.training.recipe.config import RunConfig
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.step import RecomputeVerdict, RunningStep, StepObserver, StepResult
 
 MEDIAN_STEPS: Final = 50  # steps, over which the median is taken
 LEAST_STEPS: Final = 10  # of them, before anything is suspicious
@@ -47,53 +45,49 @@ class ComputationDigest:
     summed: bytes
 
 
-def attach_sdc_check(executor: Executor, comm: Communicator, run: RunConfig) -> None:
-    """Let steps of ``executor`` be computed again where ``run`` asks for it (local; on all ranks of ``comm``)."""
-    if run.recomputes:
-        SdcCheck(executor, comm, run.suspicious_factor, run.recompute_every_steps)
+class SdcCheck(StepObserver):
+    """Observer that computes steps of ``exchange`` again. Every rank of ``comm``, the world, has one.
 
+    A step is suspicious ``factor`` times above the median (0: never), and each ``every_steps``-th is computed again
+    (0: none). With ``skips_overflow`` a gradient that is not finite is not suspicious: the loss scale skips its step.
+    """
 
-class SdcCheck:
-    """Watches the steps of ``executor``. Every rank of ``comm``, the world, has one; `agreed` is collective over it."""
-
-    def __init__(self, executor: Executor, comm: Communicator, factor: float, every_steps: int) -> None:
-        self._executor, self._exchange, self._comm = executor, executor.exchange, comm
+    def __init__(
+        self, comm: Communicator, exchange: Exchange, *, factor: float, every_steps: int, skips_overflow: bool
+    ) -> None:
+        self._comm, self._exchange, self._skips_overflow = comm, exchange, skips_overflow
         self._factor, self._every_steps = factor, every_steps
         self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._losses: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._step, self._digest = 0, xxhash.xxh3_128()
         self._suspects: set[int] = set()  # of the last time that a step was computed again
-        executor.recheck = self.agreed
-        carried = self._exchange.handlers
-        sends = {kind: partial(self._send, carried[kind]) for kind in EXCHANGED if kind in carried}
-        self._exchange.handlers = {**carried, **sends}
 
-    def _send(self, handler: Callable[[Operation], None], op: Operation) -> None:
-        """Carry out ``op``, which takes gradients, and remember what they were (local)."""
-        if self._factor or self._is_due(self._executor.number):
-            values = None if op.range is None else self._executor.gradients_in(op.range)
+    def exchanges(self, step: RunningStep, op: Operation) -> None:
+        """Add the gradients that ``op`` takes to the digest of this computation (local)."""
+        if self._factor or self._is_due(step.number):
+            values = None if op.range is None else step.gradients_in(op.range)
             if values is not None:
-                self._begin()
+                self._begin(step)
                 self._digest.update(backend.to_host(values).view(np.uint8).data)
-        handler(op)
 
     def _is_due(self, step: int) -> bool:
         return bool(self._every_steps) and step % self._every_steps == 0
 
-    def _begin(self) -> None:
-        """Forget what a step that was given up has left (local)."""
-        if self._step != self._executor.number:
-            self._step, self._digest = self._executor.number, xxhash.xxh3_128()
+    def _begin(self, step: RunningStep) -> None:
+        """Start a new digest for a new step; one that was given up may have left its own (local)."""
+        if self._step != step.number:
+            self._step, self._digest = step.number, xxhash.xxh3_128()
 
-    def agreed(self) -> None:
-        """Compute the step that is agreed on again, if there is reason to. Collective.
+    def agreed(self, step: RunningStep) -> None:
+        """Compute the step again where it is suspicious or due. Collective.
 
         Raises DivergenceError on all ranks where that gives other bits each time, or the same rank errs twice in a row.
         """
-        suspicion, outcome = self._suspicion(), self._executor.outcome
-        if suspicion or self._is_due(self._executor.number):
+        outcome = step.outcome
+        suspicion = self._suspicion(outcome)
+        if suspicion or self._is_due(step.number):
             before, seconds = time.perf_counter(), dict(outcome.seconds)
-            outcome.recomputed = self._recomputed(suspicion)
+            outcome.recomputed = self._recomputed(step, suspicion)
             taken_s = time.perf_counter() - before
             outcome.seconds |= seconds  # all of it is computation, whatever it was about
             outcome.seconds["compute_s"] += taken_s
@@ -102,55 +96,54 @@ class SdcCheck:
             self._norms.append(outcome.gradient_norm)
             self._losses.append(outcome.loss)
 
-    def _suspicion(self) -> str:
-        """Return what is suspicious of the step, "" for nothing: the same on all ranks (local)."""
+    def _suspicion(self, outcome: StepResult) -> str:
+        """Return the reason to suspect the step, "" for none: the same on all ranks (local)."""
         if not self._factor:
             return ""
-        outcome = self._executor.outcome
         for name, value, known in (
             ("gradient norm", outcome.gradient_norm, self._norms),
             ("loss", outcome.loss, self._losses),
         ):
             if not math.isfinite(value):
-                if name == "gradient norm" and isinstance(self._executor.loss_scale, FixedLossScale):
+                if name == "gradient norm" and self._skips_overflow:
                     continue  # it is skipped, as many are
                 return f"{name} {value}"
             if len(known) >= LEAST_STEPS and value > self._factor * (usual := statistics.median(known)):
                 return f"{name} {value:.4g}, with a median of {usual:.4g}"
         return ""
 
-    def _recomputed(self, suspicion: str) -> RecomputeVerdict:
-        step, first, second = self._executor.number, self._computation(), self._again()
+    def _recomputed(self, step: RunningStep, suspicion: str) -> RecomputeVerdict:
+        first, second = self._computation(step), self._again(step)
         others = self._exchanged(first.own != second.own)
         if not any(self._exchanged(first != second)):
             self._suspects = set()
             return RecomputeVerdict(suspicion)
-        third = self._again()
+        third = self._again(step)
         lost = self._exchanged(third.own not in (first.own, second.own))
         unsure = any(self._exchanged(third.summed not in (first.summed, second.summed)))
         hosts: list[str] = self._comm.allgather_object(socket.gethostname())
         suspects = {rank for rank, differs in enumerate(others) if differs}
         twice = {rank for rank, differs in enumerate(lost) if differs} or (suspects & self._suspects)
         if twice or (unsure and not suspects):
-            raise DivergenceError(_refusal(step, sorted(twice), hosts))
+            raise DivergenceError(_refusal(step.number, sorted(twice), hosts))
         self._suspects = suspects
-        return RecomputeVerdict(suspicion, tuple(sorted(suspects)), _verdict(step, sorted(suspects), hosts))
+        return RecomputeVerdict(suspicion, tuple(sorted(suspects)), _verdict(step.number, sorted(suspects), hosts))
 
     def _exchanged(self, verdict: bool) -> list[bool]:
         """Return the verdicts of all ranks. Collective."""
-        found: list[bool] = self._comm.allgather_object(verdict)
-        return found
+        verdicts: list[bool] = self._comm.allgather_object(verdict)
+        return verdicts
 
-    def _again(self) -> ComputationDigest:
+    def _again(self, step: RunningStep) -> ComputationDigest:
         self._digest = xxhash.xxh3_128()
-        self._executor.compute_again()
-        return self._computation()
+        step.compute_again()
+        return self._computation(step)
 
-    def _computation(self) -> ComputationDigest:
-        """Return what the computation that has just been agreed on gave (local)."""
-        self._begin()
-        self._digest.update(np.array(self._executor.own_losses).tobytes())
-        outcome = self._executor.outcome
+    def _computation(self, step: RunningStep) -> ComputationDigest:
+        """Return the digests of the computation that has just been agreed on (local)."""
+        self._begin(step)
+        self._digest.update(np.array(step.own_losses).tobytes())
+        outcome = step.outcome
         sums = xxhash.xxh3_128(np.array([outcome.loss, outcome.gradient_norm]).tobytes())
         for gradients in self._exchange.summed_gradients():
             for block in blocks_of(gradients):

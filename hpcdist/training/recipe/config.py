@@ -78,7 +78,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The type of parameters and gradients.
+    """Section ``[precision]``: the type of parameters and gradients.
 
     float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters
     and gradients are kept and sent in it; updates step a float32 master, of which checkpoints are made.
@@ -99,7 +99,7 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """The type of what a checkpoint keeps, and which an update steps."""
+        """The type of the master parameters, which updates change and checkpoints keep."""
         return "float32" if self.mode in HALVES else self.mode
 
     @property
@@ -109,7 +109,7 @@ class PrecisionConfig:
 
     @property
     def working(self) -> str | None:
-        """The 16-bit type in which parameters and gradients are kept and sent, None where it is no other."""
+        """The 16-bit type in which parameters and gradients are kept and sent; None in 32 and 64 bits."""
         return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:

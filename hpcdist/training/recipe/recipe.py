@@ -1,4 +1,4 @@
-"""A recipe: all sections of a run, where each value came from, and which run it identifies.
+"""Recipe of a run: all sections, the origin of each value, and the identity of the run.
 
 A key is looked up in the overrides (``--set``), the environment (``HPCDIST_SET__RUN__STEPS``), the recipe file, the
 user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (which ``$HPCDIST_SITE`` names), and last in
@@ -38,7 +38,7 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run, completely described: the same resolved recipe is the same run."""
+    """Recipe: the complete description of a run; equal resolved recipes are the same run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -106,9 +106,9 @@ class Recipe:
                 )
 
     def check_world(self, data_ranks: int) -> None:
-        """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis.
+        """Raise ConfigurationError when a step has fewer samples, or logical shards, than there are data ranks.
 
-        Or too few of them for what is to be measured.
+        Also when there are too few of them to measure the noise scale.
         """
         rules.refuse_noise_scale(self, data_ranks)
         smallest = self.run.batches.smallest
@@ -128,7 +128,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe and, for every key, the place that its value came from."""
+    """Recipe with the place that each value came from, by key."""
 
     recipe: Recipe
     origin: Mapping[str, str]
@@ -152,8 +152,8 @@ def load(
 ) -> ResolvedRecipe:
     """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
 
-    Either may be settings that were checked already, as those of a sweep, in the place of the file or the overrides.
-    A relative path, as in ``data.path``, counts from the directory of the file that has it, or else from the current
+    Instead of the file or the overrides there may be settings that were checked already, as those of a sweep. A
+    relative path, as in ``data.path``, counts from the directory of the file that has it, or else from the current
     directory.
     Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
     run, and UsageError for an override without a value.
@@ -171,7 +171,7 @@ def load(
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
-    """Return the recipe that a run keeps in ``path``: nothing but the file counts. Raises ConfigurationError."""
+    """Return the recipe that a run keeps in ``path``, from the file alone. Raises ConfigurationError."""
     return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
 
 
@@ -186,7 +186,7 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
         sections = {item.name: item.default_factory for item in fields(Recipe)}
         recipe = Recipe(**{name: kind(**_section_values(values, name)) for name, kind in sections.items()})  # type: ignore[operator]
     except ConfigurationError as error:
-        # A value of another file or the environment is easily forgotten: say where it stands.
+        # A value of another file or the environment is easily forgotten: the message names its place.
         named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
         raise ConfigurationError(f"{error} ({', '.join(named)})" if named else str(error)) from error
     return ResolvedRecipe(recipe, origin)
@@ -225,7 +225,7 @@ def digest(recipe: Recipe) -> str:
     return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
 
 
-# What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
+# Keys that do not make another run: it may go on with other values, in another layout, on other machines.
 OPERATIONAL: Final = (
     *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
     *("checkpoint.", "energy.", "telemetry.", "chaos.", "survival."),
@@ -265,7 +265,7 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return what makes ``recipe`` another run than the ``stored`` one, as texts; none where it may go on with that."""
+    """Return the differences that make ``recipe`` another run than the ``stored`` one, as texts; none where none do."""
     rounded = stored.precision.computes != recipe.precision.computes
     return [
         text
@@ -275,14 +275,14 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return how another run begins with the parameters of this one, "" where its model is another (local)."""
+    """Return the options to begin another run with the parameters of this one, "" for another model (local)."""
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to begin another run with its parameters: --out OTHER --init-from {run_dir}"
 
 
 def run_id(recipe: Recipe) -> str:
-    """Return a short name for the run of ``recipe``: the same for all recipes that it may go on with."""
-    kept = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
-    kept["precision.mode"] = recipe.precision.computes
-    return hashlib.blake2b(repr(sorted(kept.items())).encode(), digest_size=4).hexdigest()
+    """Return a short name for the run of ``recipe``: the same for all recipes with which it may go on."""
+    identifying = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
+    identifying["precision.mode"] = recipe.precision.computes
+    return hashlib.blake2b(repr(sorted(identifying.items())).encode(), digest_size=4).hexdigest()

@@ -1,7 +1,7 @@
-"""Find optional packages that a recipe needs, before a job waits for its nodes.
+"""Requirements of a recipe before a job waits for its nodes: degrees of parallelism, and optional packages.
 
-Looks for modules by name: none is imported but the filters of data in HDF5, since only HDF5 knows which of them are
-there. Asked by `hpcdist submit` and `hpcdist doctor`.
+Packages are found by name: none is imported but the filters of data in HDF5, since only HDF5 knows which of them are
+installed. Called by `hpcdist submit` and `hpcdist doctor`.
 """
 
 import ast
@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from hpcdist.reporting import regular
 
 if TYPE_CHECKING:
-    from hpcdist.training.recipe.config import DataConfig
-    from hpcdist.training.recipe.recipe import Recipe
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from hpcdist.strategies.core.grid import ProcessGrid
+    from hpcdist.training.recipe.config import DataConfig
     from hpcdist.training.recipe.recipe import Recipe
 
 
@@ -62,12 +57,12 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
     return grid
 
 
-MOST_BYTES: Final = 1 << 20  # of a file with a model that is looked at
-_PATH_HOOKS: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # where modules are looked for
+MOST_BYTES: Final = 1 << 20  # of the file of a model that are parsed
+_PATH_HOOKS: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # code with them changes where modules are found
 
 
 class Requirement(NamedTuple):
-    """A module, the value of the recipe that needs it, and what to do where it is missing."""
+    """Requirement: a module, the value of the recipe that needs it, and the cure where it is missing."""
 
     module: str
     value: str
@@ -75,7 +70,7 @@ class Requirement(NamedTuple):
 
 
 def requirements(recipe: "Recipe") -> Iterator[Requirement]:
-    """Yield what ``recipe`` needs beyond what hpcdist is installed with."""
+    """Yield the modules that ``recipe`` needs beyond the dependencies of hpcdist."""
     telemetry = recipe.telemetry
     if recipe.run.device == "gpu":
         yield Requirement("cupy", "run.device = 'gpu'", "pip install 'hpcdist[cuda12x]' (or 13x)")
@@ -102,7 +97,7 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def _missing_hdf5_filters(data: "DataConfig") -> list[str]:
-    """Return what the data needs to be read, as far as it can be seen from here."""
+    """Return the missing filters of the data, where its file is visible from here."""
     for place in filter(None, (data.staged, data.path)):
         if _is_hdf5(Path(place)):
             from hpcdist.training.data import files
@@ -122,7 +117,7 @@ def _is_hdf5(path: Path) -> bool:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether there is such a module; that one above it is not imported to find out."""
+    """Whether ``module`` can be found; its parent package is not imported for that."""
     name = module.partition(".")[0]
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
@@ -152,9 +147,9 @@ def _top_level_imports(path: Path) -> list[str]:
         with path.open("rb") as file:
             tree = ast.parse(file.read(MOST_BYTES))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return []  # the training says what is wrong with it
+        return []  # the training raises the error
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PATH_HOOKS for node in ast.walk(tree)):
-        return []  # it says itself where its modules are
+        return []  # the file changes the search path itself
     names: list[str] = []
     for statement in tree.body:  # what is in a `try`, a function or a branch need not be there
         if isinstance(statement, ast.Import):

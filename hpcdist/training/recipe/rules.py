@@ -1,4 +1,4 @@
-"""Rules between recipe keys: refuse combinations that do not work, and say what to change.
+"""Rules between recipe keys: refuse combinations that do not work, with the change that helps.
 
 One function for each subject: keys without effect, logical shards, 16-bit copies, tensor parallelism, measured
 shares, growing batches, noise scale, recomputation, survival, compressed gradients and compressed parameters. Called
@@ -25,7 +25,7 @@ IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES, "parameter_server")  # strateg
 
 
 class RecipeSections(Protocol):
-    """The sections of a recipe that the rules read; `hpcdist.training.recipe.recipe.Recipe` has them all."""
+    """Protocol of the sections of a recipe that the rules read; `recipe.recipe.Recipe` has them all."""
 
     @property
     def communication(self) -> CommunicationConfig:
@@ -90,7 +90,7 @@ def refuse_without_effect(recipe: RecipeSections) -> None:
 
 
 def refuse_beside_logical_shards(recipe: RecipeSections) -> None:
-    """Raise ConfigurationError for keys that decide otherwise in which order gradients are summed."""
+    """Raise ConfigurationError for keys that order the sums of gradients otherwise than logical shards."""
     if recipe.run.logical_shards and recipe.parallel.strategy not in IN_LOGICAL_SHARDS:
         raise ConfigurationError(
             f"parallel.strategy = {recipe.parallel.strategy!r} with run.logical_shards = {recipe.run.logical_shards}: "
@@ -261,7 +261,7 @@ def refuse_recomputation(recipe: RecipeSections) -> None:
 
 
 def refuse_beside_survival(recipe: RecipeSections, mode: str, spares: int) -> None:
-    """Raise ConfigurationError where nobody could go on with the state of a rank, or on its device (local)."""
+    """Raise ConfigurationError where no rank could go on with the state of a dead one, or on its device (local)."""
     if recipe.run.device == "gpu" and mode == "replace" and not spares:
         raise ConfigurationError(
             "run.device = 'gpu' with --survive replace: which GPU a new process should use is not known in this "

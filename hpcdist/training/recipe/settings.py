@@ -40,7 +40,7 @@ TEXTS: Final = (
     "compression.candidates",
     GROUPS,
 )  # keys of lists of texts
-TEXTS_FOR_NUMBERS: Final = {"checkpoint.mtbf_s": "observed"}  # what may stand in the place of a number
+TEXTS_FOR_NUMBERS: Final = {"checkpoint.mtbf_s": "observed"}  # the text that a key of a number may have instead
 TYPES: Final = {
     bool: "true or false",
     int: "a whole number",
@@ -52,7 +52,7 @@ TYPES: Final = {
 
 @dataclass
 class Settings:
-    """Values by key, and the place of each."""
+    """Settings: values by key, and the place of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings |
 
 
 def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
-    """Return the user's own file, if there is one. Raises ConfigurationError where that cannot be seen."""
+    """Return the settings in the user's own file, None without one. Raises StorageError or ConfigurationError."""
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     path = Path(home).expanduser() / "hpcdist" / "config.toml"
     try:
@@ -76,14 +76,14 @@ def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings |
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
-        pass  # told by whoever reads it
+        pass  # reading it raises the error
     return file(path, "user file", known)
 
 
 def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
     """Return the settings in a TOML file; errors call it ``what``.
 
-    Raises StorageError where it cannot be read, ConfigurationError for what stands in it.
+    Raises StorageError where it cannot be read, ConfigurationError for its contents.
     """
     try:
         tree = regular.toml(path)
@@ -129,7 +129,7 @@ def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Settings:
 
 
 def _flattened(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of all that is no table; also a table where a value belongs, or an unknown empty one."""
+    """Yield (key, value) of all values but tables; also of a table in place of a value, and of an unknown empty one."""
     for name, value in tree.items():
         key = prefix + name
         section = any(other.startswith(key + ".") for other in known)
@@ -176,7 +176,7 @@ def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
             return kind(text)
         if kind is tuple:
             return tomllib.loads(f"list = {text}")["list"]
-        # Quotes are not needed around a text, but whoever copies a line of TOML has them.
+        # Quotes are not needed around a text, but a copied line of TOML has them.
         return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
     except (ValueError, KeyError):
         return text

@@ -25,7 +25,7 @@ from hpcdist.training.run.stop_requests import StopRequests, end_of_job
 def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
     """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
 
-    Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops. A job that `hpcdist
+    Before ``limit_s`` seconds, or the time of the Slurm job, are over, the run is saved and stops. A job that `hpcdist
     run --survive` started goes on when ranks die.
     """
     standard_streams.tolerate()

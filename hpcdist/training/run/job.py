@@ -1,7 +1,7 @@
 """Training job from start to end: assemble, introduce, train, evaluate, report, exit code.
 
-It holds what stays the same while a run goes on, whoever trains it: the recipe, the run directory, the lock and the
-stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
+It holds what stays the same while a run goes on, whichever ranks train it: the recipe, the run directory, the lock and
+the stop requests. Called by the entry point, by a user's script, and by the elastic job for each incarnation.
 """
 
 import json
@@ -9,10 +9,12 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcdist.checkpoint.lock import RunLock
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import exit_file, standard_streams
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.start import Session
@@ -32,27 +34,27 @@ from hpcdist.training.observe.energy import EnergyRecorder, energy_attributes
 from hpcdist.training.observe.instrumentation import ConsoleProgress
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
-from hpcdist.training.run.loop import RunOutcome, TrainingLoop, mean_validation_loss
+from hpcdist.training.run.loop import RunOutcome, StateKeeper, TrainingLoop, mean_validation_loss
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 
 
 @dataclass
 class TrainingJob:
-    """Settings that stay the same while a run goes on, whoever trains it."""
+    """Training job: what stays the same while a run goes on, whichever ranks train it."""
 
     recipe: Recipe
     run: run_directory.RunDirectory
     stop_requests: StopRequests
     lock: RunLock
     as_json: bool
-    holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
-    lives: list[dict[str, Any]] = field(default_factory=list)  # that followed the death of ranks: see telemetry.lives
+    holder: dict[str, Any] | None = None  # of the lock, where other ranks may have to take it over
+    lives: list[dict[str, Any]] = field(default_factory=list)  # incarnations after rank failures: see `side_tables`
     entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
-    given: Model | None = None  # by a script, which brings the batches, too
+    script_model: Model | None = None  # of a script, which also brings the batches
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
-        """Train to the end, or until somebody wishes to stop; return the exit code of all ranks. Collective."""
+        """Train to the end, or until a rank requests to stop; return the exit code of all ranks. Collective."""
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
@@ -65,25 +67,38 @@ class TrainingJob:
     ) -> tuple[Trainer, StateSource | None]:
         """Build the run from ``origin``, or from a checkpoint before that where its bytes are damaged. Collective."""
         trainer, used = from_intact_source(
-            session.comm, self.run.path, origin, lambda candidate: assemble(session, recipe, candidate, self.given)
+            session.comm,
+            self.run.path,
+            origin,
+            lambda candidate: assemble(session, recipe, candidate, self.script_model, self.run.path),
         )
         # Where it came from memory, the checkpoint of an earlier start may be gone by now.
         self.run = replace(self.run, resume_from=used.path if isinstance(used, CheckpointSource) else None)
         return trainer, used
 
     def described(self, life: int) -> dict[str, Any]:
-        """Return what a process is told that comes to train in ``life`` (local)."""
-        told = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
-        return told | {"holder": self.holder, "lives": self.lives, "life": life}
+        """Return the description of the job for a process that joins it in incarnation ``life`` (local)."""
+        description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
+        return description | {"holder": self.holder, "lives": self.lives, "life": life}
+
+    def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
+        """Let the rank that ``takes`` the lock of the run, ``leader`` of ``everyone``, hold it. Collective."""
+        if takes:
+            self.lock.take_over(self.run.path, self.holder)
+        self.holder = everyone.broadcast_object(self.lock.identity, root=leader)
+
+    def note_life(self, earlier: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
+        """Record the incarnation that begins as ``row`` after the ``earlier`` ones (local)."""
+        self.lives = [*earlier, row]
 
     def introduce(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> None:
-        """Say what begins (rank 0 does, the others have nothing to do)."""
+        """Print the introduction of the run (rank 0 alone)."""
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
             _log_introduction(progress, session, trainer, self.run, self._entropies(trainer))
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
-        """Return what a person sees of the run (local)."""
+        """Return the console progress of the run (local)."""
         run = trainer.recipe.run
         shown = trainer.comm.rank == 0
         return ConsoleProgress(run.steps, trainer.first_step, run.log_every_s, shown, unit=trainer.speed_unit)
@@ -93,12 +108,15 @@ class TrainingJob:
             self.entropies = figures.text_entropies(trainer.source)
         return self.entropies
 
-    def loop(self, session: Session, trainer: Trainer, progress: ConsoleProgress) -> TrainingLoop:
+    def loop(
+        self, session: Session, trainer: Trainer, progress: ConsoleProgress, protection: StateKeeper | None = None
+    ) -> TrainingLoop:
         """Return the loop of ``trainer``, with files and sensors open. Collective."""
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _metrics_attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
-        return loop_class(trainer)(session, trainer, self.run.path, progress, attributes, self.stop_requests, energy)
+        of_run = self.run.path, progress, attributes, self.stop_requests, energy
+        return loop_class(trainer)(session, trainer, *of_run, protection=protection)
 
     def steps(self, loop: TrainingLoop) -> "JobResult":
         """Make the steps that are left, and evaluate. Collective."""
@@ -113,13 +131,13 @@ class TrainingJob:
             loop.progress.close()
             val_loss = float("nan")
             if outcome.stop_request is None:
-                with loop.onlookers.phase("validation", "validation"), loop.stop_requests.all_saved():
+                with loop.instrumentation.phase("validation", "validation"), loop.stop_requests.all_saved():
                     val_loss = mean_validation_loss(loop.trainer)
         loop.metrics.flush()
         return JobResult(outcome, val_loss)
 
     def finish(self, loop: TrainingLoop, result: "JobResult") -> int:
-        """Report, and give back what the job had; return its exit code. Collective."""
+        """Report, and free what the job holds; return its exit code. Collective."""
         trainer, outcome = loop.trainer, result.outcome
         comm = loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}
@@ -134,7 +152,7 @@ class TrainingJob:
             moved = summary["bytes_moved_per_step"] or {}
             more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}
             more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
-            known |= {name: found for name, found in more.items() if found is not None}
+            known |= {name: figure for name, figure in more.items() if figure is not None}
             loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
             print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
             if self.as_json:
@@ -155,12 +173,12 @@ class TrainingJob:
         return OK if outcome.stop_request is None else EXIT_CODES[outcome.stop_request]
 
     def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
-        """Return the line that a stopped run ends with: the very command that goes on, where this process knows it."""
+        """Return the last line of a stopped run: the command that goes on with it, where this process knows it."""
         stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
         typed = os.environ.get(exit_file.COMMAND)
-        if self.given is not None and typed:
+        if self.script_model is not None and typed:
             return f"{stopped} {shlex.join(exit_file.resume_command(shlex.split(typed), self.run.path, script=True))}"
-        if self.given is not None:
+        if self.script_model is not None:
             return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
         words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
         if "train" not in words:
@@ -173,7 +191,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """Outcome of the steps, and the validation of the model; NaN where nobody looked."""
+    """Outcome of the steps, and the validation loss; NaN where it was not measured."""
 
     outcome: RunOutcome
     val_loss: float
@@ -182,12 +200,12 @@ class JobResult:
 def _metrics_attributes(
     session: Session, trainer: Trainer, entropies: dict[str, float | None]
 ) -> dict[str, float | str]:
-    """Return what the metrics file says of its run beside the rows."""
+    """Return the attributes of the metrics file of a run."""
     known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
-    kept: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
-    return {**provenance(mpi_library=session.library), **known, **kept, **chaos}
+    about: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    return {**provenance(mpi_library=session.library), **known, **about, **chaos}
 
 
 def _log_introduction(
@@ -246,8 +264,8 @@ def _log_introduction(
 
 
 def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:
-    """Return what another run.steps makes of the learning rate, "" where nothing (local)."""
-    optimizer, steps = trainer.seat.optimizer, trainer.recipe.run.steps
+    """Return how another run.steps changes the learning rate, in words; "" where it does not (local)."""
+    optimizer, steps = trainer.context.optimizer, trainer.recipe.run.steps
     step = max(trainer.first_step, math.ceil(optimizer.warmup_steps)) + 1  # the rates of a warm-up are the same
     if steps_before is None or step > steps:
         return ""

@@ -1,7 +1,7 @@
 """Training loop: batch, step, checks, save, and the decision to stop at a step boundary.
 
-What ranks wish for (stop, flush, save, grow) travels with the numbers that every step sums anyway, so all decide
-alike after the same step and no further message is sent.
+Requests of ranks (stop, flush, save, grow) travel with the numbers that every step sums anyway, so all ranks decide
+alike after the same step, and no further message is sent.
 
 `RunOutcome` and `StepStatistics` hold the results in memory that does not grow with the steps: the first step, sums
 over the others, and a uniform random sample of them (algorithm R of Vitter, 1985).
@@ -44,38 +44,28 @@ from hpcdist.training.run.stop_requests import STOP_FILE, CheckpointTimer, StopR
 def mean_validation_loss(trainer: Trainer) -> float:
     """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
 
-    The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
-    number of ranks; with logical shards, which are then shared out, not in a bit.
+    The windows follow from the data and the recipe and are divided among the ranks, so the figure does not depend on
+    the number of ranks; with logical shards, which are then the parts, not in a bit.
     """
     trainer.flush()
-    computes, source = trainer.seat.computes, trainer.source
+    computes, source = trainer.context.computes, trainer.source
     parts = trainer.recipe.run.logical_shards or trainer.grid.data
     own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
-    speaks = trainer.last_stage and trainer.seat.tensor.rank == 0
     mine = [None] if own is None else list(range(own.start, own.stop))
-    rounds = -(-parts // trainer.data_axis.size)  # the parts of a rank, or one more
+    most = -(-parts // trainer.data_axis.size)  # parts of a rank: its own number of them, or one more
     batches = [source.validation_batches(trainer.recipe, parts, part) for part in mine]
-    total, count = 0.0, 0.0
-    for together in zip(*batches, strict=True):
-        placed = [trainer.place(batch) for batch in together] if computes else []
-        losses = [trainer.executor.evaluate(*batch) for batch in placed]
-        for inputs, targets in placed[: rounds - len(placed)]:  # layers may be gathered: all ranks come equally often
-            trainer.executor.evaluate(inputs[:0], targets[:0])
-        samples = sum(len(targets) for _, targets in placed)
-        seen = samples * trainer.model.tokens_per_sample if speaks else 0
-        # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
-        loss, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
-        total, count = total + loss, count + float(found[0])
-    return total / count if count else float("nan")
+    rounds = zip(*batches, strict=True)
+    placed = ([trainer.place(batch) for batch in together] if computes else [] for together in rounds)
+    return trainer.evaluate(placed, most)
 
 
-SAMPLED_STEPS: Final = 2048  # steps of which the figures stay, for medians; of all others the sums
+SAMPLED_STEPS: Final = 2048  # steps whose figures are kept for medians; of all others only sums
 
 
 class StepStatistics:
-    """The figures of the steps of one rank: of the first step, sums over the others, and a sample of these.
+    """Statistics of the steps of one rank: the first step, sums over the others, and a sample of these.
 
-    The first step, which compiles kernels and opens connections, stands by itself. Up to `SAMPLED` steps, the sample
+    The first step, which compiles kernels and opens connections, stands by itself. Up to `SAMPLED_STEPS`, the sample
     holds all of the others. Beyond, it is a uniform random sample of them (algorithm R of Vitter, 1985). The generator
     has a fixed seed: ranks that made equally many steps hold the same ones, in the same order.
     """
@@ -88,7 +78,7 @@ class StepStatistics:
         self._random = random.Random(0)
 
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
-        """Take a step; ``sent_bytes`` is NaN where the MPI library chose the algorithm."""
+        """Add a step; ``sent_bytes`` is NaN where the MPI library chose the algorithm."""
         self.count += 1
         figures |= {"step_s": step_s, "sent_bytes": sent_bytes}
         if self.count == 1:
@@ -102,13 +92,13 @@ class StepStatistics:
             self.sample[place] = step_s, sent_bytes
 
     def measured(self) -> dict[str, Any]:
-        """Return what the ranks tell each other of their steps."""
+        """Return the statistics in the form in which ranks exchange them."""
         return {"count": self.count, "first": self.first, "sums": dict(self.sums), "sample": self.sample}
 
 
 @dataclass
 class RunOutcome:
-    """Outcome of a run in this process: steps from ``first`` to ``done``, and why it ended early, if it did."""
+    """Outcome of a run in this process: steps from ``first`` to ``done``, and the reason of an early end."""
 
     first: int
     done: int
@@ -122,15 +112,15 @@ class RunOutcome:
 
 
 class StateKeeper(Protocol):
-    """Protection of the state from the death of a rank: `hpcdist.training.elastic.protection.StateProtection`."""
+    """Protection of the state against rank failures: `hpcdist.training.elastic.protection.StateProtection`."""
 
     def keep(self, step: int, *, now: bool = False) -> None:
-        """Take note that ``step`` is done. Collective."""
+        """Record that ``step`` is done, and renew the copies where that is due, or ``now``. Collective."""
         ...
 
 
 class GrowthRequested(Exception):  # noqa: N818 - no error: the loop is left, to be entered by more ranks
-    """So many further ranks shall train from here on: raised on all ranks, after the same step."""
+    """Request for ``ranks`` further ranks, granted: raised on all ranks after the same step."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(f"{ranks} more ranks")
@@ -138,7 +128,7 @@ class GrowthRequested(Exception):  # noqa: N818 - no error: the loop is left, to
 
 
 class TrainingLoop:
-    """The run of one rank. Every method is collective over the world."""
+    """Training loop of one rank. Every method is collective over the world."""
 
     kind_of_metrics: ClassVar[type[RunMetrics]] = RunMetrics
 
@@ -151,19 +141,20 @@ class TrainingLoop:
         attributes: Mapping[str, float | str],
         stop_requests: StopRequests,
         energy: EnergyRecorder,
+        protection: StateKeeper | None = None,
     ) -> None:
+        """Open the files of the run in ``directory``; ``protection`` is that of an elastic job."""
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
-        self.stop_requests = stop_requests
-        self.stop_requests.stop_file = directory / STOP_FILE if rank0 else None
+        self.protection, self.stop_requests = protection, stop_requests
         self.traffic = OperationTiming(session.comm.events)
         session.comm.events = self.traffic
         self.saver = build_saver(trainer, directory / "checkpoints")
-        injection.arm_faults(trainer, self.saver, directory)
-        self.onlookers = Instrumentation(
-            trainer, session.spans, energy
-        )  # what it lacks is told before there are any files
+        if trainer.faults is not None:
+            chaos, writers = trainer.recipe.chaos, trainer.recipe.checkpoint.writers
+            injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
+        self.instrumentation = Instrumentation(trainer, session.spans, energy)
         resumed = _resumed_step(directory, trainer.first_step)
         self.streaming = EventPublisher(session, trainer, self.traffic, directory, progress.say, resumed)
         self.metrics = self.kind_of_metrics(
@@ -172,33 +163,34 @@ class TrainingLoop:
         config, state_bytes = trainer.recipe.checkpoint, trainer.state_bytes()
         saving.stripe_checkpoints(session.comm, self.saver.directory, config, state_bytes, progress.say)
         self.starts = StartRecord(directory) if rank0 else None
-        self.pace = CheckpointTimer(config, state_bytes, stop_requests.ends, progress.say, starts=self.starts)
+        self.checkpoint_timer = CheckpointTimer(
+            config, state_bytes, stop_requests.ends, progress.say, starts=self.starts
+        )
         if rank0:
-            self.stop_requests.time_up = self.pace.time_up
-            self.stop_requests.let_go(partial(self.pace.ended, stopped=True))
-        self._held_s, self._save_s = 0.0, 0.0  # by saves since the last row, and by the last one
+            stop_requests.consult(directory / STOP_FILE, self.checkpoint_timer.time_up)
+            stop_requests.let_go(partial(self.checkpoint_timer.ended, stopped=True))
+        self._held_s, self._save_s = 0.0, 0.0  # seconds that saves held up steps: since the last row, and the last one
         self._began = math.nan  # when the last save began
         self.outcome = RunOutcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
-        self.notes = StepLog(trainer, self.metrics, progress)
-        self.protection: StateKeeper | None = None  # where the job outlives its ranks
+        self.step_log = StepLog(trainer, self.metrics, progress)
 
     def run(self) -> RunOutcome:
-        """Train to the last step of the recipe, or until somebody wishes to stop."""
+        """Train to the last step of the recipe, or until a rank requests to stop."""
         trainer = self.trainer
         self.begin()
         with trainer.batches(trainer.recipe.run.steps) as batches:
-            for step, batch in enumerate(self.onlookers.awaited(batches), start=trainer.first_step + 1):
+            for step, batch in enumerate(self.instrumentation.awaited(batches), start=trainer.first_step + 1):
                 self.step(step, batch)
                 if self.outcome.stop_request is not None:
                     break
         return self.end()
 
     def begin(self) -> None:
-        """Begin with the steps."""
+        """Start the clock of the first step."""
         self.metrics.note_clocks()
         self._boundary = time.perf_counter()
-        self.notes.shares(self.outcome.done, 0)
+        self.step_log.shares(self.outcome.done, 0)
 
     def step(self, step: int, batch: MicroBatch) -> None:
         """Make ``step``, counted from 1, on this rank's share of its batch."""
@@ -217,35 +209,33 @@ class TrainingLoop:
             self._look(outcome.done, save=True)
         self._finish_save()
         if outcome.done == self.trainer.recipe.run.steps:
-            outcome.stop_request = None  # the run is complete: nobody needs to start it again
+            outcome.stop_request = None  # the run is complete: the scheduler need not start it again
         self.stop_requests.answered()
-        self.pace.ended(outcome.stop_request is not None)
+        self.checkpoint_timer.ended(outcome.stop_request is not None)
         return outcome
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
         before, unknown = self.traffic.moved(), self.traffic.unknown_calls
         rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
-        found = self._train(step, batches)
+        result = self._train(step, batches)
         moved = self.traffic.moved().since(before)
         bytes_sent = float(moved.messages) if self.traffic.unknown_calls == unknown else math.nan
         targets = trainer.samples(step) * trainer.model.tokens_per_sample
-        # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
-        # checkpoint) too, so that the steps of a run add up to its time.
+        # From the end of one step to the end of the next: waiting for data, and what came after the last step (metrics,
+        # comparison of replicas, checkpoint), are part of a step, so that the steps of a run add up to its time.
         now = time.perf_counter()
         begun, self._boundary = self._boundary, now
         step_s = now - begun
-        seconds = {**found.seconds, "step_s": step_s}
-        self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
-        self.notes.stepped(step, found)
-        self.onlookers.stepped(step, begun, now)
-        self.streaming.stepped(step, found, self.onlookers.waited_s)
-        if trainer.noise is not None:
-            trainer.noise.after(step, found)
+        seconds = {**result.seconds, "step_s": step_s}
+        self.metrics.add(step, result.loss, rate, targets, seconds, bytes_sent)
+        self.step_log.stepped(step, result)
+        self.instrumentation.stepped(step, begun, now)
+        self.streaming.stepped(step, result, self.instrumentation.waited_s)
         self.stop_requests.begun()
         outcome = self.outcome
-        outcome.done, outcome.loss, outcome.stop_request = step, found.loss, agreed_reason(found.stop_requests)
-        figures = {"communication_s": found.seconds["communication_s"], **moved._asdict()}
+        outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(result.stop_requests)
+        figures = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.overlap is not None:
             exposed_s, total_s = trainer.exchange.overlap.taken()
             fetched = trainer.exchange.overlap.fetched()
@@ -254,29 +244,32 @@ class TrainingLoop:
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
         outcome.steps.add(step_s, bytes_sent, **figures)
         outcome.checkpoint = None
-        if found.stop_requests[len(StopReason)] > 0:
+        # Behind the counts of `StopReason` come the numbers of `_train`, in its order: flush (1; 2 with clocks), save,
+        # further ranks, and those of the saver. All are sums over the ranks, so every rank takes the same branches,
+        # which is what makes the collectives inside of them safe.
+        if result.stop_requests[len(StopReason)] > 0:
             self.metrics.flush()
             self._note_measured()
-        if found.stop_requests[len(StopReason)] > 1:
+        if result.stop_requests[len(StopReason)] > 1:
             self.metrics.note_clocks()
-        self.pace.stepped(step_s - self._held_s)
+        self.checkpoint_timer.stepped(step_s - self._held_s)
         self._held_s = 0.0
-        self._settle(found.stop_requests[len(StopReason) + 3 :])
-        self._look(step, save=found.stop_requests[len(StopReason) + 1] > 0)
-        self._protect(step, found.stop_requests[len(StopReason) + 2])
-        self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
-        if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
-            self.notes.shares(step, -1)
+        self._settle(result.stop_requests[len(StopReason) + 3 :])
+        self._look(step, save=result.stop_requests[len(StopReason) + 1] > 0)
+        self._protect(step, result.stop_requests[len(StopReason) + 2])
+        self.progress.step(step, result.loss, targets, result.seconds["communication_s"] / step_s)
+        if trainer.balance is not None and trainer.balance.after(step, result.seconds["compute_s"]):
+            self.step_log.shares(step, -1)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> StepResult:
         trainer = self.trainer
-        # Further numbers decide with the others when all ranks bring their rows to the file (2: and compare their
-        # clocks), and when they save.
+        # Further numbers are summed with the requests to stop: whether all ranks bring their rows to the file (2: and
+        # compare their clocks), whether they save, how many ranks shall be added, and the state of a background save.
         flushes = float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0)
-        due = [flushes, float(trainer.comm.rank == 0 and self.pace.due()), self.stop_requests.ranks()]
+        due = [flushes, float(trainer.comm.rank == 0 and self.checkpoint_timer.due()), self.stop_requests.ranks()]
         stop_requests = np.concatenate([self.stop_requests.current(), due, self.saver.numbers()])
         try:
-            with self.onlookers.ranges("step", "step"):
+            with self.instrumentation.ranges("step", "step"):
                 return trainer.step(step, batches, stop_requests)
         except NonFiniteError as error:
             explained = explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, batches, error)
@@ -288,9 +281,10 @@ class TrainingLoop:
             raise explained from None
 
     def _look(self, step: int, save: bool) -> None:
-        """Do what is due after ``step``: compare the replicas, save where all agreed on it or the recipe says so.
+        """Compare the replicas and save after ``step``, where the ranks agreed on it or the recipe says so.
 
-        What is saved has been compared: each replica brings a part, and a resume would make one model of what differs.
+        Replicas are compared before each save: each writes a part of the state, so a checkpoint of replicas that differ
+        would be a mixture of models.
         """
         trainer, run = self.trainer, self.trainer.recipe.run
         every = trainer.recipe.checkpoint.every_steps
@@ -298,17 +292,14 @@ class TrainingLoop:
         if run.sentinel_every_steps and (saves or step % run.sentinel_every_steps == 0):
             for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
                 if store.size and trainer.exchange.replicas_identical:
-                    check_replicas(trainer.data_axis, store, step, trainer.seat.agree_algorithm)
-                if store.size and trainer.seat.tensor.size > 1:
-                    check_tensor_axis(trainer.seat.tensor, store, step, trainer.seat.agree_algorithm)
+                    check_replicas(trainer.data_axis, store, step, trainer.context.agree_algorithm)
+                if store.size and trainer.context.tensor.size > 1:
+                    check_tensor_axis(trainer.context.tensor, store, step, trainer.context.agree_algorithm)
         if saves:
             self._save(step)
 
     def _protect(self, step: int, ranks: float) -> None:
-        """Keep what outlives a rank, where the job does; let ``ranks`` more come in, where somebody wished it.
-
-        Raises Growth then, on all ranks.
-        """
+        """Protect the state of ``step`` in an elastic job. Raises GrowthRequested on all ranks for ``ranks`` more."""
         if self.protection is None:
             return
         steps = self.trainer.recipe.run.steps
@@ -316,52 +307,52 @@ class TrainingLoop:
         self.protection.keep(step, now=grows)
         if grows:
             self._finish_save()
-            self.metrics.flush()  # all are there: what was used since the last one is not lost as by a death
+            self.metrics.flush()  # all ranks are alive: no row and no joule is lost, as it would be by a failure
             raise GrowthRequested(int(ranks))
 
     def _save(self, step: int) -> None:
         if step == self.trainer.recipe.run.steps:
             self.trainer.finish()
-        kept = self._validated()
+        validated = self._validated()
         used = self.energy.state()
         self._began = time.perf_counter()
-        with self.onlookers.phase("checkpoint", "save"):
+        with self.instrumentation.phase("checkpoint", "save"):
             if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
                 self.metrics.flush()
-            self.outcome.checkpoint = self.saver.save(step, energy=used, **kept)
+            self.outcome.checkpoint = self.saver.save(step, energy=used, **validated)
             self._note_measured()
         held_s = time.perf_counter() - self._began
         self._held_s += held_s
         self._save_s = held_s
-        self.pace.saved(held_s)
+        self.checkpoint_timer.saved(held_s)
         self._note_complete()
 
     def _note_measured(self) -> None:
-        """Write what was measured in some steps alone, which waits in memory until then."""
+        """Write the consensus distances and noise scales that were measured since the last call."""
         figures.write_consensus(self.metrics, self.trainer)
         noise_scale.write_noise_scales(self.metrics.include, self.trainer.noise)
 
     def _validated(self) -> dict[str, float | None]:
-        """Return what a checkpoint keeps of how good it is, where the best of them stay."""
+        """Return the validation loss for a checkpoint, where the best checkpoints are kept."""
         if not self.trainer.recipe.checkpoint.keep_best:
             return {}
-        with self.onlookers.phase("validation", "validation"):
+        with self.instrumentation.phase("validation", "validation"):
             loss = mean_validation_loss(self.trainer)
         self.streaming.evaluated(self.outcome.done, loss)
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 
     def _note_complete(self) -> None:
-        """Take note of how long the last save took until it was complete, if it is (local)."""
+        """Record how long the last save took, once it is complete (local)."""
         if not self.saver.is_busy and not math.isnan(self._began):
-            self.pace.completed(time.perf_counter() - self._began)
+            self.checkpoint_timer.completed(time.perf_counter() - self._began)
             self._began = math.nan
             self.streaming.saved(self.outcome.done, self._save_s)
 
     def _settle(self, sums: np.ndarray) -> None:
-        """Go on with the checkpoint that is written beside the steps, where all ranks have come so far."""
+        """Continue the checkpoint that is written beside the steps, once all ranks have written their parts."""
         if self.saver.goes_on(sums):
             self.metrics.flush()  # a run that goes on from it has the rows up to it
-            with self.onlookers.phase("checkpoint", "settle"):
+            with self.instrumentation.phase("checkpoint", "settle"):
                 self.saver.settle(sums)
             self._note_complete()
 
@@ -369,13 +360,13 @@ class TrainingLoop:
         """Wait for the checkpoint that is written beside the steps."""
         if self.saver.is_busy:
             self.metrics.flush()
-            with self.onlookers.phase("checkpoint", "finish"):
+            with self.instrumentation.phase("checkpoint", "finish"):
                 self.saver.finish()
             self._note_complete()
 
 
 def _resumed_step(directory: Path, first_step: int) -> int | None:
-    """Return the step after which rows of an earlier start are dropped; None where there was none.
+    """Return the step after which rows of an earlier start are dropped; None without an earlier start.
 
     A run that was killed before its first checkpoint starts again at step 0, over the rows it has left.
     """

@@ -17,38 +17,40 @@ from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
 from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.communicator import Communicator
-from hpcdist.hdf5.overlay import Overlay
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
 
 
 class CheckpointSaver:
-    """Saves the state of ``trainer`` in ``directory``, and waits for it. Collective, unless a method says not."""
+    """Saver of the state of ``trainer`` in ``directory``, which waits for the disk.
+
+    Collective, unless a method says not. Injected faults of the trainer happen to the files of this rank.
+    """
 
     waits = True  # whether a checkpoint is complete when `save` returns
     is_busy = False  # whether one is under way; the same on all ranks
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
-        self.opens: Callable[[int], Callable[[Path], Overlay]] | None = None  # makes the files of a step, if need be
         self._kept = IncrementalWriter() if trainer.recipe.checkpoint.incremental else None
 
-    def save(self, step: int, **kept: Any) -> Path:
-        """Save the state after ``step`` steps, and what else is ``kept``; return where it lies, or will lie."""
+    def save(self, step: int, **more: Any) -> Path:
+        """Save the state after ``step`` steps with ``more`` scalars; return its path, where it is or will be."""
         trainer = self.trainer
         trainer.flush()
-        plan = self.plan(step, kept)
+        plan = self.plan(step, more)
         return save_planned(
             plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept
         )
 
-    def plan(self, step: int, kept: Mapping[str, Any]) -> SavePlan:
+    def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
         """Return the checkpoint after ``step`` steps (local)."""
-        plan = state.save_plan(self.trainer, self.directory, step, kept)
-        return plan if self.opens is None else replace(plan, opens=self.opens(step))
+        plan = state.save_plan(self.trainer, self.directory, step, more)
+        faults = self.trainer.faults
+        return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return what the ranks sum in every step for `settle` (local)."""
+        """Return the numbers that the ranks sum in every step for `settle` (local)."""
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
@@ -62,11 +64,11 @@ class CheckpointSaver:
         """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
 
     def abandon(self) -> None:
-        """Give up the checkpoint that is under way, after a death: it never becomes visible (local)."""
+        """Give up the checkpoint that is under way, after a failure: it never becomes visible (local)."""
 
 
 class BackgroundCheckpointSaver(CheckpointSaver):
-    """Takes a snapshot, which is written beside the steps that follow."""
+    """Saver that takes a snapshot, which threads write beside the steps that follow."""
 
     waits = False
 
@@ -74,7 +76,7 @@ class BackgroundCheckpointSaver(CheckpointSaver):
         super().__init__(trainer, directory)
         local = trainer.recipe.checkpoint.local_directory
         self._background = BackgroundCheckpoints(
-            trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, kept=self._kept
+            trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, incremental=self._kept
         )
 
     @property
@@ -82,11 +84,11 @@ class BackgroundCheckpointSaver(CheckpointSaver):
         """Whether a checkpoint is under way."""
         return self._background.is_busy
 
-    def save(self, step: int, **kept: Any) -> Path:
+    def save(self, step: int, **more: Any) -> Path:
         """Begin to save the state after ``step`` steps, once the checkpoint before is complete."""
         trainer = self.trainer
         trainer.flush()
-        plan = self.plan(step, kept)
+        plan = self.plan(step, more)
         self._background.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
         return plan.final
 
@@ -95,19 +97,19 @@ class BackgroundCheckpointSaver(CheckpointSaver):
         return self._background.numbers()
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Whether nobody is at work any more, or somebody has failed."""
+        """Whether all ranks have written, or one has failed."""
         return self._background.goes_on(sums)
 
     def settle(self, sums: np.ndarray) -> None:
-        """Let the checkpoint become visible when all have written."""
+        """Make the checkpoint visible once all ranks have written."""
         self._background.settle(sums)
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
         self._background.finish()
 
     def abandon(self) -> None:
-        """Wait for this rank's thread, and no other."""
+        """Wait for the thread of this rank alone; the checkpoint never becomes visible (local)."""
         self._background.abandon()
 
 
@@ -122,8 +124,8 @@ def stripe_checkpoints(
 ) -> None:
     """Stripe ``directory``, made when missing, for ``state_bytes`` of each rank. Collective over ``comm``.
 
-    Rank 0 does, and ``say``s the command. When it fails, that is said, and the run goes on: files then have the stripes
-    that the site gives them.
+    Rank 0 does, and reports the command by ``say``. A failure is reported, too, and the run goes on: files then have
+    the default stripes of the file system.
     """
     wanted = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(wanted):
@@ -138,7 +140,7 @@ def stripe_checkpoints(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return  # the save will say so
+        return  # the save will raise the error
     failure = stripe.apply(plan)
     say(f"stripes of the checkpoints: {plan.text} ({plan.why})")
     if failure:

@@ -27,15 +27,16 @@ STARTS_FILE: Final = "starts.json"
 HEARTBEAT_S: Final = 10.0  # how old the last sign of life may become
 LATEST_S: Final = 1e11  # since 1970: no clock shows it
 FINISHED: Final = "finished"
-STOPPED: Final = "stopped"  # saved, and left by somebody's wish
+STOPPED: Final = "stopped"  # saved, and left by request
 
 
 @dataclass(frozen=True)
 class StartEntry:
-    """One start: ``began`` and last ``seen`` at so many seconds since 1970; ``end`` is "" while nobody has ended it.
+    """Start of a run: ``began`` and last ``seen`` in seconds since 1970; ``end`` is "" while it has not ended.
 
     ``launch`` is the same for all processes of a start, whichever of them writes; "" where the launcher gave it no
-    name. It ``survives`` the death of ranks in one of `comm.ending.WAYS`, or "" not; ``deaths`` were outlived.
+    name. ``survives`` is the mode in which it survives rank failures, one of `exit_file.SURVIVE_MODES`, "" for none;
+    ``deaths`` counts the ranks that it survived.
     """
 
     began: float
@@ -52,7 +53,7 @@ class StartEntry:
 
 
 class StartRecord:
-    """The record of the run in ``directory``, for the one rank that writes it (local). This start is added to it."""
+    """Record of the starts of the run in ``directory``, on the rank that writes it (local). This start is added."""
 
     def __init__(
         self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None, warn: bool = True
@@ -61,12 +62,12 @@ class StartRecord:
             launch = Path(os.environ.get(LAUNCH_DIR, "")).name
         self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
         self._writes = True  # unless the record cannot be read: a new one would lack what is in it
-        found, now = self._read(), clock()
+        starts, now = self._read(), clock()
         # After the death of the rank that wrote it, another one goes on with the same start.
         survives = os.environ.get(SURVIVE, "")
-        resumed = bool(found) and bool(launch) and found[-1].launch == launch and not found[-1].end
-        self.own = found.pop() if resumed else StartEntry(now, now, launch=launch, survives=survives)
-        self.before = tuple(found)
+        resumed = bool(starts) and bool(launch) and starts[-1].launch == launch and not starts[-1].end
+        self.own = starts.pop() if resumed else StartEntry(now, now, launch=launch, survives=survives)
+        self.before = tuple(starts)
         self._seen(now)
 
     @property
@@ -86,18 +87,18 @@ class StartRecord:
         return self.seconds / (self.failures + 1)
 
     def alive(self, certainly: bool = False) -> None:
-        """Take note that the run goes on: now and then, or ``certainly``."""
+        """Record that the run goes on: every `HEARTBEAT_S` at most, or ``certainly``."""
         now = self._clock()
         if certainly or not 0 <= now - self.own.seen < HEARTBEAT_S:
             self._seen(now)
 
     def survived(self, deaths: int) -> None:
-        """Take note that the others go on without ``deaths`` ranks."""
+        """Record that the others go on without ``deaths`` ranks."""
         self.own = replace(self.own, deaths=self.own.deaths + deaths)
         self._seen(self._clock())
 
     def ended(self, end: str) -> None:
-        """Take note that this start ends as it should, by FINISHED or STOPPED."""
+        """Record that this start ends as it should, by FINISHED or STOPPED."""
         self.own = replace(self.own, end=end)
         self._seen(self._clock())
 
@@ -143,12 +144,12 @@ def read_starts(path: Path) -> list[StartEntry]:
     return [_checked(each) for each in rows]
 
 
-def _checked(found: Any) -> StartEntry:
+def _checked(row: Any) -> StartEntry:
     """Return a start as the record has it. Raises TypeError for anything else."""
-    start = StartEntry(**found) if isinstance(found, dict) else None
+    start = StartEntry(**row) if isinstance(row, dict) else None
     numbers = () if start is None else (start.began, start.seen, start.deaths)
     texts = () if start is None else (start.end, start.launch, start.survives)
     right = all(isinstance(number, int | float) and 0 <= number < LATEST_S for number in numbers)
     if start is None or not right or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{str(found)[:200]} is no start")
+        raise TypeError(f"{str(row)[:200]} is no start")
     return start

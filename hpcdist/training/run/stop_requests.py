@@ -34,7 +34,7 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class CheckpointTimer:
-    """The clock of one rank (local). ``state_bytes`` is what it saves, ``ends`` the time at which the job is over.
+    """Timer of the checkpoints of one rank (local), which saves ``state_bytes``; ``ends`` is the end of the job.
 
     ``starts`` is the record of the run, on the rank that decides.
     """
@@ -58,25 +58,25 @@ class CheckpointTimer:
         self._saved = clock()
 
     def stepped(self, seconds: float) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self._steps.append(seconds)
         if self._starts is not None:
             self._starts.alive()
 
     def ended(self, stopped: bool) -> None:
-        """Take note that this start ends as it should: ``stopped`` by a wish, or with the run."""
+        """Record that this start ends as it should: ``stopped`` by a request, or with the run."""
         if self._starts is not None:
             self._starts.ended(STOPPED if stopped else FINISHED)
 
     def saved(self, seconds: float) -> None:
-        """Take note of a save that held the steps up for ``seconds``."""
+        """Record a save that held the steps up for ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
         if self._starts is not None:
             self._starts.alive(certainly=True)
 
     def completed(self, seconds: float) -> None:
-        """Take note of a save that was complete after ``seconds``, in the background or not."""
+        """Record a save that was complete after ``seconds``, in the background or not."""
         self._complete.append(seconds)
 
     @property
@@ -95,13 +95,13 @@ class CheckpointTimer:
 
         The observed one is at least the cost of a save: a run that is shorter than that has seen nothing yet.
         """
-        given = self._config.mtbf_s
-        if given != OBSERVED:
-            return float(given)
+        configured = self._config.mtbf_s
+        if configured != OBSERVED:
+            return float(configured)
         return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
 
     def due(self) -> bool:
-        """Whether so much work lies behind the last save that the next step should be followed by one."""
+        """Whether the next step should be followed by a save, by the work since the last one."""
         if math.isinf(self.interval_s):
             return False
         step_s = quantile(self._steps, 0.5) if self._steps else 0.0
@@ -133,11 +133,11 @@ def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, 
     Raises ConfigurationError when the environment holds something else than a time.
     """
     ends = math.inf if limit_s is None else started + limit_s
-    told = environment.get(JOB_END, "")
-    if told:
-        if not told.isascii() or not told.isdecimal():
-            raise ConfigurationError(f"{JOB_END}={told!r}: expected seconds since 1970; unset it")
-        ends = min(ends, float(told))
+    job_end = environment.get(JOB_END, "")
+    if job_end:
+        if not job_end.isascii() or not job_end.isdecimal():
+            raise ConfigurationError(f"{JOB_END}={job_end!r}: expected seconds since 1970; unset it")
+        ends = min(ends, float(job_end))
     return ends
 
 
@@ -151,7 +151,7 @@ class StopReason(IntEnum):
     REQUEUE = (
         0  # SIGTERM, SIGHUP, SIGUSR1, the stop file, the job's time: save, and let the scheduler start the job again
     )
-    INTERRUPT = 1  # Ctrl-C: save and leave
+    INTERRUPT = 1  # Ctrl-C: save and exit
 
 
 EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.INTERRUPTED}
@@ -162,20 +162,32 @@ def _never() -> bool:
 
 
 class StopRequests:
-    """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files.
+    """Stop requests of this rank. Signals only set a flag: a handler must neither communicate nor write files.
 
     While there is nothing to save, which a rank says by `starts`, a signal ends the process at once instead. ``ends``
     is when the job is over, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
-        self.stop_file = stop_file  # looked at by one rank only, once the run directory is known
         self.ends = ends
-        self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
+        self._stop_file = stop_file  # both files are looked at by one rank only
+        self._grow_file: Path | None = None
+        self._time_up: Callable[[], bool] = _never
         self._wanted = np.zeros(len(StopReason))
         self._before: dict[signal.Signals, Any] = {}
         self._at_once = ImmediateExit()
-        self.grow_file: Path | None = None  # looked at by one rank only, where the job can take in more
+
+    def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
+        """Ask for a stop from now on where ``stop_file`` exists, or ``time_up`` returns true (one rank only)."""
+        self._stop_file, self._time_up = stop_file, time_up
+
+    def accept_growth(self, grow_file: Path) -> None:
+        """Read requests for further ranks from ``grow_file`` from now on (one rank only)."""
+        self._grow_file = grow_file
+
+    def end_at(self, ends: float) -> None:
+        """Set when the job is over: known to a process that joins it only afterwards (local)."""
+        self.ends = ends
 
     def listen(self) -> None:
         """Install the handlers (main thread only)."""
@@ -184,7 +196,7 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *lets_go: Callable[[], object]) -> None:
-        """From here on a signal ends this process, until `begun`; ``lets_go`` are called then (main thread only)."""
+        """Let a signal end this process from now on, until `begun`, after calls of ``lets_go`` (main thread only)."""
         for action in lets_go:
             self._at_once.before(action)
         self._at_once.switch(True)
@@ -194,13 +206,13 @@ class StopRequests:
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """From here on a signal is a wish, granted at the end of a step: there is something to save (local)."""
+        """Let a signal be a request from now on, granted at the end of a step: there is something to save (local)."""
         if self._at_once.on:
             self._at_once.switch(False)
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Within, a signal ends this process at once, where `starts` was called before: all is saved (local)."""
+        """Let a signal end this process at once inside, where `starts` was called before: all is saved (local)."""
         self._at_once.switch(self._at_once.started)
         try:
             yield
@@ -208,7 +220,7 @@ class StopRequests:
             self._at_once.switch(False)
 
     def ignore(self) -> None:
-        """Give the signals back to those who had them before `listen` (main thread only)."""
+        """Restore the signal handlers from before `listen` (main thread only)."""
         self._at_once.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -221,33 +233,33 @@ class StopRequests:
         self._wanted[stop_request] = 1.0
 
     def current(self) -> np.ndarray:
-        """Return this rank's wishes as numbers to be summed over the ranks."""
-        if self.time_up() or (self.stop_file is not None and self.stop_file.exists()):
+        """Return this rank's requests as numbers to be summed over the ranks."""
+        if self._time_up() or (self._stop_file is not None and self._stop_file.exists()):
             self._wanted[StopReason.REQUEUE] = 1.0
         return self._wanted
 
     def ranks(self) -> float:
-        """Return how many further ranks shall train, by the file that `hpcdist grow` writes; 0 for none (local)."""
-        if self.grow_file is None or not self.grow_file.exists():
+        """Return the number of further ranks in the file that `hpcdist grow` writes; 0 for none (local)."""
+        if self._grow_file is None or not self._grow_file.exists():
             return 0.0
         try:
-            return float(max(0, int(regular.text(self.grow_file, 64))))
+            return float(max(0, int(regular.text(self._grow_file, 64))))
         except (OSError, ValueError, OverflowError):
-            return 0.0  # not ours, or gone
+            return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
-        """Remove the file: the wish is granted, or cannot be (local)."""
-        if self.grow_file is not None:
-            self.grow_file.unlink(missing_ok=True)
+        """Remove the file of `hpcdist grow`: the request is granted, or cannot be (local)."""
+        if self._grow_file is not None:
+            self._grow_file.unlink(missing_ok=True)
 
     def answered(self) -> None:
-        """Remove the stop file: the wish is granted, and the next start must not meet it."""
-        if self.stop_file is not None:
-            self.stop_file.unlink(missing_ok=True)
+        """Remove the stop file: the request is granted, and the next start must not see it."""
+        if self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return what the job does, given the wishes of all ranks: an interrupt wins over a requeue."""
+    """Return the reason to stop by the ``counts`` of all ranks, None for none: an interrupt wins over a requeue."""
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None

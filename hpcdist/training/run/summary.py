@@ -31,12 +31,12 @@ NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: se
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
 LOADED_FIGURE: Final = "bytes_loaded_per_step"
 PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
-Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, as `outcome.Steps.measured`
+Rank: TypeAlias = Mapping[str, Any]  # figures of one rank by name; those of its steps from `StepStatistics.measured`
 
 
 @dataclass(frozen=True)
 class StepThroughput:
-    """Speed of the steps of this start; NaN where none was made, or where nobody knows."""
+    """Speed of the steps of this start; NaN where none was made, or where it is not known."""
 
     tokens_per_s: float = math.nan
     step_s: float = math.nan
@@ -167,7 +167,7 @@ def summarise(
         "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
         "chaos": trainer.recipe.chaos.described() or None,
-        "lives": [],  # after deaths: a job that has some puts them in
+        "lives": [],  # incarnations after rank failures: an elastic job puts them in
         **figures.consensus_figures(trainer),
         **figures.straggler_figures(trainer, workers),
         **noise_scale.noise_figures(trainer.noise, trainer.recipe.run.global_batch),
@@ -183,7 +183,7 @@ def _pss_bytes(ranks: Sequence[float]) -> dict[str, float | None]:
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
-    """Return why figures of ``summary`` are None (local)."""
+    """Return the reasons why figures of ``summary`` are None (local)."""
     reasons = {}
     if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
         reasons["communication_hidden_reason"] = NOT_HIDDEN
@@ -195,7 +195,7 @@ def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> d
 
 
 def _not_counted(trainer: Trainer) -> str:
-    """Return why nobody knows what is sent, with the setting that tells where it is one (local)."""
+    """Return the reason why bytes sent are not known, with the setting that changes it (local)."""
     if trainer.recipe.communication.checked:
         return NOT_COUNTED
     if trainer.exchange.algorithm == "native":
@@ -204,13 +204,13 @@ def _not_counted(trainer: Trainer) -> str:
 
 
 def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
-    """Return what this rank measured (local)."""
+    """Return the figures of this rank (local)."""
     return {
         **outcome.steps.measured(),
         "served": outcome.served_bytes,
-        "loaded": getattr(trainer.exchange, "loaded_bytes", 0),
+        "loaded": trainer.exchange.loaded_bytes,
         "prefetches": bool(trainer.exchange.ahead),
-        "computes": trainer.seat.computes,
+        "computes": trainer.context.computes,
         "stalest": outcome.stalest,
         "dropped": outcome.dropped,
         "shares": _shares(trainer, outcome.done),
@@ -234,21 +234,21 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return what reductions beside the computation took, a step and rank, and the share for which nobody waited.
+    """Return the seconds of background reductions per step and rank, and the share for which no rank waited.
 
-    None where there were none, or where nobody knows; see `Overlap.taken`. That nobody waited is no proof that a step
-    became shorter: where a thread has no core of its own, it takes from the backward. Only two runs can tell.
+    None where there were none, or where they are not known; see `BackgroundCollectives.taken`. A hidden reduction need
+    not make a step shorter: a thread without a core of its own takes time from the backward. Only two runs can tell.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
-    found = (total_s, exposed_s, share)
-    return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, found, strict=True)}
+    overlap = (total_s, exposed_s, share)
+    return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, overlap, strict=True)}
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return the gathers ahead that were there when they were waited for, those that were not, and what that took.
+    """Return the hits and misses of gathers ahead, and the seconds that starting and waiting took.
 
-    A step and rank, in the mean; None where nothing is gathered ahead.
+    Means per step and rank; None where nothing is gathered ahead.
     """
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
@@ -262,7 +262,7 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return the bytes that a rank moved a step, by the way they took (`Moved`); None where no step was made.
+    """Return the bytes that a rank moved a step, by the way they took (`BytesMoved`); None without a step.
 
     Of each way it is the mean step of the rank that moved most. In messages it is ``sent`` where nothing is unknown.
     """
@@ -277,21 +277,21 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return what the rank that loaded most has loaded a step out of memory that others of its node wrote.
+    """Return the bytes a step that the rank that loaded most read from memory that others of its node wrote.
 
-    It is no part of what is sent. None where nothing was, or nobody counts it.
+    They are not part of the bytes sent. None for none.
     """
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 
 
 def _number(value: float) -> float | None:
-    """NaN is not JSON: what is not a number is null."""
+    """Return ``value``, None for NaN, which is not JSON."""
     return None if math.isnan(value) else value
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Return the summary as the lines that a person reads."""
+    """Return the summary as lines of text."""
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:

@@ -1,6 +1,6 @@
-"""Make a batch job of a recipe or a program, and a site: a job that the site can run, or a refusal.
+"""Batch job of a recipe or a program for a site: a job that the site can run, or a refusal.
 
-The job has the recipe with the site's defaults, its striping and, where nobody said when to save, the checkpoint
+The job has the recipe with the site's defaults, its striping and, where no key sets when to save, the checkpoint
 interval of Daly by the failures of the cluster or the walltime. The run directory is named by the run, so that the same
 recipe goes on with its own checkpoints. Called by `hpcdist submit`. Light: neither MPI nor HDF5 is loaded.
 """
@@ -25,7 +25,6 @@ from hpcdist.comm.launch.environment import launcher_options, source_folder
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
-from hpcdist.training.recipe import recipe as recipe_recipe
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import requirements
 from hpcdist.training.recipe.requirements import degrees_equation
@@ -40,15 +39,16 @@ _FIELDS: Final = (
     *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
 )
 _STRIPE: Final = "checkpoint.stripe"
-_DEFAULT_SAVES: Final = 20  # in a run whose steps nobody can time
+_DEFAULT_SAVES: Final = 20  # in a run whose ranks share no steps to time
 _DAY_S: Final = 86400.0
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job, where it goes, what to tell of it, what of its files the nodes would not see, and what it trains.
+    """Job with its site, its recipe, and notes for the user.
 
-    ``missing`` are the modules that the recipe needs, and that the Python of the job does not have.
+    ``told`` are lines about the job, ``hidden`` lines about files that the nodes would not see. ``missing`` are lines
+    about modules that the recipe needs and the Python of the job does not have.
     """
 
     job: BatchJob
@@ -72,10 +72,10 @@ def plan_training(
     """
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
-    run_dir = run_dir_of(options["out"], options["name"], recipe_recipe.run_id(resolved.recipe))
+    run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
     _check_same_run(run_dir, resolved.recipe)
     resolved = _with_stripe(resolved, path, overrides, site, options["site"], run_dir)
-    shared, told = shared_fields(options, site)
+    shared, notes = shared_fields(options, site)
     recipe, saves = _with_checkpoints(resolved, options, site)
     local = _node_local_folder(options, site, run_dir)
     data = _staged_data(options["stage_data"], recipe)
@@ -101,8 +101,8 @@ def plan_training(
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {degrees_equation(recipe, job.ranks)}"
     unseen = tuple(hidden_paths(job, site, [recipe.data.path]))
-    said = (f"site {site.name}; {shape}", *told, *saves)
-    return PlannedJob(job, site, said, unseen, recipe, _missing_packages(job, recipe))
+    lines = (f"site {site.name}; {shape}", *notes, *saves)
+    return PlannedJob(job, site, lines, unseen, recipe, _missing_packages(job, recipe))
 
 
 def plan_script(
@@ -110,13 +110,13 @@ def plan_script(
 ) -> PlannedJob:
     """Return the job of this ``kind``, with ``more`` fields, that runs ``program`` on all of its ranks.
 
-    The same words in the same directory are the same run. Raises ConfigurationError and UsageError for what the site
-    refuses.
+    The same command line in the same directory is the same run. Raises ConfigurationError and UsageError for what the
+    site refuses.
     """
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
-    shared, told = shared_fields(options, site)
+    shared, notes = shared_fields(options, site)
     job = kind(
         **shared,
         **more,
@@ -129,20 +129,20 @@ def plan_script(
     )
     search.check(job, site)
     shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
-    return PlannedJob(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden_paths(job, site, [])))
+    return PlannedJob(job, site, (f"site {site.name}; {shape}", *notes), tuple(hidden_paths(job, site, [])))
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a job that depend on no recipe, and what is to be told of them. Raises UsageError."""
+    """Return the fields of a job that depend on no recipe, and notes about them. Raises UsageError."""
     launcher_options(options["mpi_args"])  # raises here what it would on the node
-    begin, told = _carbon_begin(options)
-    found = {name: options[name] for name in _FIELDS}
-    found |= {"python": sys.executable, "python_path": source_folder(), "begin": begin}
-    return found | {"python_of_ranks": _python_of_ranks(options["container"], site)}, told
+    begin, notes = _carbon_begin(options)
+    fields = {name: options[name] for name in _FIELDS}
+    fields |= {"python": sys.executable, "python_path": source_folder(), "begin": begin}
+    return fields | {"python_of_ranks": _python_of_ranks(options["container"], site)}, notes
 
 
 def check_visible(planned: PlannedJob) -> None:
-    """Raise ConfigurationError where the nodes would not see what they need, unless they are all this machine."""
+    """Raise ConfigurationError where nodes would not see files of the job, unless this machine is the cluster."""
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
@@ -152,7 +152,7 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def _missing_packages(job: BatchJob, recipe: "Recipe") -> tuple[str, ...]:
-    """Return what this Python lacks for ``recipe``; nothing where the ranks have another one, which the doctor asks."""
+    """Return the modules that this Python lacks for ``recipe``; none where ranks have another Python (see doctor)."""
     return () if job.python_of_ranks or job.environment is not None else tuple(requirements.missing_packages(recipe))
 
 
@@ -168,14 +168,14 @@ def check_packages(planned: PlannedJob) -> None:
 
 
 def _is_whole_cluster() -> bool:
-    """Whether this machine is the whole cluster; also where no Slurm is, which the next question tells better."""
+    """Whether this machine is the whole cluster; also without Slurm, of which submitting raises the better error."""
     from hpcdist.batch.schedulers.slurm import submit
 
     return shutil.which("sbatch") is None or submit.is_this_machine()
 
 
 def _resolved(path: Path | None, overrides: tuple[str, ...], site: SiteProfile, named: str | None) -> "ResolvedRecipe":
-    """Return the recipe, with the defaults of the site that was named."""
+    """Return the recipe, with the defaults of the site ``named``."""
     environment = dict(os.environ)
     if named:
         environment[search.VARIABLE] = str(search.path_of(named).absolute())
@@ -190,7 +190,7 @@ def _with_stripe(
     named: str | None,
     run_dir: Path,
 ) -> "ResolvedRecipe":
-    """Return the recipe with the striping of the file system that ``run_dir`` is on, where nobody else has said one."""
+    """Return the recipe with the striping of the file system of ``run_dir``, where the recipe sets none."""
     root = site.root_of(run_dir)
     if root is None or not root.stripe or not resolved.origin[_STRIPE].startswith((recipes.DEFAULT, "site profile")):
         return resolved
@@ -200,25 +200,25 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with periodic checkpoints where nobody has said when to save, and what is told of that.
+    """Return the recipe with periodic checkpoints where no key sets when to save, and a note about that.
 
-    A job may lose a node at any time. Failures come as often as the file of the cluster says, or else are taken to come
-    once in a walltime; what a save costs is measured by the run, whose interval is that of Daly.
+    A job may lose a node at any time. The rate of failures is that of the file of the cluster, or else one in a
+    walltime; the run measures the cost of a save, and its interval is that of Daly.
     """
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []
     strategy = recipe.parallel.strategy
     if strategy in DECENTRALISED or (strategy == "parameter_server" and not recipe.parameter_server.lock_step):
-        every = max(1, recipe.run.steps // _DEFAULT_SAVES)  # replicas that drift apart meet in a save
+        every = max(1, recipe.run.steps // _DEFAULT_SAVES)  # replicas that drift apart are averaged in a save
         checkpoint = dataclasses.replace(recipe.checkpoint, every_steps=every)
-        said = f"every_steps = {every}: {_DEFAULT_SAVES} times in the run"
+        setting = f"every_steps = {every}: {_DEFAULT_SAVES} times in the run"
     else:
         mtbf_s, why = _mtbf_s(options, site)
         checkpoint = dataclasses.replace(recipe.checkpoint, mtbf_s=mtbf_s)
-        said = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {why}"
-    told = f"when to save is not set, so checkpoint.{said}; checkpoint.every_steps=0 saves at the end alone"
-    return dataclasses.replace(recipe, checkpoint=checkpoint), [told]
+        setting = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {why}"
+    note = f"when to save is not set, so checkpoint.{setting}; checkpoint.every_steps=0 saves at the end alone"
+    return dataclasses.replace(recipe, checkpoint=checkpoint), [note]
 
 
 def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
@@ -228,9 +228,9 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
         from hpcdist.planner.cluster import toml_file
 
         try:
-            found = toml_file.read(named).failures.node_mtbf_s / options["nodes"]
-            return float(round(found)), f"{counted(options['nodes'], 'node')} of {named}"
-        except HpcdistError:  # the estimate says why that file cannot be used
+            mtbf_s = toml_file.read(named).failures.node_mtbf_s / options["nodes"]
+            return float(round(mtbf_s)), f"{counted(options['nodes'], 'node')} of {named}"
+        except HpcdistError:  # the estimate reports why that file cannot be used
             pass
     partition = options["partition"] or site.scheduler.partition
     of_qos = site.qos.get(options["qos"] or site.scheduler.qos, SiteLimits())
@@ -254,22 +254,22 @@ def _check_same_run(run_dir: Path, recipe: "Recipe") -> None:
     stored = run_dir / RECIPE_FILE
     if not (stored.exists() and (run_dir / "checkpoints").exists()):
         return
-    other = recipe_recipe.contradictions(recipes.load_stored(stored), recipe)
+    other = recipes.contradictions(recipes.load_stored(stored), recipe)
     if other:
         raise ConfigurationError(
             f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit its own {stored}"
-            f"{recipe_recipe.init_from_hint(run_dir, other)}"
+            f"{recipes.init_from_hint(run_dir, other)}"
         )
 
 
 def _carbon_begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str]]:
-    """Return when the job may start, None for at once, and what is to be told of it."""
-    given = {name: options[name] for name in ("deadline", "within", "power_w") if options[name] is not None}
+    """Return when the job may start, None for at once, and notes about that."""
+    timing = {name: options[name] for name in ("deadline", "within", "power_w") if options[name] is not None}
     if options["carbon"] is None:
-        if given:
-            raise UsageError(f"--{next(iter(given)).removesuffix('_w')} goes with --carbon FORECAST.csv; add it")
+        if timing:
+            raise UsageError(f"--{next(iter(timing)).removesuffix('_w')} goes with --carbon FORECAST.csv; add it")
         return None, []
-    if "deadline" in given and "within" in given:
+    if "deadline" in timing and "within" in timing:
         raise UsageError("--deadline and --within say the same; keep one")
     from hpcdist.batch import carbon
 
@@ -287,9 +287,10 @@ def _staged_data(wanted: bool, recipe: "Recipe") -> Path | None:
 
 
 def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: Path) -> Path | None:
-    """Return the folder of the run on each node's own file system, None where nothing goes there.
+    """Return the folder of the run on each node's own file system, None where no file goes there.
 
-    Named by the run directory: two runs of one recipe may share a node, and one would remove the files of the other.
+    It is named by the run directory: two runs of one recipe may share a node, and one would remove the files of the
+    other.
     """
     if not (options["stage_data"] or options["environment"] or options["warmup"]):
         return None
@@ -306,7 +307,7 @@ def _python_of_ranks(container: str | None, site: SiteProfile) -> tuple[str, ...
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return what the nodes would not see of what the job needs, ``data`` among it (local)."""
+    """Return the files of the job, ``data`` included, that the nodes would not see, a line for each (local)."""
     if site.scheduler.kind == "none":
         return []
     needed = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

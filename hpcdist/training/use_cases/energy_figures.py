@@ -1,4 +1,4 @@
-"""Collect the energy figures of a run: joules by phase, source and start, rates, emissions, costs.
+"""Energy figures of a run: joules by phase, source and start, rates, emissions, costs.
 
 Called by `hpcdist energy report`. The sources are the metrics file, the record of energy, the recipe and the ledger of
 jobs (for Slurm's own figure). Heavy: loads numpy and h5py, so it is imported when called.
@@ -46,18 +46,18 @@ class EnergyReportOptions:
 
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
-    """Return what is known of the energy of the run in ``run_dir``, as JSON values. Raises HpcdistError."""
+    """Return the energy figures of the run in ``run_dir``, as JSON values; None is unknown. Raises HpcdistError."""
     path = run_dir / step_metrics.METRICS_FILE
     if not path.is_file():
         raise StorageError(
             f"{run_dir} holds no {step_metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
         )
-    found, begun = step_metrics.read(path), energy_metrics.read(path)
+    metrics, begun = step_metrics.read(path), energy_metrics.read(path)
     recipe = _recipe(run_dir)
-    kept = _usage(run_dir)
-    total_j, reason = _total_joules(kept, found.attributes)
-    phases = kept["joules"]["phases"] if kept else {}
-    since = kept["since_step"] if kept else 0
+    usage = _usage(run_dir)
+    total_j, reason = _total_joules(usage, metrics.attributes)
+    phases = usage["joules"]["phases"] if usage else {}
+    since = usage["since_step"] if usage else 0
     config = EnergyConfig() if recipe is None else recipe.energy
     if options.pue is not None:
         config = replace(config, pue=options.pue)
@@ -74,14 +74,14 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
         "run_dir": str(run_dir),
         "energy_j": json_number(total_j),
         "energy_reason": reason,
-        "energy_label": (kept or {"joules": {}})["joules"].get("label") or "",
-        "by_kind": kept["joules"]["by_kind"] if kept else {},
+        "energy_label": (usage or {"joules": {}})["joules"].get("label") or "",
+        "by_kind": usage["joules"]["by_kind"] if usage else {},
         "phases": phases,
-        "activities": (kept or {}).get("activities") or {},
-        "activities_reason": None if (kept or {}).get("activities") else reason or _no_activities_reason(recipe),
+        "activities": (usage or {}).get("activities") or {},
+        "activities_reason": None if (usage or {}).get("activities") else reason or _no_activities_reason(recipe),
         "sources": _sources(begun),
-        "starts": _starts(begun, found),
-        **_rates(phases, found, recipe, since),
+        "starts": _starts(begun, metrics),
+        **_rates(phases, metrics, recipe, since),
         **energy_metrics.figures(
             total_j,
             seconds,
@@ -94,7 +94,7 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     if why:
         result["emissions_reason"] = why
     if options.target_loss is not None:
-        result["target"] = _target(options.target_loss, found, begun)
+        result["target"] = _target(options.target_loss, metrics, begun)
     if options.slurm:
         result["slurm"] = _slurm(run_dir, total_j)
     return result
@@ -121,16 +121,16 @@ def _usage(run_dir: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _total_joules(kept: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
+def _total_joules(usage: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
     """Return all joules, NaN with a reason."""
-    if kept is None:
-        told = attributes.get("energy_j")
-        if isinstance(told, float) and math.isfinite(told):
-            return told, None
+    if usage is None:
+        energy_j = attributes.get("energy_j")
+        if isinstance(energy_j, float) and math.isfinite(energy_j):
+            return energy_j, None
         return math.nan, str(attributes.get("energy_reason") or NO_RECORD)
-    values = list(kept["joules"]["by_kind"].values())
-    if kept["joules"]["reason"] or not values or None in values:
-        return math.nan, str(kept["joules"]["reason"] or "no source was read")
+    values = list(usage["joules"]["by_kind"].values())
+    if usage["joules"]["reason"] or not values or None in values:
+        return math.nan, str(usage["joules"]["reason"] or "no source was read")
     return math.fsum(values), None
 
 
@@ -139,24 +139,24 @@ def _no_activities_reason(recipe: Recipe | None) -> str:
 
 
 def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
-    """Return what each source counted in all starts."""
-    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    """Return the joules of each source over all starts."""
+    by_source: dict[tuple[int, str, str], dict[str, Any]] = {}
     for start in begun:
         for course in start.courses:
-            row = found.setdefault(
+            row = by_source.setdefault(
                 (course.node, course.kind, course.name),
                 {"node": course.node, "kind": course.kind, "name": course.name, "joules": 0.0, "note": course.note,
                  "declared": course.declared, "counted": course in start.counted},
             )  # fmt: skip
             row["joules"] = None if row["joules"] is None else json_number(row["joules"] + course.total_j)
-    return list(found.values())
+    return list(by_source.values())
 
 
-def _starts(begun: Sequence[StartHistory], found: step_metrics.MetricsData) -> list[dict[str, Any]]:
-    """Return what each start of the run took; steps that were made again later are not in the metrics any more."""
+def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) -> list[dict[str, Any]]:
+    """Return seconds and joules of each start; steps that were made again later are no longer in the metrics."""
     rows = []
     for start in begun:
-        steps = int(np.sum(found.steps["session"] == start.session))
+        steps = int(np.sum(metrics.steps["session"] == start.session))
         rows.append(
             {
                 "start": start.session,
@@ -171,33 +171,33 @@ def _starts(begun: Sequence[StartHistory], found: step_metrics.MetricsData) -> l
 
 
 def _rates(
-    phases: dict[str, Any], found: step_metrics.MetricsData, recipe: Recipe | None, since: int
+    phases: dict[str, Any], metrics: step_metrics.MetricsData, recipe: Recipe | None, since: int
 ) -> dict[str, float | None]:
     training = phases.get("training", {}).get("joules")
-    steps = found.steps["step"]
+    steps = metrics.steps["step"]
     last = int(steps[-1]) if len(steps) else since
     samples = math.nan
     if recipe is not None:
         samples = recipe.run.batches.samples_before(last) - recipe.run.batches.samples_before(since)
-    tokens = float(found.steps["tokens"][steps > since].sum())
+    tokens = float(metrics.steps["tokens"][steps > since].sum())
     return energy_metrics.rates(math.nan if training is None else training, last - since, samples, tokens)
 
 
-def _moments(found: step_metrics.MetricsData) -> np.ndarray:
+def _moments(metrics: step_metrics.MetricsData) -> np.ndarray:
     """Return the seconds from the begin of its start to the end of each step, of its slowest rank: (steps,)."""
-    of_rank = found.steps["step_s"]
+    of_rank = metrics.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
     moments = np.zeros(len(slowest))
-    for session in np.unique(found.steps["session"]):
-        own = found.steps["session"] == session
+    for session in np.unique(metrics.steps["session"]):
+        own = metrics.steps["session"] == session
         moments[own] = np.cumsum(slowest[own])
     return moments
 
 
-def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[StartHistory]) -> dict[str, Any]:
-    if "step_s" not in found.steps:
+def _target(target: float, metrics: step_metrics.MetricsData, begun: Sequence[StartHistory]) -> dict[str, Any]:
+    if "step_s" not in metrics.steps:
         return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
-    moments, session = _moments(found), found.steps["session"]
+    moments, session = _moments(metrics), metrics.steps["session"]
     joules = energy_metrics.joules_at(begun, session, moments)
     before = 0.0
     seconds = moments.copy()
@@ -205,7 +205,7 @@ def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[Star
         own = session == number_of
         seconds[own] += before
         before += float(moments[own].max())
-    reached = energy_metrics.to_target(target, found.steps["step"], found.steps["loss"], seconds, joules)
+    reached = energy_metrics.to_target(target, metrics.steps["step"], metrics.steps["loss"], seconds, joules)
     return {
         "loss": target,
         "step": json_number(reached.step),
@@ -218,7 +218,7 @@ def _target(target: float, found: step_metrics.MetricsData, begun: Sequence[Star
 def _intensity(
     run_dir: Path, options: EnergyReportOptions, config: EnergyConfig, begun: Sequence[StartHistory]
 ) -> tuple[CarbonIntensity, str | None]:
-    """Return the carbon intensity that counts, and why a forecast cannot tell it."""
+    """Return the carbon intensity that applies, and the reason why it does not follow from a forecast."""
     if options.forecast is None:
         return options.intensity or carbon_intensity(config), None
     table = carbon.read_forecast(options.forecast)
@@ -250,7 +250,7 @@ def _utc(seconds: float) -> str:
 
 
 def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
-    """Return Slurm's own figure of the jobs of the run, and its ratio to what the run measured."""
+    """Return Slurm's own joules of the jobs of the run, and their ratio to those that the run measured."""
     jobs = list(ledger.jobs(ledger.read(run_dir)))
     if not jobs:
         return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}

@@ -1,7 +1,7 @@
-"""Import a foreign checkpoint: a run directory with a recipe whose model has its tensors.
+"""Import of a foreign checkpoint: a run directory with a recipe whose model has its tensors.
 
-Holds the tensors of a model that was trained elsewhere against the recipe, by name and shape (those of a state dict
-of user modules are known, too), and keeps the recipe in the new directory. Called by `hpcdist checkpoint import`.
+Compares the tensors of a model that was trained elsewhere with those of the recipe, by name and shape (also those of a
+state dict of user modules), and writes the recipe to the new directory. Called by `hpcdist checkpoint import`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ def prepare_imported_run(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Make ``run_dir`` with the recipe ``path`` under ``overrides`` (local).
 
-    Returns what the data decides of its model, and the names of ``tensors`` in it by those in the file.
+    Returns the model inputs that the data decides, and the names of ``tensors`` in the run by those in the file.
 
-    ``inputs`` are what an export knows of that; without them the data of the recipe is asked. Raises ConfigurationError
-    when ``tensors`` are not those of the model, or when the directory has a recipe already, and DataError where the
-    data is needed and cannot be read.
+    ``inputs`` are those model inputs as an export wrote them; without them the data of the recipe is opened. Raises
+    ConfigurationError when ``tensors`` are not those of the model, or when the directory has a recipe already, and
+    DataError where the data is needed and cannot be read.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -48,7 +48,7 @@ def prepare_imported_run(
 
 
 def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
-    """Return the arguments of `models.build` that the data decides: ``inputs``, if they are such, or by the recipe."""
+    """Return the model inputs that the data decides: ``inputs`` if they are valid, else by the recipe."""
     known = usable_inputs(inputs)
     if known:
         return known
@@ -65,21 +65,21 @@ def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mappi
     """
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])
-    found = {names[one.name]: one for one in tensors if one.kind == PARAMETERS and one.name in names}
+    parameters = {names[item.name]: item for item in tensors if item.kind == PARAMETERS and item.name in names}
     for segment in model.layout.segments:
-        one, shape = found.pop(segment.key, None), segment.spec.shape
-        if one is None:
+        stored, shape = parameters.pop(segment.key, None), segment.spec.shape
+        if stored is None:
             raise ConfigurationError(
                 f"{segment.key} is missing, a tensor of shape {list(shape)} of the recipe's model; rename the tensors "
                 "as `hpcdist checkpoint show --tensors` lists those of a run, or change [model]"
             )
-        if one.shape != shape:
+        if stored.shape != shape:
             raise ConfigurationError(
-                f"{segment.key} has the shape {list(one.shape)}, the recipe's model {list(shape)}; change [model]"
+                f"{segment.key} has the shape {list(stored.shape)}, the recipe's model {list(shape)}; change [model]"
             )
-    if found:
+    if parameters:
         raise ConfigurationError(
-            f"{next(iter(found))} is no tensor of the recipe's model; change [model], or rename it"
+            f"{next(iter(parameters))} is no tensor of the recipe's model; change [model], or rename it"
         )
     return names
 

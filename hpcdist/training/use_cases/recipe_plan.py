@@ -1,4 +1,4 @@
-"""Translate a recipe for the planner: the description of its model, its layout, and notes.
+"""Plan of a recipe for the planner: the description of its model, its layout, and notes.
 
 The notes name the keys of the recipe that the plan has in another form, or not at all. Recipes that no formula of the
 planner describes (asynchronous replicas, schedules from a file) are refused.
@@ -36,7 +36,7 @@ _PLANNED_ALGORITHMS: Final = {
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """A recipe in the language of the planner; ``notes`` say where the plan is of something else."""
+    """Recipe in the terms of the planner; ``notes`` name the differences."""
 
     description: ModelDescription
     layout: ParallelLayout
@@ -62,7 +62,7 @@ def plan_of_recipe(recipe: "Recipe", name: str) -> RecipePlan:
 
 
 def _refuse(recipe: "Recipe") -> None:
-    """Raise ConfigurationError for recipes that no formula of the planner is of."""
+    """Raise ConfigurationError for recipes that no formula of the planner describes."""
     parallel = recipe.parallel
     if parallel.strategy not in STRATEGIES:
         raise ConfigurationError(
@@ -155,10 +155,10 @@ def _compression(recipe: "Recipe", notes: list[str]) -> str:
 
 
 def _algorithm(recipe: "Recipe", notes: list[str]) -> str:
-    said = recipe.communication.algorithm
-    if said not in _PLANNED_ALGORITHMS and said not in ("auto", "native"):
-        notes.append(f"communication.algorithm = {said!r} is planned as the fastest of those that the planner has")
-    return _PLANNED_ALGORITHMS.get(said, "auto")
+    algorithm = recipe.communication.algorithm
+    if algorithm not in _PLANNED_ALGORITHMS and algorithm not in ("auto", "native"):
+        notes.append(f"communication.algorithm = {algorithm!r} is planned as the fastest of those that the planner has")
+    return _PLANNED_ALGORITHMS.get(algorithm, "auto")
 
 
 def _slots(recipe: "Recipe") -> int:
@@ -172,7 +172,7 @@ def _slots(recipe: "Recipe") -> int:
 
 
 def _note_unplanned_keys(recipe: "Recipe", notes: list[str]) -> None:
-    """Tell of keys that change what a rank keeps or waits for, and which a layout has no field for."""
+    """Add notes on keys that change what a rank keeps or waits for, and for which a layout has no field."""
     for item in fields(recipe.zero):
         value = getattr(recipe.zero, item.name)
         if value != item.default and item.name != "offload_directory":

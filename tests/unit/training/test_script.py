@@ -280,7 +280,7 @@ def test_the_first_batches_are_always_compared(every, compared, monkeypatch):
     monkeypatch.setattr(script, "check_batch", lambda comm, replica, x, y, what, looks: steps.append(what))
     trainer = SimpleNamespace(
         grid=SimpleNamespace(pipeline=2, tensor=1),
-        seat=SimpleNamespace(computes=True, units=[0]),
+        context=SimpleNamespace(computes=True, units=[0]),
         last_stage=True,
         comm=None,
     )

@@ -6,8 +6,8 @@ by the number of samples that were taken: their exact mean, clipped by its norm.
 are taken and nothing else; it depends on time, so runs are not reproducible.
 
     worker        FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: tell the first server, wait for all
-    first server  decides: a `Turn`; tells the other servers
-    every server  carries out the turns in their order: sum, norm (told to the other servers), update, answer
+    first server  decides: a `Turn`; sends it to the other servers
+    every server  carries out the turns in their order: sum, norm (sent to the other servers), update, answer
 
 The first server decides for all (`Quorum`), so all servers take the same gradients for a clock; and since turns are
 carried out in one order, a late worker reads the same version from all of them. A server takes gradients off the wire
@@ -36,10 +36,11 @@ from hpcdist.strategies.schedule.operations import Operation
 
 @dataclass(frozen=True)
 class Turn:
-    """One entry of the list.
+    """Decision of the first server: gradients that are taken for an update, or one that is dropped.
 
-    Sum the gradients of ``taken`` (ascending), multiply the sum by ``scale`` and step to the values of ``clock``; or,
-    where nobody is taken, drop the gradient of ``dropped``. Then answer: these workers go on at ``clock``.
+    The gradients of ``taken`` (ascending) are summed, the sum is multiplied by ``scale``, and the update leads to
+    ``clock``; or, where nobody is taken, the gradient of ``dropped`` is. These workers are then answered, and go on at
+    ``clock``.
     """
 
     clock: int
@@ -49,7 +50,7 @@ class Turn:
 
 
 class Quorum:
-    """The decisions for ``workers``, of which ``spare`` are not waited for; ``clock`` updates are decided."""
+    """Decisions of the first server: a step waits for all ``workers`` but ``spare`` of them."""
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
         self._workers = set(workers)
@@ -60,7 +61,7 @@ class Quorum:
         self.dropped = 0  # gradients, so far
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[Turn]:
-        """Take note of the gradient of ``worker`` for the update to ``clock``; return what is decided by it.
+        """Record the gradient of ``worker`` for the update to ``clock``; return the turns that follow from it.
 
         It is the sum over ``samples`` samples, divided by ``divisor``: by the samples of all workers together. So with
         all of them taken the scale is exactly 1.
@@ -78,17 +79,17 @@ class Quorum:
         return [Turn(self.clock, taken, divisor / total if total else 0.0)]
 
     def leave(self, worker: int) -> list[Turn]:
-        """Take note that ``worker`` pushes no more before a meeting; return what is decided by it."""
+        """Record that ``worker`` pushes no more before a rendezvous; return the turns that follow from it."""
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Let all workers come back at ``clock``: after a meeting."""
+        """Let all workers go on at ``clock``, after a rendezvous."""
         self._away.clear()
         self.clock = clock
 
     def _release(self) -> list[Turn]:
-        """Let those go who would wait for ever, because too many have left for this clock to be complete."""
+        """Return a drop for each waiting worker, where too many have left for this clock to be complete."""
         if len(self._workers - self._away) >= self._needed:
             return []
         turns = [self._drop(worker) for worker in sorted(self._here)]
@@ -101,16 +102,16 @@ class Quorum:
 
 
 class BackupExchange(AsynchronousServerExchange):
-    """One rank of it; ``spare`` workers are not waited for."""
+    """Exchange of one rank with backup workers: ``spare`` of the workers are not waited for."""
 
     drops_late = True
 
     def __init__(self, context: RankContext, roles: Roles, spare: int) -> None:
         super().__init__(context, roles, context)
-        self._notes.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}
+        self._channel.answers |= {ControlKind.TURN: self._on_turn, ControlKind.NORM: self._on_norm}
         self._quorum = Quorum(roles.workers, spare) if self.rank == self._first else None
         self._turns: deque[Turn] = deque()
-        self._summed = False  # whether the gradients of the first of them are
+        self._summed = False  # whether the gradients of the first turn are summed
         self._norms: dict[int, dict[int, float]] = {}  # clock -> server -> squared norm of its part of the sum
         self._seen = dict.fromkeys(roles.workers, 0)
         self._weight = (0, 1)
@@ -118,7 +119,7 @@ class BackupExchange(AsynchronousServerExchange):
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """The clock to which each worker was told to go on, as this server knows it."""
+        """Clock of each worker, as this server has sent it."""
         return self._seen
 
     def weigh(self, samples: int, batch: int) -> int:
@@ -127,10 +128,10 @@ class BackupExchange(AsynchronousServerExchange):
         return batch
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step; what is clipped is the mean of what is taken, by the servers."""
+        """Begin the update of the step; servers clip the mean of the gradients that they take."""
 
     def pull(self, op: Operation) -> None:
-        """Tell the first server that the gradient is complete, and take the values with which to go on (local)."""
+        """Tell the first server that the gradient is complete, and wait for the new values (local)."""
         self.meetings.consider()
         samples, divisor = self._weight
         self._request(ControlKind.PUSH, ControlFields(self.clock + 1, samples=samples, divisor=divisor), [self._first])
@@ -144,13 +145,13 @@ class BackupExchange(AsynchronousServerExchange):
             self._decide(self._quorum.leave(worker))
 
     def _decide(self, turns: Sequence[Turn]) -> None:
-        """Hand out what the first server has decided."""
+        """Send the decisions of the first server to the other servers, and carry them out."""
         for turn in turns:
             workers = turn.taken or (turn.dropped,)
             what = ControlFields(turn.clock, scale=turn.scale, dropped=not turn.taken, workers=workers)
             for server in self.roles.servers:
                 if server != self.rank:
-                    self._notes.tell(server, ControlKind.TURN, what)
+                    self._channel.tell(server, ControlKind.TURN, what)
         self._turns.extend(turns)
         self._advance()
 
@@ -164,7 +165,7 @@ class BackupExchange(AsynchronousServerExchange):
         self._advance()
 
     def _advance(self) -> None:
-        """Carry out the turns as far as the norms of the other servers are there."""
+        """Carry out the turns whose norms have come from the other servers."""
         while self._turns:
             turn = self._turns[0]
             if turn.taken and not self._update(turn):
@@ -181,7 +182,7 @@ class BackupExchange(AsynchronousServerExchange):
                 )
 
     def _update(self, turn: Turn) -> bool:
-        """Step along the mean of what is taken; False when other servers' norms are still missing."""
+        """Update by the mean of the taken gradients; return False while norms of other servers are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -211,10 +212,10 @@ class BackupExchange(AsynchronousServerExchange):
         self._norms.setdefault(turn.clock, {})[self.rank] = own
         for server in self.roles.servers:
             if server != self.rank:
-                self._notes.tell(server, ControlKind.NORM, ControlFields(turn.clock, scale=own))
+                self._channel.tell(server, ControlKind.NORM, ControlFields(turn.clock, scale=own))
 
     def _sum(self, workers: Sequence[int]) -> None:
-        """Add up what ``workers`` have pushed, the first one's first."""
+        """Sum the gradients of ``workers``, the first one's first."""
         assert self.shard is not None
         for part in self._served():
             total = self.shard.inbox.range(part)
@@ -233,9 +234,9 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Take note of what the meeting found out: clocks of the workers, updates, calls. Collective over the world.
+        """Record the results of the rendezvous: clocks of the workers, updates, calls. Collective over the world.
 
-        Whoever was late, and called before the others made their last step, missed that: it goes on where they are.
+        A late worker that called before the others made their last step has missed it, and goes on where they are.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
@@ -251,11 +252,11 @@ class BackupExchange(AsynchronousServerExchange):
         return rates.learning_rate(self.context.optimizer, max(1, self.updates), self.context.total_steps)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of updates: the clock of all workers in a meeting."""
+        """Return the number of updates: the clock of all workers in a rendezvous."""
         return {"count": min(self.clocks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the clock; whatever wrote the state, all workers go on from the slowest of them."""
+        """Restore the clock; whatever wrote the state, all workers go on from the slowest of them."""
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)

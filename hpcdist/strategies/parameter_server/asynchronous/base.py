@@ -51,7 +51,7 @@ def per_push_context(context: RankContext, workers: int) -> RankContext:
 
 
 class ServerShard:
-    """The parameters of ``parts``, and their updates. Nothing here communicates.
+    """Parameters of ``parts`` on a server, and their updates. Nothing here communicates.
 
     They lie apart from the copy with which a colocated rank computes, so that a gradient is always one of parameters
     that stood still. ``inbox`` takes the gradient of another rank, or the sum of several. Tensors are whole, so
@@ -70,7 +70,7 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Step along ``scale * gradients`` at ``factor`` times the rate; the parts of ``gradients`` are overwritten."""
+        """Update by ``scale * gradients`` at ``factor`` times the rate; the parts of ``gradients`` are overwritten."""
         began = time.perf_counter()
         self.optimizer.begin_step(factor)
         for part in self.parts:
@@ -82,7 +82,7 @@ class ServerShard:
         self.busy_s += time.perf_counter() - began
 
     def stores(self) -> dict[str, FlatStore]:
-        """Return what a checkpoint keeps of it, by kind."""
+        """Return the stores that a checkpoint keeps of the shard, by kind."""
         return {"parameters": self.parameters} | {f"optimizer.{n}": s for n, s in self.optimizer.slots.items()}
 
 
@@ -91,12 +91,12 @@ PARAMETER: Final = 1
 
 
 class AsynchronousServerExchange(ExchangeDefaults):
-    """One rank of them. ``together``: it is in a meeting; then `agree` is collective over the world, else local.
+    """Base of exchanges without lock-step, for one rank; ``together`` while it is in a rendezvous.
 
-    A meeting is called once the slowest worker's clock is ``meet_at`` (0: never). ``clock`` is this worker's,
-    ``clocks`` are those of all as of the last meeting, ``updates`` what this rank knows of. A subclass says what a
-    server does with a push (`_on_push`) and with a worker that pushes no more (`_on_left`), and what a rank keeps of it
-    for a checkpoint.
+    In a rendezvous `agree` is collective over the world, else local. One is called once the slowest worker's clock is
+    ``meet_at`` (0: never). ``clock`` is this worker's, ``clocks`` are those of all workers as of the last rendezvous,
+    ``updates`` the number of updates that this rank knows of. A subclass defines what a server does with a push
+    (`_on_push`) and with a worker that pushes no more (`_on_left`), and what a checkpoint keeps.
     """
 
     lock_step = False
@@ -110,14 +110,13 @@ class AsynchronousServerExchange(ExchangeDefaults):
         self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
         self._values = context.world.dup("values")
-        self._notes = ControlChannel(context.world.dup("notes"))
-        self._notes.answers |= {
+        self._channel = ControlChannel(context.world.dup("notes"))
+        self._channel.answers |= {
             ControlKind.PUSH: self._on_push,
             ControlKind.REPLY: self._on_reply,
             ControlKind.DROP: self._on_drop,
         }
-        self.meetings = Rendezvous(self.rank, roles, self._notes)
-        self.meetings.left = self._on_left
+        self.meetings = Rendezvous(self.rank, roles, self._channel, self._on_left)
         partition = partition_keys(context.layout, len(roles.servers), whole=True)
         self.fullest = partition.fullest
         self._messages = [(part, roles.servers[index]) for part, index in partition.messages(context.layout.units)]
@@ -130,20 +129,20 @@ class AsynchronousServerExchange(ExchangeDefaults):
         self.gradients = context.store("gradients") if self.shard is None or self.works else self.shard.inbox
         self._pushed: list[Request] = []
         self._expected: dict[int, list[Request]] = {}  # server -> the values that it will send
-        self._pushes = True
+        self._pushes = True  # False while a step that was given up is computed again
         self.meet_at, self.together = 0, True
         self.clock, self.updates, self.clocks = 0, 0, [0] * len(roles.workers)
         self.handlers: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.serve}
 
     def plan(self) -> list[Operation]:
-        """Return what a worker does; a dedicated server has no steps, it waits in `meet`."""
+        """Return the operations of a worker; a dedicated server has no steps, it waits in `meet`."""
         if not self.works:
             return []
         pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations`` with, on a colocated rank, a look at what has come behind each that computes."""
+        """Return ``operations`` with, on a colocated rank, COLLECT behind each that computes."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -157,42 +156,42 @@ class AsynchronousServerExchange(ExchangeDefaults):
             self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
 
     def serve(self, op: Operation | None = None) -> None:
-        """Serve what has come; wait for nothing (local)."""
-        self._notes.serve()
+        """Serve the requests that have come, without waiting (local)."""
+        self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return by how many samples the gradient of a step is divided, of which this worker has ``samples`` (local).
+        """Return the number of samples by which the gradient of a step is divided: the own ``samples`` (local).
 
         ``batch`` are those of all workers together.
         """
         return samples
 
     def pull(self, op: Operation) -> None:
-        """Say that this worker's gradient is complete, and take the new values; serve others meanwhile (local)."""
+        """Announce the complete gradient, and wait for the new values; serve others meanwhile (local)."""
         raise NotImplementedError
 
-    def _request(self, note: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
-        """Tell the servers ``told`` what this worker wants, and return when all servers have given their values.
+    def _request(self, kind: ControlKind, what: ControlFields, servers: Sequence[int]) -> None:
+        """Send a request of this worker to ``servers``, and wait for the values of all servers.
 
         What it has pushed is with them then. Others are served meanwhile.
         """
         for server in self.roles.servers:
-            # Posted before the server can send them: a server never waits for a rank that serves it something else.
+            # Receives are posted before the request leaves: a server that sends the values never waits for this rank.
             self._expected[server] = [] if server == self.rank else self._take_from(server)
         for server in servers:
             if server != self.rank:
-                self._notes.tell(server, note, what)
+                self._channel.tell(server, kind, what)
         if self.rank in servers:
-            self._notes.answers[note](self.rank, what)
+            self._channel.answers[kind](self.rank, what)
         while self._expected:
-            self._notes.wait(alone=self.shard is None)
+            self._channel.wait(alone=self.shard is None)
         for request in self._pushed:
             request.wait()
         self._pushed.clear()
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Take back what was pushed of a step that is given up, and push nothing inside (local).
+        """Withdraw the pushes of a step that is given up, and push nothing inside (local).
 
         The step can be computed again there: gradients must stay as they are until the servers have them, or they
         would be overwritten on their way, and a second push would be taken for that of the next step. Others are
@@ -200,9 +199,9 @@ class AsynchronousServerExchange(ExchangeDefaults):
         """
         for server in self.roles.servers:
             if server != self.rank:
-                self._notes.tell(server, ControlKind.DROP)
+                self._channel.tell(server, ControlKind.DROP)
         while not all(request.test() for request in self._pushed):
-            self._notes.serve()
+            self._channel.serve()
             time.sleep(SHORTEST_S)
         self._pushed.clear()
         self._pushes = False
@@ -219,24 +218,24 @@ class AsynchronousServerExchange(ExchangeDefaults):
         return [part for part, server in self._messages if server == self.rank]
 
     def _discard(self, worker: int) -> None:
-        """Take all that ``worker`` has pushed of a step, and forget it."""
+        """Receive all that ``worker`` has pushed of a step, and drop it."""
         assert self.shard is not None
         for part in self._served() if worker != self.rank else []:
             own = self.shard.inbox.range(part)
             self._values.recv(scratch("parameter_server.arrived", own.size, own.dtype, own), worker, GRADIENT)
 
     def _answer(self, worker: int, what: ControlFields) -> None:
-        """Give ``worker`` the values as they are now."""
+        """Send the current values to ``worker``."""
         assert self.shard is not None
         if worker == self.rank:
             for part in self.shard.parts:
                 self.parameters.range(part)[...] = self.shard.parameters.range(part)
             self._on_reply(self.rank, what)
             return
-        self._notes.tell(worker, ControlKind.REPLY, what)
+        self._channel.tell(worker, ControlKind.REPLY, what)
         for part in self.shard.parts:
             self._values.send(self.shard.parameters.range(part), worker, PARAMETER)
-        self._notes.tidy()
+        self._channel.tidy()
 
     def _on_push(self, worker: int, what: ControlFields) -> None:
         raise NotImplementedError
@@ -256,24 +255,28 @@ class AsynchronousServerExchange(ExchangeDefaults):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Take note of what the first server says of this worker's step."""
+        """Record the reply of the first server to this worker's step."""
 
     def meet(self) -> None:
-        """Push no more, and return when no worker does. Collective over the world; a dedicated server serves here."""
+        """Stop to push, and wait until all workers have. Collective over the world; a dedicated server serves here."""
         self.meetings.meet()
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
+        """Record the results of the rendezvous: clocks of the workers, updates, calls that were sent (local)."""
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
 
+    def plan_rendezvous(self, clock: int) -> None:
+        """Let the next rendezvous be called once the slowest worker's clock is ``clock``; 0 for none (local)."""
+        self.meet_at = clock
+
     def part(self) -> None:
-        """End the meeting: every rank goes on by itself (local)."""
+        """End the rendezvous: every rank goes on by itself (local)."""
         self.together = False
 
     def refresh(self) -> None:
-        """Bring the newest values to all workers. Collective over the world, in a meeting."""
+        """Send the newest values to all workers. Collective over the world, in a rendezvous."""
         others = [server for server in self.roles.servers if server != self.rank]
         taken = [request for server in others for request in self._take_from(server)] if self.works else []
         if self.shard is not None:
@@ -290,16 +293,16 @@ class AsynchronousServerExchange(ExchangeDefaults):
                 self.parameters.range(part)[...] = self.shard.parameters.range(part)
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Nothing has to be known of a list before it runs (local)."""
+        """Do nothing: no list has to be known before it runs (local)."""
 
     def count_samples(self, own: int, samples: int) -> None:
-        """Sums over the replicas need no weights (local)."""
+        """Do nothing: sums over the replicas need no weights (local)."""
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Sums of scaled gradients are scaled sums (local)."""
+        """Do nothing: sums of scaled gradients are scaled sums (local)."""
 
     def flush(self) -> bool:
-        """Nothing is left to be done between steps, nor at the end (local)."""
+        """Return False: no step leaves work behind (local)."""
         return False
 
     finish = flush
@@ -317,7 +320,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum ``values`` over those who are together: the world in a meeting, this rank alone in a step."""
+        """Sum ``values`` over the world in a rendezvous; in a step they are this rank's alone."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
@@ -328,13 +331,13 @@ class AsynchronousServerExchange(ExchangeDefaults):
         return float(sums[0]), sums[1:]
 
     def load_initial(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
+        """Load the initial values."""
         self.parameters.copy_from(initial)
         if self.shard is not None:
             self.shard.parameters.copy_from(initial)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return what this rank serves, parameters and optimizer state; a dedicated worker saves nothing."""
+        """Return parameters and optimizer state of the served parts; a dedicated worker saves nothing."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
@@ -342,10 +345,10 @@ class AsynchronousServerExchange(ExchangeDefaults):
         return ()
 
     def wanted(self) -> Sequence[Piece]:
-        """Return what this rank keeps: all parameters on a worker, and the state of what it serves."""
+        """Return all parameters on a worker, and the state of the served parts, to be restored."""
         parameters = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
         return [*parameters, *self.pieces()]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the clocks."""
+        """Restore the clocks."""
         raise NotImplementedError

@@ -52,7 +52,7 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class VersionVector:
-    """The clocks of ``workers`` as one shard knows them; ``bound`` is s."""
+    """Clocks of ``workers`` as one shard knows them; ``bound`` is s."""
 
     def __init__(self, workers: Iterable[int], bound: float) -> None:
         self._clocks = dict.fromkeys(workers, 0)
@@ -67,11 +67,11 @@ class VersionVector:
 
     @property
     def slowest(self) -> float:
-        """The minimum over the workers that are there; infinity when nobody is."""
+        """Minimum over the workers that have not left; infinity when all have."""
         return min((clock for worker, clock in self._clocks.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Take note of push ``clock``, counted from 1; False when it was applied before: it is not to be added again.
+        """Record push ``clock``, counted from 1; return False for a repeated one, which must not be applied again.
 
         Raises ValueError when pushes in between are missing.
         """
@@ -83,11 +83,11 @@ class VersionVector:
         return True
 
     def ask(self, worker: int) -> None:
-        """Take note that ``worker`` waits for an answer: it wants to start the iteration of its clock."""
+        """Record that ``worker`` waits for an answer, to start the iteration of its clock."""
         self._asking[worker] = None
 
     def answerable(self) -> list[int]:
-        """Return those who may be answered now, in the order in which they asked; they do not wait any more."""
+        """Return the workers that may be answered now, in the order of their requests, and end their wait."""
         workers = [worker for worker in self._asking if self.may_start(worker)]
         for worker in workers:
             del self._asking[worker]
@@ -102,7 +102,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Count ``worker`` among those who are there again; return the clock from which it goes on.
+        """Count ``worker`` among those that are waited for again; return the clock from which it goes on.
 
         That is its own, or the slowest one's where the others are beyond it.
         """
@@ -113,7 +113,7 @@ class VersionVector:
         return self._clocks[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Let all workers come back at once, each at its own of ``clocks``: after a meeting, which nobody missed."""
+        """Let all workers rejoin at once, each at its own of ``clocks``, after a rendezvous."""
         self._away = set(clocks)
         self._clocks = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # nobody is beyond one who comes later
@@ -122,11 +122,11 @@ class VersionVector:
 
 
 class AsynchronousExchange(AsynchronousServerExchange):
-    """One rank under asp (``bound`` infinite) or ssp."""
+    """Exchange of one rank under asp (``bound`` infinite) or ssp."""
 
     def __init__(self, context: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
         super().__init__(context, roles, per_push_context(context, len(roles.workers)))
-        self._notes.answers |= {ControlKind.READ: self._on_read}
+        self._channel.answers |= {ControlKind.READ: self._on_read}
         self._bound, self._aware = bound, staleness_aware
         self._vector = VersionVector(roles.workers, bound)  # of this rank's shard
         self._read = dict.fromkeys(roles.workers, 0)  # updates that the values have that each worker was given
@@ -139,11 +139,11 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:
-        """Remember by what the servers shall multiply this rank's gradient."""
+        """Record the factor by which servers multiply this rank's gradient."""
         self._scale = scale
 
     def pull(self, op: Operation) -> None:
-        """Have every server apply this rank's gradient, and take the new values; serve others meanwhile (local)."""
+        """Let every server apply this rank's gradient, and wait for the new values; serve others meanwhile (local)."""
         self.meetings.consider()
         self.clock += 1
         self._request(ControlKind.PUSH, ControlFields(clock=self.clock, scale=self._scale), self.roles.servers)
@@ -174,7 +174,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._answer_all()
 
     def _answer_all(self) -> None:
-        """Give the values to all who wait for them and may have them."""
+        """Send the values to all workers that wait for them and may have them."""
         assert self.shard is not None
         for worker in self._vector.answerable():
             self._read[worker] = updates = self.shard.updates
@@ -188,7 +188,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return 1.0 / max(1, staleness) if self._aware else 1.0
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
+        """Record the results of the rendezvous: clocks of the workers, updates, calls that were sent (local)."""
         super().leave(clocks, updates, calls)
         clock_of = dict(zip(self.roles.workers, self.clocks, strict=True))
         assert self.shard is None or self.seen == clock_of, (
@@ -197,7 +197,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """End the meeting: every rank goes on by itself, once it may (local)."""
+        """End the rendezvous: every rank goes on by itself, once it may (local)."""
         super().part()
         left = self.clock < self.context.total_steps
         if self.works and left and self.clock - min(self.clocks) > self._bound:
@@ -205,7 +205,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def share(self) -> float:
-        """The part of a global batch that one update takes."""
+        """Part of a global batch that one update takes."""
         return 1 / len(self.roles.workers)
 
     @property
@@ -216,16 +216,16 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return the clocks and the number of updates, as of the last meeting; ``count`` for other architectures.
+        """Return clocks and updates as of the last rendezvous; ``count`` is for other architectures.
 
-        In a meeting the version vectors of all shards are the same: these clocks.
+        In a rendezvous the version vectors of all shards are the same: these clocks.
         """
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the clocks; with another number of workers all go on from the slowest of them.
+        """Restore the clocks; with another number of workers all go on from the slowest of them.
 
-        Whoever is then too far ahead for the bound waits in `part`.
+        A worker that is then too far ahead for the bound waits in `part`.
         """
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:

@@ -31,19 +31,19 @@ class ControlKind(IntEnum):
     """Kind of a control message."""
 
     PUSH = 0  # worker to server: the gradient for the update to ``clock`` is complete; multiply it by ``scale``
-    REPLY = 1  # server to worker: go on at ``clock``; the values follow, after ``updates``. ``called``: let us meet
-    CALL = 2  # anybody to the first server: let us meet for the ``clock``-th time
-    MEET = 3  # worker to server: I push no more before the meeting
-    GATHERED = 4  # first server to a worker that serves nothing: all workers have said so
-    DROP = 5  # worker to server: what I have pushed is no gradient, take it and forget it
-    READ = 6  # worker to server: I have pushed nothing, but want the values for the iteration of ``clock``
+    REPLY = 1  # server to worker: go on at ``clock``; the values of update ``updates`` follow. ``called``: a rendezvous
+    CALL = 2  # any rank to the first server: calls rendezvous number ``clock``
+    MEET = 3  # worker to server: no push will follow before the rendezvous
+    GATHERED = 4  # first server to a worker that serves nothing: all workers have sent MEET
+    DROP = 5  # worker to server: the last pushes belong to no step; receive and drop them
+    READ = 6  # worker to server: without a push, asks for the values for the iteration of ``clock``
     TURN = 7  # first server to the others: carry out this `Turn`, of ``workers``
-    NORM = 8  # server to server: ``scale`` is the squared norm of my part of the sum for ``clock``
+    NORM = 8  # server to server: ``scale`` is the squared norm of the sender's part of the sum for ``clock``
 
 
 @dataclass(frozen=True, slots=True)
 class ControlFields:
-    """Fields of a control message. ``workers`` stand behind the other fields, as many as there are."""
+    """Fields of a control message. ``workers`` come behind the other fields, as many as there are."""
 
     clock: int = 0
     scale: float = 1.0
@@ -56,13 +56,14 @@ class ControlFields:
     workers: tuple[int, ...] = ()
 
 
-ALONE: Final = len(fields(ControlFields))  # numbers of a note of no workers, with its kind
+# Numbers of a message without workers: its kind, and all fields but ``workers``.
+ALONE: Final = len(fields(ControlFields))
 ControlHandler: TypeAlias = Callable[[int, ControlFields], None]  # called with the sender
 ControlMessage: TypeAlias = tuple[ControlKind, int, ControlFields]  # with the sender
 
 
 class ControlChannel:
-    """The notes of one rank: each that arrives goes to the answer for its kind (local)."""
+    """Control messages of one rank: each that arrives goes to the handler of its kind (local)."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -70,66 +71,66 @@ class ControlChannel:
         self._sent: list[Request] = []
         self._held: deque[ControlMessage] = deque()  # those that came while another kind was waited for
 
-    def tell(self, peer: int, note: ControlKind, what: ControlFields = ControlFields()) -> None:
-        """Begin to send a note."""
+    def tell(self, peer: int, kind: ControlKind, what: ControlFields = ControlFields()) -> None:
+        """Begin to send a control message."""
         self.tidy()
         *single, workers = astuple(what)
-        self._sent.append(self._comm.isend(np.array([note, *single, *workers], np.float64), peer))
+        self._sent.append(self._comm.isend(np.array([kind, *single, *workers], np.float64), peer))
 
     def tidy(self) -> None:
-        """Close what has been sent, so that no deadline is held against it."""
+        """Complete the sends that are through, so that no deadline is held against them."""
         self._sent = [request for request in self._sent if not request.test()]
 
     def serve(self) -> None:
-        """Answer the notes that have come; wait for none."""
-        while (letter := self._next()) is not None:
-            self._answer(letter)
+        """Handle the messages that have come, without waiting."""
+        while (message := self._next()) is not None:
+            self._answer(message)
 
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
-        """Wait for a note and answer it.
+        """Wait for a message and handle it.
 
-        A rank that is ``alone`` on its core waits as any receive does: in one operation, that has a deadline. Else it
-        leaves the core to others, has no deadline, and calls ``look`` all the while.
+        A rank that is ``alone`` (it neither computes nor serves beside) waits in one receive, which has a deadline.
+        Else it polls, leaves the core to others in between, has no deadline, and calls ``look`` each time.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
             return
         pause = SHORTEST_S
-        while (letter := self._next()) is None:
+        while (message := self._next()) is None:
             self.tidy()
             look()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_S)
-        self._answer(letter)
+        self._answer(message)
 
     def take(self, wanted: ControlKind) -> None:
-        """Wait for a note of the kind ``wanted`` and answer it; what else comes is answered later, in its order."""
-        while (letter := _read(self._comm.probe()))[0] is not wanted:
-            self._held.append(letter)
-        self._answer(letter)
+        """Wait for a message of the kind ``wanted`` and handle it; others are handled later, in their order."""
+        while (message := _read(self._comm.probe()))[0] is not wanted:
+            self._held.append(message)
+        self._answer(message)
 
     def settle(self) -> None:
-        """Return when all notes of this rank have been taken: after a meeting they are, or will be without more."""
+        """Wait until all messages of this rank are received: after a rendezvous they are, or will be."""
         for request in self._sent:
             request.wait()
         self._sent.clear()
 
     def _next(self) -> ControlMessage | None:
-        """Return the next note, None where none has come."""
+        """Return the next message, None where none has come."""
         if self._held:
             return self._held.popleft()
         message = self._comm.poll()
         return None if message is None else _read(message)
 
-    def _answer(self, letter: ControlMessage) -> None:
-        note, sender, what = letter
-        self.answers[note](sender, what)
+    def _answer(self, message: ControlMessage) -> None:
+        kind, sender, what = message
+        self.answers[kind](sender, what)
 
 
 def _read(message: Message) -> ControlMessage:
     values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
     message.recv(values)
-    note, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
+    kind, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
     what = ControlFields(
         clock=int(clock),
         scale=scale,
@@ -141,82 +142,91 @@ def _read(message: Message) -> ControlMessage:
         dropped=bool(dropped),
         workers=tuple(int(worker) for worker in values[ALONE:]),
     )
-    return ControlKind(int(note)), message.source, what
+    return ControlKind(int(kind)), message.source, what
 
 
-LOOK_S: Final = 0.5  # how often a rank that waits for a meeting asks whether it wants the others to come earlier
+LOOK_S: Final = 0.5  # a rank that waits in a rendezvous asks so often whether it has to call the others
 
 
 class Rendezvous:
-    """The meetings of one rank. ``wants`` tells whether it wishes for one, ``called`` that it was told to come to one.
+    """Rendezvous of one rank: ``called`` says that it was called to one.
 
-    ``due``, on the first server, is what it tells with the values that it gives. ``meanwhile`` is called every now and
-    then on a worker that waits for the others to come, ``left`` on a server with each worker that pushes no more.
+    ``due`` of the first server travels with the values that it sends (`REPLY`). A server calls ``left`` with each
+    worker that pushes no more.
     """
 
-    def __init__(self, rank: int, roles: Roles, notes: ControlChannel) -> None:
-        self._rank, self._roles, self._notes = rank, roles, notes
+    def __init__(
+        self, rank: int, roles: Roles, channel: ControlChannel, left: Callable[[int], None] = lambda worker: None
+    ) -> None:
+        self._rank, self._roles, self._channel = rank, roles, channel
         self._first, self._serves, self._works = roles.servers[0], rank in roles.servers, rank in roles.workers
-        notes.answers |= {
+        channel.answers |= {
             ControlKind.CALL: self._on_call,
             ControlKind.MEET: self._on_meet,
             ControlKind.GATHERED: self._on_gathered,
         }
-        self.wants: Callable[[], bool] = lambda: False
-        self.meanwhile: Callable[[], None] = lambda: None
-        self.left: Callable[[int], None] = lambda worker: None
+        self._wants: Callable[[], bool] = lambda: False
+        self._meanwhile: Callable[[], None] = lambda: None
+        self._left = left
         self.called = self.due = False
-        self.calls = 0  # that this rank has sent, since the start
-        self._held = 0  # meetings
-        self._taken: Counter[int] = Counter()  # calls received, by the meetings that their sender had held
+        self.calls = 0  # sent by this rank, since the start
+        self._held = 0  # rendezvous that are over
+        self._taken: Counter[int] = Counter()  # calls received, by the number of the rendezvous that they are for
         self._here: set[int] = set()  # workers that push no more
         self._gathered = self._has_called = False
         self._looked = 0.0
 
+    def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Call a rendezvous from now on where ``wants`` returns true (local).
+
+        ``meanwhile`` is called every `LOOK_S` on a rank that waits for the others.
+        """
+        self._wants, self._meanwhile = wants, meanwhile
+
     def consider(self) -> None:
-        """Call a meeting when this rank wishes for one (local)."""
-        if self.wants():
+        """Call a rendezvous if this rank wants one (local)."""
+        if self._wants():
             self.call()
 
     def call(self) -> None:
-        """Call a meeting (local)."""
+        """Call a rendezvous (local)."""
         if self._rank == self._first:
             self.due = True
         elif not self._has_called:
             self._has_called = True
             self.calls += 1
-            self._notes.tell(self._first, ControlKind.CALL, ControlFields(clock=self._held))
+            self._channel.tell(self._first, ControlKind.CALL, ControlFields(clock=self._held))
 
     def meet(self) -> None:
-        """Return when every worker has come here; serve until then. Collective over the world."""
+        """Wait until every worker has come here; serve until then. Collective over the world."""
         if self._works:
             for server in self._roles.servers:
                 if server != self._rank:
-                    self._notes.tell(server, ControlKind.MEET)
+                    self._channel.tell(server, ControlKind.MEET)
             self._come(self._rank)
         self._looked = time.monotonic()
         while not self._all_here():
-            self._notes.wait(alone=not self._works, look=self._look)
+            self._channel.wait(alone=not self._works, look=self._look)
         if self._rank == self._first:
             for worker in self._roles.workers:
                 if worker not in self._roles.servers:
-                    self._notes.tell(worker, ControlKind.GATHERED)
+                    self._channel.tell(worker, ControlKind.GATHERED)
         self._here.clear()
         self.called = self.due = self._gathered = self._has_called = False
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Take what is left of the ``calls`` of all ranks before `meet`; none of them is under way afterwards (local).
+        """Receive the rest of the ``calls`` of all ranks before `meet`; none is under way afterwards (local).
 
-        All ranks must have been in a collective since `meet`. Others may have parted already: what they say now belongs
-        to their next steps, and is answered when this rank has parted too.
+        All ranks must have been in a collective since `meet`. Others may be in their next steps already: their messages
+        are handled when this rank is there too.
         """
         while self._rank == self._first and self._taken_before() < calls:
-            self._notes.take(ControlKind.CALL)
-        self._notes.settle()
+            self._channel.take(ControlKind.CALL)
+        self._channel.settle()
 
     def _taken_before(self) -> int:
-        """Return how many calls came for meetings that have been."""
+        """Return the number of calls for rendezvous that are over."""
         return sum(count for held, count in self._taken.items() if held < self._held)
 
     def _all_here(self) -> bool:
@@ -226,16 +236,16 @@ class Rendezvous:
         if time.monotonic() - self._looked >= LOOK_S:
             self._looked = time.monotonic()
             self.consider()
-            self.meanwhile()
+            self._meanwhile()
 
     def _come(self, worker: int) -> None:
         self._here.add(worker)
         if self._serves:
-            self.left(worker)
+            self._left(worker)
 
     def _on_call(self, rank: int, fields: ControlFields) -> None:
         self._taken[fields.clock] += 1
-        self.due |= fields.clock == self._held  # else it was for a meeting that has been
+        self.due |= fields.clock == self._held  # else it came late, for a rendezvous that is over
 
     def _on_meet(self, worker: int, fields: ControlFields) -> None:
         self._come(worker)

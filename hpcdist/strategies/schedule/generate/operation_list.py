@@ -4,6 +4,9 @@
 exchange. `overlap_reductions`, `prefetch_gathers` and `insert_polls` rewrite a list so that exchanges go on behind
 the computation. What is started is waited for in the same order, so that a list without these passes and one with
 them exchange the same buffers in the same order, and end with the same bits.
+
+`ScheduleText` is a schedule that a user writes, one line of passes for each rank (F3.1 B3.1 ...): `read` parses and
+proves it, `dump` writes it, `generated` makes it of a built-in schedule.
 """
 
 import re
@@ -37,7 +40,7 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a schedule file: the name of its placement, the chunks of every rank, and the passes of each."""
+    """Content of a schedule file: the name of its placement, the chunks of each rank, and its passes."""
 
     placement: str
     chunks: int
@@ -50,7 +53,7 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """Whether activations cannot be dropped: for a second pass, or as the input of a neighbouring chunk."""
+        """Whether activations have to stay: for a second pass, or as the input of a neighbouring chunk."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
@@ -104,7 +107,7 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
 
 
 def generated(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleText:
-    """Return one of `SCHEDULES` as if it had been read (local). Raises ConfigurationError where it cannot run so."""
+    """Return one of `SCHEDULES` as a schedule text (local). Raises ConfigurationError where it cannot run so."""
     chunks = check_schedule(schedule, ranks, microbatches, chunks)
     row = SCHEDULES[schedule]
     passes = tuple(row.passes(rank, ranks, microbatches, chunks) for rank in range(ranks))
@@ -127,7 +130,7 @@ def dump(written: ScheduleText, comment: str = "") -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of its first line, line) of all that are not empty, those that go on joined."""
+    """Yield (number of its first line, line) of all non-empty lines, continued ones joined."""
     begun, first = "", 0
     for number, raw in enumerate([*text.splitlines(), ""], 1):
         line = raw.partition("#")[0].strip()

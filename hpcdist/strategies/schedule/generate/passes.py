@@ -60,7 +60,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlaceme
 
 
 class Pass(Enum):
-    """One micro-batch through all units of a chunk."""
+    """Pass of one micro-batch through all units of a chunk."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -79,7 +79,7 @@ LETTERS: Final = {
 
 @dataclass(frozen=True)
 class Peak:
-    """The most micro-batches of chunks that a rank has begun at once, each counted once for each chunk that it is in.
+    """Largest number of micro-batches that a rank has begun at once, each counted for each of its chunks.
 
     ``live``: between forward and backward, or the first half of one that is split: all its activations are there.
     ``held``: between the halves: what the gradients of the weights need. ``both``: in either state.
@@ -91,7 +91,7 @@ class Peak:
 
 
 def spell(step: tuple[Pass, int, int]) -> str:
-    """Return a pass as schedule files have it, as F3.1: forward of micro-batch 3 through chunk 1 of the rank."""
+    """Return a pass as schedule files write it: F3.1 is forward of micro-batch 3 through chunk 1 of the rank."""
     return f"{LETTERS[step[0]]}{step[1]}.{step[2]}"
 
 
@@ -109,15 +109,19 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return as many forwards as fill the stages behind, then forward and backward in turn, then what is left.
+    """Return 1F1B: forwards that fill the later stages, then forward and backward in turn, then backwards.
 
     At most min(p - r, m) micro-batches are alive on rank r of p, for any m, also below p.
     """
     _check(rank, ranks, microbatches)
+    # Warm-up: one forward for each later stage. The first gradient can be back only after so many.
     ahead = min(ranks - rank - 1, microbatches)
     passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
+    # Steady state: each backward frees the activations of one micro-batch before the next forward takes its place, so
+    # at most ahead + 1 are alive.
     for microbatch in range(microbatches - ahead):
         passes += [(Pass.FORWARD, microbatch + ahead, 0), (Pass.BACKWARD, microbatch, 0)]
+    # Cool-down: the backwards of the forwards that were ahead.
     return passes + [(Pass.BACKWARD, microbatch, 0) for microbatch in range(microbatches - ahead, microbatches)]
 
 
@@ -149,7 +153,7 @@ def expand(
         elif direction is Pass.BACKWARD_WEIGHT:
             steps += [Operation(Kind.BACKWARD_WEIGHT, microbatch, unit) for unit in reversed(units)]
         else:
-            if recompute and previous != (Pass.FORWARD, microbatch, chunk):
+            if recompute and previous != (Pass.FORWARD, microbatch, chunk):  # else its activations are still there
                 steps += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
             steps += [Operation(Kind.RECV_GRADIENT, microbatch, units.stop)] * behind
             for unit in reversed(units):
@@ -177,7 +181,7 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return G: the smallest number of micro-batches, from ``ranks`` on, after whose groups none or as many are left.
+    """Return G: the smallest group of ``ranks`` or more micro-batches that leaves no shorter group at the end.
 
     There is one for every ``microbatches >= ranks``.
     """
@@ -186,7 +190,7 @@ def interleaved_group(ranks: int, microbatches: int) -> int:
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes:
-    """Return as many forwards as fill the chunks behind, then forward and backward in turn, then what is left."""
+    """Return interleaved 1F1B: forwards that fill the pipeline, forward and backward in turn, backwards."""
     size = interleaved_group(ranks, microbatches)
     table = [
         (chunk, microbatch)
@@ -195,7 +199,10 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
         for microbatch in range(first, min(first + size, microbatches))
     ]
     forwards = [(Pass.FORWARD, microbatch, chunk) for chunk, microbatch in table]
+    # Backwards take the same table with the chunks reversed: the last chunk of a rank goes back first.
     backwards = [(Pass.BACKWARD, microbatch, chunks - 1 - chunk) for chunk, microbatch in table]
+    # A micro-batch comes back after all chunks but the last have had a whole group, and after the way from this rank to
+    # the last one and back: 2 (p - 1 - r) more.
     ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * size, len(table))
     passes = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -204,12 +211,12 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Passes
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return 1F1B with the weights' gradients of stage r put off by r micro-batches: no more memory than 1F1B's."""
+    """Return ZB-H1: 1F1B with the W of stage r delayed by r micro-batches, in no more memory than 1F1B."""
     return _put_off(microbatches, ahead=ranks - 1 - rank, behind=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return ZB-H1 with twice the forwards ahead and the W behind: twice the memory, and no idle time between."""
+    """Return ZB-H2: twice the forwards ahead of ZB-H1 and twice the delay of W, for no idle time between."""
     return _put_off(microbatches, ahead=2 * (ranks - 1 - rank), behind=2 * rank)
 
 
@@ -227,7 +234,7 @@ def _put_off(microbatches: int, *, ahead: int, behind: int) -> Passes:
 
 
 class _Counting:
-    """Passes as they are added, each with the next micro-batch of its kind and chunk."""
+    """Growing list of passes, each with the next micro-batch of its kind and chunk."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -242,13 +249,13 @@ class _Counting:
             self.passes.append((direction, microbatch, chunk))
 
     def back(self, chunk: int) -> None:
-        """Add B and, at once, a W."""
+        """Add B and a W at once."""
         self.add(Pass.BACKWARD_INPUT, chunk)
         self.add(Pass.BACKWARD_WEIGHT, chunk)
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes over two chunks of a `folded` placement: 0 on the way to the last rank, 1 on the way back.
+    """Return ZB-V, over two chunks of a `folded` placement: 0 on the way to the last rank, 1 on the way back.
 
     Fewer than 2p - 1 micro-batches take the places of the first ones in the pattern of 2p - 1.
     """

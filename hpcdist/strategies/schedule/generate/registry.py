@@ -80,7 +80,7 @@ FILE: Final = "file"  # the schedule that a file has
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One row of the table.
+    """Row of the table `SCHEDULES`: passes, peaks and requirements of one schedule.
 
     ``passes`` takes rank, ranks, micro-batches and chunks; ``peak`` the same. A rank has ``least`` to ``most`` chunks,
     placed forth and back where it is ``folded``. ``splits``: gradients of inputs and of weights are passes of their
@@ -147,7 +147,7 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return how many chunks every rank has: what is asked for, or what the schedule needs where that is one number.
+    """Return the chunks of every rank: ``chunks``, or the number that the schedule needs where it is one.
 
     1 is taken for "not asked for". Raises ConfigurationError.
     """

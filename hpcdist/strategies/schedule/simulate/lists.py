@@ -30,7 +30,7 @@ PASSES: Final = {
 
 @dataclass
 class _Entries:
-    """The rows as they grow; a message has a number from whoever of its two ends comes first."""
+    """Rows under construction; a message is numbered by the first of its two ends."""
 
     starts: list[int] = field(default_factory=lambda: [0])
     rows: list[tuple[int, int, float, int, int, int]] = field(default_factory=list)
@@ -93,7 +93,7 @@ def program(
 
 
 class _Rank:
-    """Turns the list of one rank into its row."""
+    """Translation of the operation list of one rank into entries."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Rank:
             if op.kind in PASSES:
                 self._compute(op)
             elif op.kind in SENDS or op.kind in RECEIVES:
-                self._letter(op)
+                self._add_message(op)
             elif op.kind in SERVED or op.kind in SERVED.values():
                 self._serve(index, op)
             elif op.kind in (Kind.AGREE, Kind.SUM_ROWS, *OVER_DATA, *OVER_COPIES):
@@ -141,8 +141,8 @@ class _Rank:
             chunk=self._chunk_of[op.unit],
         )
 
-    def _letter(self, op: Operation) -> None:
-        """A message between two stages of a pipeline."""
+    def _add_message(self, op: Operation) -> None:
+        """Add the send, or the receive, of a message between two stages of a pipeline."""
         sends = op.kind in SENDS
         kind = op.kind if sends else RECEIVES[op.kind][0]
         before = op.unit - 1 if op.source < 0 else op.source
@@ -156,7 +156,7 @@ class _Rank:
         self._found.routes[number] = (self._rank * self._ranks + target, *travel_s)
 
     def _serve(self, index: int, op: Operation) -> None:
-        """A message from each PUSH, or PUBLISH, to each COLLECT, or PULL, whose range it meets."""
+        """Add a message from each PUSH, or PUBLISH, to each COLLECT, or PULL, whose range it meets."""
         gives = op.kind in SERVED.values()
         ends = {**SERVED, **{given: taken for taken, given in SERVED.items()}}
         for other, steps in enumerate(self._lists):
@@ -169,7 +169,7 @@ class _Rank:
                         self._route(number, other, (self._costs.exchange_s(op), 0.0))
 
     def _meet(self, op: Operation) -> None:
-        """A collective, or the start or the end of one; members come to those of one name in the same order."""
+        """Add a collective, or its start or end; members join those of one name in the same order."""
         end_of = {end: start for start, end in ENDS.items()}
         if op.kind in end_of:
             under_way = self._under_way.get((end_of[op.kind], op.range, op.unit if op.range is None else -1))

@@ -43,7 +43,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # an Enum'
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as (3, passes): what it is, its micro-batch, its chunk of the rank (local)."""
+    """Return ``passes`` as (3, passes): kind of pass, micro-batch, chunk of the rank (local)."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -91,7 +91,7 @@ def program(
 
 
 class _Row:
-    """The entries of one rank: up to three for each pass, and one more where it is computed again."""
+    """Entries of one rank: up to three for each pass, and one more where it is recomputed."""
 
     def __init__(self, passes: np.ndarray, placement: StagePlacement, rank: int, recompute: bool) -> None:
         way, microbatch, local = passes
@@ -140,14 +140,14 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most at once on a rank: of micro-batches of a chunk, and of bytes where those of a unit are known."""
+    """Peak of a rank in live micro-batches and, where those of a unit are known, in bytes."""
 
     peak: Peak
     nbytes: float | None
 
 
 def peaks(program: Program, placement: StagePlacement, costs: StepCosts) -> tuple[PeakMemory, ...]:
-    """Return what each rank needs at most (local)."""
+    """Return the peak memory of each rank (local)."""
     return tuple(_peak(program, program.row(rank), placement, costs) for rank in range(program.ranks))
 
 

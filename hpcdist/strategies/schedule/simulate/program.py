@@ -1,6 +1,7 @@
 """The simulated program: operation lists as arrays, and the loop that finds when everything in them happens.
 
-Every rank has a row of entries, which it takes one after the other:
+`StepCosts` has the seconds of passes, messages and collectives, given or measured; `Program` the entries that they make
+of a step, `run` their `Times`. Every rank has a row of entries, which it takes one after the other:
 
     WORK    its seconds pass
     SEND    its seconds pass, then a message leaves; the sender goes on at once
@@ -31,7 +32,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 @dataclass(frozen=True)
 class Rate:
-    """``seconds``, and what moving bytes takes at ``bytes_per_s``."""
+    """Duration of a transfer: ``seconds``, and the bytes at ``bytes_per_s``."""
 
     seconds: float = 0.0
     bytes_per_s: float = math.inf
@@ -43,7 +44,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """From one rank to another: a message takes the link for ``carries``, and arrives ``latency_s`` later."""
+    """Cost of a message between two ranks: it takes the link for ``carries``, and arrives ``latency_s`` later."""
 
     latency_s: float = 0.0
     carries: Rate = field(default_factory=Rate)
@@ -96,12 +97,12 @@ class StepCosts:
         )
 
     def travel_s(self, source: int, target: int, unit: int) -> tuple[float, float]:
-        """Return how long the input of ``unit``, or its gradient, takes the link, and how much later it arrives."""
+        """Return the seconds that the input of ``unit``, or its gradient, takes the link, and its latency."""
         link = self.links.get((source, target), self.link)
         return link.carries.of(self.message_bytes[unit] if self.message_bytes else 0.0), link.latency_s
 
     def exchange_s(self, op: Operation) -> float:
-        """Return the seconds of an operation of the exchange; 0 for kinds that nothing is said of."""
+        """Return the seconds of an operation of the exchange; 0 for kinds without a rate."""
         rate = self.exchange.get(op.kind)
         if rate is None:
             return 0.0
@@ -111,6 +112,7 @@ class StepCosts:
         return rate.of(of_unit * self.element_bytes)
 
 
+# Codes of entries. JOIN comes to a meeting and goes on, AWAIT waits for its end, MEET does both.
 WORK, SEND, RECV, JOIN, AWAIT, MEET = range(6)
 FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN = range(5)  # what WORK it is: AGAIN is a forward that is computed once more
 OTHER: Final = -1
@@ -122,7 +124,7 @@ LATEST_S, OVER_S = range(2)  # of a meeting: when the last came, and its end
 
 @dataclass(frozen=True)
 class Program:
-    """The entries of all ranks, row behind row; that of rank r is ``starts[r]:starts[r + 1]``."""
+    """Entries of all ranks, row behind row; those of rank r are ``starts[r]:starts[r + 1]``."""
 
     starts: np.ndarray  # (ranks + 1,)
     code: np.ndarray  # (entries,), int8
@@ -143,7 +145,7 @@ class Program:
         return len(self.starts) - 1
 
     def row(self, rank: int) -> slice:
-        """Return where the entries of ``rank`` are."""
+        """Return the slice of the entries of ``rank``."""
         return slice(int(self.starts[rank]), int(self.starts[rank + 1]))
 
     def rank_of(self, entry: int) -> int:
@@ -153,7 +155,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of the entries, begin and end: a RECV, AWAIT or MEET begins when its rank comes there.
+    """Begin and end of the entries: a RECV, AWAIT or MEET begins when its rank comes there.
 
     ``cause`` is the entry that an entry waited for: a SEND, or who joined a meeting last; -1 where it waited for none
     but the one before it on its rank. ``before`` is, for one of these that found its link or its axis taken, who had
@@ -168,7 +170,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Return when everything in ``program`` happens (local). Raises ScheduleError where it never ends."""
+    """Return the times of all entries of ``program`` (local). Raises ScheduleError where it never ends."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)
@@ -196,18 +198,18 @@ def _run(
     at: np.ndarray,
     times: tuple[np.ndarray, ...],
 ) -> None:
-    """Advance ``at`` to the end of every row, or to where nothing moves; ``found`` is filled on the way."""
+    """Advance ``at`` to the end of every row, or to where nothing moves; fill ``times`` on the way."""
     starts, code, target, seconds = rows
     links, travel_s = messages
     members, axes, lasts_s = meetings
     begin_s, end_s, cause, before, arrival_s = times
     ranks = len(starts) - 1
-    lines, halls = links.max() + 1 if len(links) else 0, axes.max() + 1 if len(axes) else 0
+    link_count, axis_count = links.max() + 1 if len(links) else 0, axes.max() + 1 if len(axes) else 0
     now = np.zeros(ranks)
     waiting, sender = np.full(len(links), -1), np.full(len(links), -1)  # rank that waits for the message; its entry
-    taken_s, last = np.zeros(lines), np.full(lines, -1)
+    taken_s, last = np.zeros(link_count), np.full(link_count, -1)
     met, met_s = np.zeros((len(axes), 2), np.int64), np.full((len(axes), 2), -1.0)
-    held_s, holder = np.zeros(halls), np.full(halls, -1)
+    held_s, holder = np.zeros(axis_count), np.full(axis_count, -1)
     stuck_in = np.full(ranks, -1)  # meeting that a rank waits for
     ready, count = np.arange(ranks)[::-1].copy(), ranks
     while count:
@@ -263,7 +265,7 @@ def _join(
     holder: np.ndarray,
     before: np.ndarray,
 ) -> bool:
-    """Count in a member of meeting ``which``; whether it was the last, so that its end is known."""
+    """Add a member to meeting ``which``; return whether it was the last, so that its end is known."""
     met[which, JOINED] += 1
     if now_s >= met_s[which, LATEST_S]:
         met_s[which, LATEST_S], met[which, BY] = now_s, entry
@@ -281,7 +283,7 @@ def _join(
 def _send(
     entry: int, now_s: float, link: int, travel_s: np.ndarray, taken_s: np.ndarray, last: np.ndarray, before: np.ndarray
 ) -> float:
-    """Put a message on its link behind those that have it; return when it arrives."""
+    """Put a message on its link behind earlier ones; return its arrival."""
     if taken_s[link] > now_s:
         now_s, before[entry] = taken_s[link], last[link]
     taken_s[link], last[link] = now_s + travel_s[LINK_S], entry
@@ -290,7 +292,7 @@ def _send(
 
 
 def _nothing() -> tuple[object, ...]:
-    """Return the arguments of two ranks that do nothing."""
+    """Return sample arguments: two ranks without entries."""
     count, kinds, seconds = np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0)
     rows = np.zeros(3, np.int64), kinds, count, seconds
     times = seconds.copy(), seconds.copy(), count.copy(), count.copy(), seconds.copy()

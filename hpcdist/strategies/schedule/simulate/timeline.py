@@ -26,7 +26,7 @@ from hpcdist.strategies.schedule.simulate.program import AWAIT, MEET, RECV, Prog
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Entry of one rank in a simulated step.
+    """Times of one rank in a simulated step.
 
     ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
     in receives, ``exchange_s`` what it spends in collectives and their like, waiting included.
@@ -40,20 +40,20 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """The share of its own span in which it computes nothing."""
+        """Share of the rank's own span in which it computes nothing."""
         return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A step with the time of each entry of each rank."""
+    """Simulated step, with the times of each entry of each rank."""
 
     program: Program
     times: Times
 
     @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
-        """The entries of each rank."""
+        """Times of each rank."""
         return tuple(self._stage(self.program.row(rank)) for rank in range(self.program.ranks))
 
     def _stage(self, row: slice) -> StageTimes:
@@ -70,37 +70,37 @@ class StepTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the beginning to the end of the last entry of any rank."""
+        """Seconds from the beginning to the end of the last entry of any rank."""
         return float(self.times.end_s.max(initial=0.0))
 
     @property
     def computes_s(self) -> float:
-        """From the first pass of any rank to the end of the last one."""
+        """Seconds from the first pass of any rank to the end of the last one."""
         computing = [stage for stage in self.stages if stage.span_s]
         ends = [stage.begin_s + stage.span_s for stage in computing]
         return max(ends, default=0.0) - min((stage.begin_s for stage in computing), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The bubble of the stage with the longest span; of several such the largest."""
+        """Bubble of the stage with the longest span; of several such the largest."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
     @property
     def makespan_rate(self) -> float:
-        """The share of the ranks' time, while any of them computes, in which they do not."""
+        """Share of the ranks' time, while any of them computes, in which they do not."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the chain that decides the makespan, from the beginning on: no gap is between its links (local)."""
+        """Return the chain of entries that decides the makespan, without gaps, from the beginning on (local)."""
         return _critical_path(self.program, self.times)
 
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """One part of the critical path: ``entry`` of ``rank`` at work, or what ``entry`` waited for on its way there."""
+    """Part of the critical path: ``entry`` of ``rank`` at work, or a message or meeting that it waited for."""
 
     rank: int
     entry: int

@@ -36,7 +36,7 @@ MessageKey: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind 
 
 
 class PeerRanks:
-    """Peers of the ranks on ``grid``; the ``ranks`` beyond it are parameter servers, in no pipeline."""
+    """Peers of the ranks on ``grid``; of the ``ranks``, those beyond it are parameter servers."""
 
     def __init__(self, grid: ProcessGrid, ranks: int) -> None:
         self.grid, self.ranks = grid, ranks
@@ -58,14 +58,14 @@ class PeerRanks:
 
 
 class DryRun:
-    """Runs the lists of all ranks; afterwards ``messages`` and ``meetings`` say how many there were."""
+    """Dry run of the lists of all ranks; afterwards ``messages`` and ``meetings`` have their numbers."""
 
     def __init__(
         self, lists: Sequence[Sequence[Operation]], neighbours: PeerRanks, places: Sequence[StagePlacement]
     ) -> None:
         self._lists, self._neighbours, self._places = lists, neighbours, places
         self._at = [0] * len(lists)
-        self._letters: set[MessageKey] = set()  # sent, and not received yet
+        self._in_transit: set[MessageKey] = set()  # sent, and not received yet
         self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
         # What was started, with the rank that came first.
         self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
@@ -75,7 +75,9 @@ class DryRun:
         self.messages = self.meetings = 0
 
     def run(self) -> None:
-        """Run all lists to their end. Raises ScheduleError where that cannot be."""
+        """Run all lists to their end. Raises ScheduleError where a rank is stuck."""
+        # Ranks are tried in turns, each as far as it gets. No operation has a choice, so the order does not matter: a
+        # round in which nobody moves is a deadlock, or the end.
         moving = True
         while moving:
             moving = False
@@ -85,7 +87,7 @@ class DryRun:
         stuck = [rank for rank in range(len(self._lists)) if self._now(rank) is not None]
         if stuck:
             raise ScheduleError(self._explain(stuck[0]))
-        for sender, receiver, kind, microbatch, unit, source in sorted(self._letters, key=str):
+        for sender, receiver, kind, microbatch, unit, source in sorted(self._in_transit, key=str):
             lost = Operation(kind, microbatch, unit, source=source)
             raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
 
@@ -94,14 +96,14 @@ class DryRun:
         return steps[self._at[rank]] if self._at[rank] < len(steps) else None
 
     def _step(self, rank: int) -> bool:
-        """Carry out the operation at which ``rank`` is, and return True; False where it has to wait."""
+        """Run the current operation of ``rank``, and return True; return False where it has to wait."""
         op = self._now(rank)
         assert op is not None
         if op.kind in SENDS:
-            letter = self._letter(rank, op)
-            if letter in self._letters:
-                raise ScheduleError(f"rank {rank}: {op} is sent twice before rank {letter[1]} has received it")
-            self._letters.add(letter)
+            message = self._message(rank, op)
+            if message in self._in_transit:
+                raise ScheduleError(f"rank {rank}: {op} is sent twice before rank {message[1]} has received it")
+            self._in_transit.add(message)
             self.messages += 1
         elif op.kind in RECEIVES:
             if not self._receive(rank, op):
@@ -116,7 +118,7 @@ class DryRun:
         self._at[rank] += 1
         return True
 
-    def _letter(self, rank: int, op: Operation) -> MessageKey:
+    def _message(self, rank: int, op: Operation) -> MessageKey:
         """Return the message of a SEND or RECV: it goes along the input of its unit, or back with the gradient."""
         send, onward = (op.kind, SENDS[op.kind][1]) if op.kind in SENDS else RECEIVES[op.kind]
         place = self._places[rank] if rank < len(self._places) else None
@@ -131,10 +133,10 @@ class DryRun:
         return source, target, send, op.microbatch, op.unit, op.source
 
     def _receive(self, rank: int, op: Operation) -> bool:
-        letter = self._letter(rank, op)
-        if letter not in self._letters:
+        message = self._message(rank, op)
+        if message not in self._in_transit:
             return False
-        self._letters.remove(letter)
+        self._in_transit.remove(message)
         return True
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
@@ -175,6 +177,7 @@ class DryRun:
                 )
         if len(present) < len(members):
             return False
+        # The last member to come moves all of them: the others stand still at this operation.
         del self._arrived[key]
         for member in members:
             self._at[member] += 1
@@ -182,9 +185,10 @@ class DryRun:
         return True
 
     def _start(self, rank: int, op: Operation) -> None:
-        """Take the next place in the order in which the members of the axis start."""
+        """Match an operation that is started with those that the members of its axis start, in their order."""
         key, _ = self._group(rank, op)
         begun = self._begun.setdefault(key, [])
+        # A started collective waits for nobody, but the n-th start of every member must be the same operation.
         place = self._starts[rank]
         if place == len(begun):
             begun.append((rank, op))
@@ -196,7 +200,7 @@ class DryRun:
         self._starts[rank] += 1
 
     def _missing(self, rank: int, op: Operation) -> list[int]:
-        """Return the ranks that have still to push, or publish, what COLLECT, or PULL, waits for."""
+        """Return the ranks whose PUSH, or PUBLISH, the COLLECT, or PULL, still waits for."""
         awaited = SERVED[op.kind]
         assert op.range is not None
         sources = [
@@ -207,19 +211,20 @@ class DryRun:
         ]
         if not sources:
             raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")
+        # A source has pushed once it has gone beyond the position of its PUSH.
         return [source for source, index in sources if self._at[source] <= index]
 
     def _awaited(self, rank: int, op: Operation) -> list[int]:
-        """Return the ranks without which ``rank`` cannot go on."""
+        """Return the ranks that ``rank`` waits for."""
         if op.kind in RECEIVES:
-            return [self._letter(rank, op)[0]]
+            return [self._message(rank, op)[0]]
         if op.kind in SERVED:
             return self._missing(rank, op)
         key, members = self._group(rank, op)
         return [member for member in members if member not in self._arrived.get(key, {})]
 
     def _explain(self, rank: int) -> str:
-        """Follow who waits for whom from ``rank`` to a rank that has ended, or around the circle."""
+        """Return the chain of waits from ``rank`` to a rank that has ended, or around the circle."""
         chain: list[int] = []
         waits: list[str] = []
         while rank not in chain:

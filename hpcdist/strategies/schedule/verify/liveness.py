@@ -1,8 +1,11 @@
 """Liveness on one rank: gathered parameters are there and fresh when used, and activations are freed.
 
-`RankProgram` is what a rank has to do in a step, as all checks of the verifier look at it. The checks here follow
-what is in memory: units that are gathered and freed, and micro-batches from forward to backward; `gathered_peak` and
-`activation_peak` return the most at once. They ask one rank, and no other.
+`RankProgram` is the operation list of a rank with its context, which all checks of the verifier look at. The checks
+here follow what is in memory: units that are gathered and freed, and micro-batches from forward to backward;
+`gathered_peak` and `activation_peak` return the most at once. They look at one rank, and no other.
+
+`prove` checks the order of passes of all ranks, before there are units: each micro-batch goes once forward and once
+back through every chunk, and no ranks wait for each other in a circle. Schedule files are read with it.
 """
 
 from collections import Counter
@@ -33,7 +36,7 @@ DUE: Final[dict[Pass | None, tuple[Pass, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Return what each rank has begun at once, given the ``passes`` of all of them.
+    """Return the peak of each rank, given the ``passes`` of all of them.
 
     Raises ScheduleError, which names rank, as ``names`` do, and pass, where a micro-batch does not go once forward and
     once back through every chunk, or ranks wait for each other in a circle.
@@ -49,7 +52,7 @@ def prove(
 
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
-    """Return the peak of one rank, which takes each micro-batch through each of its chunks, forward and then back."""
+    """Return the peak of one rank, whose micro-batches go forward and then back through each of its chunks."""
     done: dict[tuple[int, int], Pass] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)
@@ -82,13 +85,15 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
 
 
 def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[str]) -> None:
-    """Go through the passes of all ranks, each as soon as what it waits for is done."""
+    """Run the passes of all ranks, each as soon as the passes that it waits for are done."""
     numbers: list[list[int]] = [[] for _ in passes]  # of a rank's chunks in the model
     for number, rank in enumerate(placement.ranks):
         numbers[rank].append(number)
     done: set[tuple[bool, int, int]] = set()  # (back, micro-batch, chunk of the model)
     waiting: dict[tuple[bool, int, int], int] = {}  # what is not done -> the rank that has stopped for it
     at = [0] * len(passes)
+    # Each rank runs until it waits; the pass that it waits for makes it ready again. So every pass is looked at once or
+    # twice, and ranks that still wait when nobody is ready wait for each other.
     ready = list(range(len(passes)))
     while ready:
         rank = ready.pop()
@@ -100,7 +105,7 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
                 waiting[needed] = rank
                 break
             at[rank] += 1
-            if way is not Pass.BACKWARD_WEIGHT:
+            if way is not Pass.BACKWARD_WEIGHT:  # nobody waits for the gradients of weights
                 event = way is not Pass.FORWARD, microbatch, own[chunk]
                 done.add(event)
                 if event in waiting:
@@ -110,7 +115,7 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
 
 
 def _needed(step: Step, own: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
-    """Return what of another chunk has to be done before a pass."""
+    """Return the pass of another chunk that a pass waits for."""
     way, microbatch, chunk = step
     if way is Pass.FORWARD and own[chunk] > 0:
         return False, microbatch, own[chunk] - 1
@@ -126,7 +131,7 @@ def _circle(
     at: Sequence[int],
     waiting: Mapping[tuple[bool, int, int], int],
 ) -> str:
-    """Say who waits for whom, around the circle."""
+    """Return the circle of waits in words."""
     chain: list[int] = []
     waits: list[str] = []
     needs = {rank: needed for needed, rank in waiting.items()}
@@ -149,7 +154,7 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """List of a rank, and ``units``, the range of each stage of the model that it computes.
+    """Operation list of a rank, and ``units``, the range of each stage of the model that it computes.
 
     A parameter server has no units, and no ``place``: which rank of which pipeline this is. ``needs`` maps a unit to
     all units whose parameters it uses. ``accumulates``: gradients are exchanged once a step, not after every
@@ -186,7 +191,7 @@ class RankProgram:
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
     def refuse(self, why: str) -> ScheduleError:
-        """Return the error that says so of this rank."""
+        """Return the error for this rank, with the reason ``why``."""
         return ScheduleError(f"rank {self.rank}: {why}")
 
 
@@ -204,24 +209,24 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError when units of ``share`` are used while they are not there, or left with old values."""
+    """Raise ScheduleError for units of ``share`` that are used while freed, or left with old values."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of units that are there, or on their way, at once, of those that are freed again."""
+    """Return the largest number of units that are whole, or on their way, at once, of those that are freed."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     there = most = 0
-    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):  # units that are never freed do not count
         there += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
         most = max(most, there)
     return most
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the most micro-batches of chunks that are begun at once, and of those that have all activations.
+    """Return the peak of begun micro-batches by chunk, and that of micro-batches with all activations.
 
     The second is smaller where activations are dropped and computed again.
     """
@@ -245,7 +250,7 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
             left[at] -= 1
             if not left[at]:
                 held.discard(at)
-        elif op.unit == chunks[at[1]].start:
+        elif op.unit == chunks[at[1]].start:  # the backward of a chunk ends at its first unit
             live.discard(at)
             whole.discard(at)
             if op.kind is Kind.BACKWARD_INPUT:
@@ -256,7 +261,7 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
 
 
 def _check_gathers(share: RankProgram) -> None:
-    """A gather that is started is waited for, once; until then nobody uses or gathers the unit, or steps its owners."""
+    """Check that a started gather is waited for once, and its unit neither used, gathered nor updated before."""
     under_way: dict[int, Operation] = {}
     for _, op in share.where(*GATHERS, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
@@ -279,7 +284,7 @@ def _check_gathers(share: RankProgram) -> None:
 
 
 def _check_residence(share: RankProgram) -> None:
-    """Units that are gathered and freed are there when they are used, and new when they are gathered."""
+    """Check that units that are gathered and freed are there when they are used, and new when gathered."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     there: set[int] = set()
     for op in share.steps:
@@ -307,11 +312,12 @@ def _check_residence(share: RankProgram) -> None:
 
 
 def _check_freshness(share: RankProgram) -> None:
-    """Check that all units of a rank are new at the end: applied here, gathered after that, or pulled from a server."""
+    """Check that all units of a rank end with new values: updated here, gathered after that, or pulled."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
         if unit in freed and not share.refreshes:
             continue
+        # The last event that makes values old: the unit's APPLY, or the agreement where others update it.
         touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
         agreed = [index for index, _ in share.where(Kind.AGREE)]
         gathers = [index for index, op in share.where(Kind.GATHER, Kind.START_GATHER) if op.unit == unit]

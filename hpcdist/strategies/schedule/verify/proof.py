@@ -3,9 +3,9 @@
 What is proven, before anything runs: every receive is matched by one send of the same micro-batch in the same
 direction; collectives come in the same order on all members of their axis; no rank waits in a circle (see
 `deadlock`); each micro-batch goes through each stage of the model once and comes back once; gradients are exchanged
-when they are complete, and once; what travels in another form (COMPRESS) does so once all have agreed, and before it
-is stepped by; what is started is waited for before anybody needs it; each element is stepped by one owner or by every
-replica; and whoever keeps parameters ends with new ones. The executor runs the same lists.
+when they are complete, and once; payloads (COMPRESS) travel once all have agreed, and before the update; what is
+started is waited for before it is needed; each element is updated by one owner or by every replica; and every rank
+that keeps parameters ends with new ones. The executor runs the same lists.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -75,6 +75,7 @@ def verify(
             microbatches=microbatches,
             needs=needs or {},
             accumulates=accumulates,
+            # Several ranks hold the same shard of gradients; the shard of parameters is larger than the own cut.
             combines=degrees is not None and not accumulates and degrees.gradients < grid.data,
             refreshes=degrees is not None and degrees.parameters < degrees.optimizer,
             alone=grid.data == 1 and not neighbours.servers,
@@ -84,8 +85,8 @@ def verify(
     for share in shares:
         rank_checks.check(share)
     _check_owners(shares, neighbours, grid.data // degrees.optimizer if degrees else 1)
-    rehearsal = DryRun(lists, neighbours, places)
-    rehearsal.run()
+    dry_run = DryRun(lists, neighbours, places)
+    dry_run.run()
     stages = [
         [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
         for stage in range(grid.pipeline)
@@ -97,8 +98,8 @@ def verify(
         held=tuple(max(peak.held for peak, _ in stage) for stage in peaks),
         both=tuple(max(peak.both for peak, _ in stage) for stage in peaks),
         gathered=tuple(max(map(liveness.gathered_peak, stage)) for stage in stages),
-        messages=rehearsal.messages,
-        meetings=rehearsal.meetings,
+        messages=dry_run.messages,
+        meetings=dry_run.meetings,
     )
 
 
@@ -136,7 +137,10 @@ def _owned(
 
 
 def _check_owners(shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int) -> None:
-    """Each element is stepped by exactly ``copies`` ranks, or by all that hold it."""
+    """Check that each element is updated by exactly ``copies`` ranks, or by all that hold it.
+
+    With ZeRO p / d_o replicas own the same cut of the optimizer, and all of them update it.
+    """
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         members = neighbours.along("data", share.rank)

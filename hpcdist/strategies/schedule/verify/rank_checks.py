@@ -94,7 +94,7 @@ def check(share: RankProgram) -> None:
 
 
 def _check_passes(share: RankProgram) -> None:
-    """Each micro-batch is received, goes through all units, is sent on, comes back, and nothing happens twice."""
+    """Check that each micro-batch goes once through all units, forward and back, with its messages."""
     of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
     for _, op in share.where(*COMPUTE, *MESSAGES):
         if not share.units or op.microbatch not in of:
@@ -130,7 +130,7 @@ def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequenc
 
 
 def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
-    """Each BACKWARD_INPUT has one BACKWARD_WEIGHT behind it."""
+    """Check that each BACKWARD_INPUT has one BACKWARD_WEIGHT behind it."""
     begun: set[int] = set()
     for op in steps:
         if op.kind is Kind.BACKWARD_INPUT:
@@ -145,16 +145,18 @@ def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
 
 
 def _check_gradients(share: RankProgram) -> None:
-    """Gradients of each unit are exchanged once, complete: after the last BACKWARD, or after every one."""
+    """Check that gradients are exchanged once, complete: after the last BACKWARD of a unit, or after each."""
     exchanged = share.where(*EXCHANGED)
     places = [index for index, _ in exchanged]
     for unit, whole in share.units.items():
+        # The list falls into stretches between the backwards of the unit: before the first (number 0), behind each.
         backwards = [index for index, op in share.where(*COMPLETES) if op.unit == unit]
         for number, start in enumerate([-1, *backwards]):
             stop = [*backwards, len(share.steps)][number]
             parts = [op for _, op in exchanged[bisect(places, start) : bisect(places, stop)]]
             ranges = [op.range for op in parts if op.range is not None]
             for piece, times in coverage(whole, ranges):
+                # Exchanged once behind the last backward or, without accumulation, behind every one.
                 last = number == len(backwards)
                 due = int(last or (number > 0 and not share.accumulates))
                 if times == due or (times == 0 and share.alone):
@@ -178,7 +180,7 @@ def _check_rounds(share: RankProgram) -> None:
     for _, op in share.where(*WRITES, *EXCHANGED):
         if op.kind in WRITES:
             for unit in {op.unit, *share.needs.get(op.unit, ())} & microbatches_in.keys():
-                if unit in taken:
+                if unit in taken:  # what was exchanged is overwritten, not added to
                     microbatches_in[unit].clear()
                 taken.discard(unit)
                 microbatches_in[unit].add(op.microbatch)
@@ -251,7 +253,7 @@ def _check_rows(share: RankProgram) -> None:
 
 
 def _check_update(share: RankProgram) -> None:
-    """Directions come before steps, both once, and all of it after everybody agreed."""
+    """Check that directions come before steps, both once, and all after the agreement."""
     for kind in ONCE:
         seen: list[Range] = []
         for _, op in share.where(kind):
@@ -280,7 +282,7 @@ def _check_update(share: RankProgram) -> None:
 
 
 def _check_compressed(share: RankProgram) -> None:
-    """Check that gradients which travel after the agreement are agreed on, and have all travelled before the update."""
+    """Check that payloads travel after the agreement and before the update."""
     compressed = share.where(Kind.COMPRESS)
     if compressed and not share.where(Kind.AGREE):
         raise share.refuse(f"{compressed[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
@@ -291,7 +293,7 @@ def _check_compressed(share: RankProgram) -> None:
 
 
 def _check_norms(share: RankProgram) -> None:
-    """Norms are those of all directions, and each step takes its rate from them."""
+    """Check that norms are taken of all directions, before any step."""
     for index, norms in share.where(Kind.NORMS):
         for at, op in share.where(Kind.DIRECTION, Kind.APPLY):
             if op.kind is Kind.DIRECTION and at > index:
@@ -301,7 +303,7 @@ def _check_norms(share: RankProgram) -> None:
 
 
 def _check_copies(share: RankProgram) -> None:
-    """The gradient of a tied tensor's copy is complete when it is sent, and added before the owner's is exchanged."""
+    """Check that gradients of tied copies are complete when sent, and added before their owner's are exchanged."""
     for index, copy in share.where(Kind.COPY_GRADIENT):
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:

@@ -8,7 +8,6 @@ import numpy as np
 from hpcdist.comm.record.spans import Span
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.page.charts import series
-from hpcdist.telemetry.page.charts import series as common
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.charts.style import Chart
 from hpcdist.telemetry.page.energy_data import RankLane, StepSpans
@@ -53,14 +52,14 @@ def _loss(data: PageData) -> Chart:
             if isinstance(value, float) and np.isfinite(value):
                 name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
                 axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
-        common.mark_resumes(axes, data)
+        series.mark_resumes(axes, data)
         known = [value for key in ENTROPIES if isinstance(value := data.attributes.get(key), float)]
         _limits_of_loss(axes, loss, evaluations["val_loss"], known)
-        common.label_step_axis(axes, "loss (nats)")
+        series.label_step_axis(axes, "loss (nats)")
         draw.legend(axes, 7)
 
     last = data.figures["train_loss_mean"]
-    alt = f"Training loss over {int(steps[-1]):,} steps, {common.format_value(last)} nats at the end"
+    alt = f"Training loss over {int(steps[-1]):,} steps, {series.format_value(last)} nats at the end"
     caption = "Thin: each step. " if window > 1 else ""
     if any(f"{name}" in data.attributes for name in ENTROPIES):
         caption += "Horizontals: entropies of the training data, which a table of counts can reach."
@@ -70,7 +69,7 @@ def _loss(data: PageData) -> Chart:
 
 
 def _end(data: PageData) -> list[Chart]:
-    """Return the loss of the second half, which the first one flattens."""
+    """Return the chart of the loss in the second half, whose scale the first half would flatten."""
     if data.run is None or len(data.run.steps["step"]) < 40:
         return []
     half = len(data.run.steps["step"]) // 2
@@ -89,17 +88,17 @@ def _end(data: PageData) -> list[Chart]:
             seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
             marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
             axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
-        common.mark_resumes(axes, data, from_step=int(steps[0]))
+        series.mark_resumes(axes, data, from_step=int(steps[0]))
         _limits_of_loss(axes, loss, evaluations["val_loss"][late], ())
-        common.label_step_axis(axes, "loss (nats)")
+        series.label_step_axis(axes, "loss (nats)")
         draw.legend(axes)
 
-    alt = f"Loss of the second half of the steps, {common.format_value(_last(mean))} nats at the end"
+    alt = f"Loss of the second half of the steps, {series.format_value(_last(mean))} nats at the end"
     return [Chart("end", "Loss, second half", draw.draw_svg("end", picture), alt=alt)]
 
 
 def _window(steps: int) -> int:
-    """Return over how many of so many steps a mean shows the trend; 1: they are too few."""
+    """Return the window of the mean that shows the trend over so many steps; 1: they are too few."""
     return min(500, steps // 50) if steps >= 200 else 1
 
 
@@ -109,7 +108,7 @@ def _last(values: np.ndarray) -> float | None:
 
 
 def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, marks: Sequence[float]) -> None:
-    """Let neither the first steps nor a spike flatten what is between."""
+    """Set limits that the first steps or a spike do not stretch."""
     known = loss[np.isfinite(loss)]
     if known.size < 10:
         return
@@ -128,9 +127,9 @@ def _rate(data: PageData) -> Chart:
 
     def picture(axes: Any) -> None:
         axes.plot(*series.decimate(steps, rate), color=draw.GREEN)
-        common.mark_resumes(axes, data)
+        series.mark_resumes(axes, data)
         axes.set_ylim(bottom=0)
-        common.label_step_axis(axes, "learning rate")
+        series.label_step_axis(axes, "learning rate")
 
     alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
     return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
@@ -155,14 +154,14 @@ def _throughput(data: PageData) -> Chart:
         if len(rate) > series.BINS:
             axes.plot(*series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step")
         axes.plot(at, mean, color=draw.BLUE, label="mean")
-        common.mark_resumes(axes, data)
+        series.mark_resumes(axes, data)
         axes.set_ylim(0, draw.robust_upper_limit(rate, 99.5))
-        common.label_step_axis(axes, "tokens/s")
+        series.label_step_axis(axes, "tokens/s")
         draw.format_thousands(axes.yaxis)
         draw.legend(axes)
 
-    alt = f"Tokens per second over the steps, {common.format_value(data.figures['tokens_per_s'], ',.0f')} in the mean"
-    return Chart("speed", title, draw.draw_svg("speed", picture), common.rows_note(run), alt)
+    alt = f"Tokens per second over the steps, {series.format_value(data.figures['tokens_per_s'], ',.0f')} in the mean"
+    return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
 
 
 def _phases(data: PageData) -> Chart:
@@ -171,9 +170,9 @@ def _phases(data: PageData) -> Chart:
         return Chart("phases", title, reason=data.reason)
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
-    parts = {name: series.means(common.mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
+    parts = {name: series.means(series.mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
     if "step_s" in rows:
-        whole = series.means(common.mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
+        whole = series.means(series.mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
         known = np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)
         parts["rest"] = np.maximum(whole - known, 0)
     if not any(np.isfinite(part).any() for part in parts.values()):
@@ -182,14 +181,14 @@ def _phases(data: PageData) -> Chart:
     caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and what no clock covers. "
 
     def picture(axes: Any) -> None:
-        common.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
-        common.mark_resumes(axes, data)
+        series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
+        series.mark_resumes(axes, data)
         axes.set_ylim(0, draw.robust_upper_limit(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
-        common.label_step_axis(axes, "ms a step")
+        series.label_step_axis(axes, "ms a step")
         draw.legend(axes)
 
     alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
-    return Chart("phases", title, draw.draw_svg("phases", picture), caption + common.rows_note(run), alt)
+    return Chart("phases", title, draw.draw_svg("phases", picture), caption + series.rows_note(run), alt)
 
 
 def _ranks(data: PageData) -> Chart:
@@ -223,8 +222,8 @@ def _ranks(data: PageData) -> Chart:
             worst, aspect="auto", interpolation="nearest", cmap="PuOr_r", norm=norm, extent=limits, origin="upper"
         )
         axes.grid(False)
-        common.mark_resumes(axes, data)
-        common.label_step_axis(axes, "rank")
+        series.mark_resumes(axes, data)
+        series.label_step_axis(axes, "rank")
         axes.yaxis.get_major_locator().set_params(integer=True)
         bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
         bar.set_label("time / median rank")
@@ -232,11 +231,11 @@ def _ranks(data: PageData) -> Chart:
 
     slowest, imbalance = data.figures.get("slowest_rank"), data.figures.get("imbalance")
     together = f" A row is the slowest of up to {len(groups[0])} ranks." if len(groups) < len(ranks) else ""
-    caption = f"Over the median rank of that time, without waiting; orange is slower.{together} " + common.rows_note(
+    caption = f"Over the median rank of that time, without waiting; orange is slower.{together} " + series.rows_note(
         run
     )
     alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
-    alt += f"{common.format_value(imbalance, '.2f')} times the median rank"
+    alt += f"{series.format_value(imbalance, '.2f')} times the median rank"
     size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
     return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
 
@@ -249,37 +248,37 @@ BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler t
 
 def step_chart(data: PageData) -> Chart:
     """Return the chart of a step."""
-    found, title = data.timeline, "Timeline of a step"
-    if not found.lanes:
-        return Chart("timeline", title, reason=found.reason, wide=True)
+    step, title = data.timeline, "Timeline of a step"
+    if not step.lanes:
+        return Chart("timeline", title, reason=step.reason, wide=True)
 
     def picture(axes: Any) -> None:
-        for row, lane in enumerate(found.lanes):
-            _lane(axes, row, lane, found.seconds)
-        ticks = np.unique(np.linspace(0, len(found.lanes) - 1, min(len(found.lanes), 16)).round().astype(int))
-        axes.set_yticks(ticks, [f"rank {found.lanes[row].rank}" for row in ticks])
-        axes.set_ylim(len(found.lanes) - 0.4, -0.6)
-        axes.set_xlim(0, found.seconds * 1e3)
+        for row, lane in enumerate(step.lanes):
+            _lane(axes, row, lane, step.seconds)
+        ticks = np.unique(np.linspace(0, len(step.lanes) - 1, min(len(step.lanes), 16)).round().astype(int))
+        axes.set_yticks(ticks, [f"rank {step.lanes[row].rank}" for row in ticks])
+        axes.set_ylim(len(step.lanes) - 0.4, -0.6)
+        axes.set_xlim(0, step.seconds * 1e3)
         axes.set_xlabel("ms since the first rank began the step")
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
-        _legend(axes, found)
+        _legend(axes, step)
 
-    size = (draw.WIDE[0], float(np.clip(1.1 + 0.3 * len(found.lanes), 1.7, 6.0)))
-    totals = ", ".join(f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in found.totals().items())
-    alt = f"Step {found.step}: {len(found.lanes)} ranks over {found.seconds * 1e3:.3g} ms; in the mean {totals}"
-    return Chart("timeline", title, draw.draw_svg("timeline", picture, size), _caption(found), alt, wide=True)
+    size = (draw.WIDE[0], float(np.clip(1.1 + 0.3 * len(step.lanes), 1.7, 6.0)))
+    totals = ", ".join(f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in step.totals().items())
+    alt = f"Step {step.step}: {len(step.lanes)} ranks over {step.seconds * 1e3:.3g} ms; in the mean {totals}"
+    return Chart("timeline", title, draw.draw_svg("timeline", picture, size), _caption(step), alt, wide=True)
 
 
-def _caption(found: StepSpans) -> str:
-    text = f"Step {found.step}, of median length among the last that all ranks have."
-    if any(_is_pale(span.name) for lane in found.lanes for _, _, span in lane.spans):
+def _caption(step: StepSpans) -> str:
+    text = f"Step {step.step}, of median length among the last that all ranks have."
+    if any(_is_pale(span.name) for lane in step.lanes for _, _, span in lane.spans):
         text += " Pale: backward. Numbers: micro-batches."
-    if len(found.lanes) < found.world:
-        text += f" {len(found.lanes)} of {counted(found.world, 'rank')}, spread evenly."
-    if found.left_out:
-        text += f" {found.left_out:,} spans are too short to show."
-    return text + (f" Times of different nodes are by {found.clocks}." if found.clocks else "")
+    if len(step.lanes) < step.world:
+        text += f" {len(step.lanes)} of {counted(step.world, 'rank')}, spread evenly."
+    if step.left_out:
+        text += f" {step.left_out:,} spans are too short to show."
+    return text + (f" Times of different nodes are by {step.clocks}." if step.clocks else "")
 
 
 def _lane(axes: Any, row: int, lane: RankLane, whole_s: float) -> None:
@@ -287,7 +286,7 @@ def _lane(axes: Any, row: int, lane: RankLane, whole_s: float) -> None:
 
     axes.plot([lane.begin_s * 1e3, lane.end_s * 1e3], [row, row], color=draw.GRID, linewidth=1, zorder=0)
     boxes: dict[tuple[str, bool], list[Any]] = {}
-    # What holds others is drawn first, so that they stand before it.
+    # Enclosing spans are drawn first, so that inner ones cover them.
     for begin, end, span in sorted(_merged(lane, JOINED_SHARE * whole_s), key=lambda spans: spans[0] - spans[1]):
         left, right = max(begin, lane.begin_s) * 1e3, min(end, lane.end_s) * 1e3
         low, high = row - HEIGHT / 2, row + HEIGHT / 2
@@ -306,26 +305,26 @@ def _lane(axes: Any, row: int, lane: RankLane, whole_s: float) -> None:
 
 
 def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
-    """Return the spans of a lane, those that follow each other and do the same as one: units of one forward."""
-    found: list[tuple[float, float, Span]] = []
+    """Return the spans of a lane, adjacent ones of the same operation and micro-batch (its units) merged."""
+    merged: list[tuple[float, float, Span]] = []
     for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0]):
-        if found:
-            first, last, before = found[-1]
+        if merged:
+            first, last, before = merged[-1]
             same = (before.phase, before.name, before.microbatch) == (span.phase, span.name, span.microbatch)
             if same and span.microbatch >= 0 and -gap_s <= begin - last <= gap_s:
-                found[-1] = (first, max(last, end), before)
+                merged[-1] = (first, max(last, end), before)
                 continue
-        found.append((begin, end, span))
-    return found
+        merged.append((begin, end, span))
+    return merged
 
 
 def _is_pale(name: str) -> bool:
     return name.upper().startswith(BACKWARD)
 
 
-def _legend(axes: Any, found: StepSpans) -> None:
+def _legend(axes: Any, step: StepSpans) -> None:
     from matplotlib.patches import Patch
 
-    phases = [phase for phase in draw.PHASE_COLOURS if phase in found.totals()]
+    phases = [phase for phase in draw.PHASE_COLOURS if phase in step.totals()]
     handles = [Patch(color=draw.PHASE_COLOURS[phase], label=phase) for phase in phases]
     axes.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))

@@ -6,7 +6,6 @@ import numpy as np
 
 from hpcdist.telemetry.metrics.observations import ObservedSeries
 from hpcdist.telemetry.page.charts import series
-from hpcdist.telemetry.page.charts import series as common
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.charts.style import Chart
 from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES, EnergyCurve
@@ -33,18 +32,18 @@ def energy_charts(data: PageData) -> list[Chart]:
 
 
 def _memory(data: PageData) -> Chart:
-    parts = common.observed_by_label(data, "memory_bytes")
+    parts = series.observed_by_label(data, "memory_bytes")
     title = "Memory by category"
     if not parts:
         return Chart("memory", title, reason=NO_MEMORY if data.run is not None else data.reason)
 
     def picture(axes: Any) -> None:
-        common.stack_observed(
+        series.stack_observed(
             axes, {name: ObservedSeries(s.step, s.time_ns, s.value / MIB) for name, s in parts.items()}
         )
-        common.mark_resumes(axes, data)
+        series.mark_resumes(axes, data)
         axes.set_ylim(bottom=0)
-        common.label_step_axis(axes, "MiB")
+        series.label_step_axis(axes, "MiB")
         draw.format_thousands(axes.yaxis)
         draw.legend(axes, 3)
 
@@ -65,13 +64,13 @@ def _sent(data: PageData) -> Chart:
 
     def picture(axes: Any) -> None:
         axes.plot(*series.decimate(run.sample.steps["step"], most / MIB), color=draw.RED)
-        common.mark_resumes(axes, data)
+        series.mark_resumes(axes, data)
         axes.set_ylim(0, draw.robust_upper_limit(most / MIB, 99.5))
-        common.label_step_axis(axes, "MiB, the rank that sends most")
+        series.label_step_axis(axes, "MiB, the rank that sends most")
         draw.format_thousands(axes.yaxis)
 
     alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
-    return Chart("sent", title, draw.draw_svg("sent", picture), common.rows_note(run), alt)
+    return Chart("sent", title, draw.draw_svg("sent", picture), series.rows_note(run), alt)
 
 
 def _power(data: PageData) -> Chart:
@@ -174,7 +173,7 @@ def _over_hours(axes: Any, what: str, known: dict[str, EnergyCurve]) -> None:
 
 
 def _time_axis(axes: Any, hours: float) -> None:
-    """Write hours as the unit that fits: the values stay hours."""
+    """Label the axis of times in the unit that fits; the values stay hours."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     unit, name = (1 / 3600, "s") if hours < 0.1 else (1 / 60, "min") if hours < 3 else (1.0, "h")

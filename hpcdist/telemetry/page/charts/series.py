@@ -1,6 +1,6 @@
-"""Series of charts: long ones made short enough to draw without losing what stands out, and axes over steps.
+"""Series of charts: decimate long ones without losing extremes, smooth and bin them, and label axes over steps.
 
-Also what the charts have in common: steps along the bottom, resumes, areas that are stacked.
+The charts share these helpers: the step axis, marks of resumes, and stacked areas.
 """
 
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ def decimate(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarr
     known = np.isfinite(y)
     low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
     high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
-    kept = [np.array([0, len(x) - 1])]
+    indices = [np.array([0, len(x) - 1])]
     for extreme in (low, high):
         at = np.flatnonzero(known & (y == extreme[part]))
         _, first = np.unique(part[at], return_index=True)
-        kept.append(at[first])
-    kept.append(starts[~np.isfinite(low)])
-    chosen = np.unique(np.concatenate(kept))
+        indices.append(at[first])
+    indices.append(starts[~np.isfinite(low)])
+    chosen = np.unique(np.concatenate(indices))
     return x[chosen], y[chosen]
 
 
@@ -56,10 +56,10 @@ def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return the median over the rows of each part, NaN left out; shapes as `means`."""
-    found = np.full((len(edges) - 1, *values.shape[1:]), np.nan)
+    result = np.full((len(edges) - 1, *values.shape[1:]), np.nan)
     for part, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
-        found[part] = median(values[start:stop])
-    return found
+        result[part] = median(values[start:stop])
+    return result
 
 
 def median(values: np.ndarray) -> np.ndarray:
@@ -89,22 +89,26 @@ MAX_RESUMES: Final = 40  # that are marked: more would hide everything else
 
 
 def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
-    """Return what was observed of ``name`` by label."""
+    """Return the observed series of the quantity ``name`` by label."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
-    found = {key: one for key, one in observed.items() if key.startswith(f"{name}[") and np.isfinite(one.value).any()}
-    return {key.removeprefix(f"{name}[").removesuffix("]"): one for key, one in found.items()}
+    labelled = {
+        key: series
+        for key, series in observed.items()
+        if key.startswith(f"{name}[") and np.isfinite(series.value).any()
+    }
+    return {key.removeprefix(f"{name}[").removesuffix("]"): series for key, series in labelled.items()}
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Stack what was seen at different steps: each at the steps of all, as it was seen last."""
-    at = np.unique(np.concatenate([one.step for one in parts.values()]))
+    """Stack series that were observed at different steps: each at the steps of all, with its last value."""
+    at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
-    found = {}
-    for name, one in sorted(parts.items(), key=lambda pair: -float(np.nanmax(pair[1].value))):
-        seen = np.searchsorted(one.step, at, side="right") - 1
-        found[name] = np.where(seen >= 0, one.value[np.maximum(seen, 0)], 0.0)
-    colours = {name: draw.CYCLE[index % len(draw.CYCLE)] for index, name in enumerate(found)}
-    stack_areas(axes, at, found, colours)
+    areas = {}
+    for name, series in sorted(parts.items(), key=lambda pair: -float(np.nanmax(pair[1].value))):
+        seen = np.searchsorted(series.step, at, side="right") - 1
+        areas[name] = np.where(seen >= 0, series.value[np.maximum(seen, 0)], 0.0)
+    colours = {name: draw.CYCLE[index % len(draw.CYCLE)] for index, name in enumerate(areas)}
+    stack_areas(axes, at, areas, colours)
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
@@ -119,14 +123,14 @@ def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colo
 
 
 def mark_resumes(axes: Any, data: PageData, from_step: int = 0) -> None:
-    """Mark where a start went on after another, unless there are so many that nothing else would show."""
+    """Mark the first step of each later start, unless there are more than `MAX_RESUMES`."""
     marked = [step for step in data.sessions if step >= from_step]
     for step in marked if len(marked) <= MAX_RESUMES else ():
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
 
 
 def label_step_axis(axes: Any, what: str) -> None:
-    """Let the chart be of ``what`` over steps."""
+    """Label the axes of a chart of ``what`` over steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylabel(what)
@@ -151,12 +155,12 @@ def mean_over_ranks(values: np.ndarray) -> np.ndarray:
 
 
 def rows_note(run: SampledMetrics) -> str:
-    """Return which rows a chart is from, "" where from all."""
+    """Return a note on the rows that a chart is drawn from, "" where from all."""
     if run.complete:
         return ""
     return f"From {len(run.chosen):,} of {len(run.steps['step']):,} steps, spread evenly."
 
 
 def format_value(value: float | None, form: str = ".4f") -> str:
-    """Return ``value`` in words that tell where there is none."""
+    """Return ``value`` as text, "not measured" for None."""
     return "not measured" if value is None else format(value, form)

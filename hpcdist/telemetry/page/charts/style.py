@@ -1,8 +1,10 @@
-"""Style of charts: one look for all, as SVG that is part of the page and takes its colours from it.
+"""Style of charts as SVG in the page, and the HTML elements of the page.
 
-Text stays text. Colours are names of CSS variables in the end, so that the page decides what they are in the dark and
-on paper. The palette is that of Okabe and Ito ("Color Universal Design", 2008), which readers with any colour vision
-can tell apart; lines also differ in their strokes.
+Elements (`tag`, `table`, `folded`) escape all text; `Markup` marks by its type what is escaped already.
+
+Charts share one style. Their text stays text. Their colours become CSS variables, so that the page decides on them in
+dark themes and on paper. The palette is that of Okabe and Ito ("Color Universal Design", 2008), which readers with any
+colour vision can tell apart; lines also differ in their strokes.
 """
 
 import html
@@ -21,33 +23,33 @@ _VOID: Final = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Markup that this module has made, or a drawing: it is not escaped again."""
+    """HTML markup of this module, or a drawing: it is not escaped again."""
 
     __slots__ = ()
 
 
 def escaped(text: object) -> Markup:
-    """Return ``text`` so that it is nothing but text: `Markup` stays as it is."""
+    """Return ``text`` escaped for HTML; `Markup` stays as it is."""
     if isinstance(text, Markup):
         return text
     return Markup(html.escape(printable(str(text)), quote=True))
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with a sign in the place of characters that no page may hold, or that turn its direction."""
+    """Return ``text`` with U+FFFD for characters that HTML forbids or that change the direction of text."""
     return _CONTROL.sub("\ufffd", text)
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """Return an element. Names of attributes lose a last "_", and other "_" become "-"; None leaves one out."""
-    told = "".join(
+    """Return an HTML element. Names of attributes lose a last "_", other "_" become "-"; None leaves one out."""
+    pairs = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Markup(f"<{name}{told}>")
-    return Markup(f"<{name}{told}>{joined(children)}</{name}>")
+        return Markup(f"<{name}{pairs}>")
+    return Markup(f"<{name}{pairs}>{joined(children)}</{name}>")
 
 
 def joined(parts: Iterable[object], between: str = "") -> Markup:
@@ -56,7 +58,7 @@ def joined(parts: Iterable[object], between: str = "") -> Markup:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Markup:
-    """Return a table that scrolls by itself where it is too wide; columns ``numbers`` stand to the right."""
+    """Return a table that scrolls by itself where it is too wide; columns ``numbers`` are right-aligned."""
     right = frozenset(numbers)
 
     def cells(kind: str, row: Sequence[object]) -> Markup:
@@ -71,12 +73,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: Itera
 
 
 def name_value_list(rows: Iterable[tuple[object, object]]) -> Markup:
-    """Return a list of names and what they stand for."""
+    """Return a description list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows))
 
 
 def folded(summary: str, *children: object) -> Markup:
-    """Return something long that is open only on demand."""
+    """Return a block that is folded until the reader opens it."""
     return tag("details", tag("summary", summary), *children)
 
 
@@ -106,7 +108,7 @@ PHASE_COLOURS: Final = {
 _STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
-    "text.parse_math": False,  # names of others are no formulas
+    "text.parse_math": False,  # names may hold a "$", which begins no formula
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8.5,
@@ -143,7 +145,7 @@ _FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page: ``alt`` tells what it shows to whoever cannot see it. Without ``svg`` the ``reason``."""
+    """Chart of the page: ``alt`` describes it for those who cannot see it. Without ``svg``, the ``reason``."""
 
     key: str
     title: str
@@ -166,7 +168,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Charts drawn inside look alike."""
+    """Apply the common style to charts that are drawn inside of the block."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
@@ -201,9 +203,9 @@ def embed_svg(text: str, key: str) -> str:
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
     text = re.sub(r'\bid="([^"<>]*)"', rf'id="{key}-\1"', text)
     text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\1{key}-", text)
-    text = _STYLE_OF.sub(lambda found: _coloured(found[0]), text)
-    # A hundredth of a point is less than a pixel. What people read stays as it is.
-    text = _PLACES.sub(lambda found: re.sub(r"(\d+\.\d{2})\d+", r"\1", found[0]), text)
+    text = _STYLE_OF.sub(lambda match: _coloured(match[0]), text)
+    # A hundredth of a point is less than a pixel. Texts are left as they are.
+    text = _PLACES.sub(lambda match: re.sub(r"(\d+\.\d{2})\d+", r"\1", match[0]), text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
     return printable(re.sub(r"\s*\n\s*", " ", text).strip())
 
@@ -215,7 +217,7 @@ def _coloured(text: str) -> str:
 
 
 def format_thousands(axis: Any) -> None:
-    """Write the ticks of ``axis`` as 2,000 and 1.5 M."""
+    """Format the ticks of ``axis`` as 2,000 and 1.5 M."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
@@ -238,7 +240,7 @@ def legend(axes: Any, columns: int = 4) -> None:
 
 
 def robust_upper_limit(values: Any, share: float = 98.0, room: float = 1.15) -> float | None:
-    """Return a limit that a few outliers do not raise, as the first step that compiles; None: nothing to see."""
+    """Return an upper limit that a few outliers do not raise, as a first step that compiles; None without values."""
     import numpy as np
 
     known = values[np.isfinite(values)]

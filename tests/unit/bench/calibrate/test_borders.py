@@ -63,7 +63,7 @@ def test_a_jump_that_is_not_there_again_was_a_disturbance():
     found = borders.borders(disturbed, measure)
     assert found.between == {}
     assert len(rounds) == 1
-    assert {**disturbed["0"], **found.again["0"]} == known["0"]
+    assert {**disturbed["0"], **found.remeasured["0"]} == known["0"]
 
 
 def test_series_are_searched_together_and_their_jumps_apart():

@@ -177,7 +177,7 @@ def test_a_death_anywhere_in_keep(rng, capsys, ranks, nodes, steps):
             found = recover(living, comm.rank, run.buddies.copies)
             return (None if found is None else restored(living, found),)
 
-        results = run_threads(ranks, body, nodes, mortal=True)
+        results = run_threads(ranks, body, nodes, fault_tolerant=True)
         assert {rank for rank, result in enumerate(results) if result is None} <= set(dead)
         left = {result[0] for result in results if result is not None}
         assert len(left) == 1 and results.count(None) >= 1
@@ -210,7 +210,7 @@ def test_a_death_in_the_recovery(rng):
     died = 0
     for _ in range(40):
         first, second = int(rng.integers(1, 60)), int(rng.integers(1, whole[2][1] + 1))
-        results = run_threads(4, lambda comm: lives(comm, first, second), mortal=True)  # noqa: B023 - run at once
+        results = run_threads(4, lambda comm: lives(comm, first, second), fault_tolerant=True)  # noqa: B023 - run at once
         steps = {result[0] for result in results if result is not None}
         assert results[0] is None and len(steps) == 1 and steps <= {3, 4}
         died += results[2] is None

@@ -202,7 +202,7 @@ def restored(trainer: Trainer, path: Path, right: Whole, places: Places) -> None
     for piece in trainer.exchange.wanted():
         spoil(piece)
     READ_BYTES[threading.get_ident()] = 0
-    restore_state(trainer, CheckpointSource(path))
+    trainer = restore_state(trainer, CheckpointSource(path))
     wanted = [piece for piece in trainer.exchange.wanted() if piece.flat]
     assert READ_BYTES[threading.get_ident()] == places.needed_bytes(wanted)
     for piece in wanted:

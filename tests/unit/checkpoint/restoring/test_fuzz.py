@@ -11,6 +11,7 @@ import shutil
 import signal
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ from hpcdist.strategies.core.mixed_precision import DynamicLossScale
 from hpcdist.training import inference
 from hpcdist.training.build.state import restore_state
 from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.data import SampleShares
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -237,9 +239,9 @@ def small_run(tmp_path, rng):
         file["x"], file["y"] = rng.standard_normal((40, 3)).astype("f4"), np.arange(40) % 3
     keys = SMALL | {"data.path": tmp_path / "table.h5", "data.validation_fraction": 0.2}
     trainer = trainer_of(solo(), keys)
-    trainer.share_by_speed()
+    shares, noise = SampleShares(trainer.recipe.run.global_batch, 1), SimpleNamespace(smoothed=SmoothedNoise())
+    trainer = replace(trainer, shares=shares, noise=noise)
     trainer.executor.loss_scale = DynamicLossScale()
-    trainer.noise = SimpleNamespace(smoothed=SmoothedNoise())
     path = CheckpointSaver(trainer, tmp_path / "run/checkpoints").save(3, val_loss=1.5)
     (tmp_path / "run/recipe.toml").write_text(recipes.dump(trainer.recipe))
     body = json.loads((path / manifest.FILE_NAME).read_text())

@@ -54,7 +54,7 @@ def check(path):
 def test_what_has_not_changed_is_linked(tmp_path, way):
     def body(comm):
         state, kept = State(comm), IncrementalWriter()
-        beside = BackgroundCheckpoints(comm, kept=kept)
+        beside = BackgroundCheckpoints(comm, incremental=kept)
         for step in (1, 2, 3, 4):
             state.trained[...] = step
             plan = plan_of(tmp_path, comm, step)

@@ -68,7 +68,7 @@ def test_a_spare_sleeps_until_a_message_comes_or_somebody_dies() -> None:
             spawn.sleep_until_message(comm, 0.01)
         return float(told[0])
 
-    assert run_threads(3, body, mortal=True)[1] == 7.0
+    assert run_threads(3, body, fault_tolerant=True)[1] == 7.0
 
 
 def test_records_of_ranks_that_have_left_are_removed(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_errors_of_mpi_are_deaths_by_their_class_or_where_somebody_is_dead(mpi: 
     assert [is_rank_failure(mpi.Exception(code)) for code in (PROC_FAILED, 76, 77, CONNECTION_BROKE)] == [True] * 3 + [
         False
     ]
-    assert run_threads(2, body, mortal=True)[0] == [False, False, True, False]
+    assert run_threads(2, body, fault_tolerant=True)[0] == [False, False, True, False]
     assert not is_rank_failure(broke, solo())
 
 

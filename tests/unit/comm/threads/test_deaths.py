@@ -50,7 +50,7 @@ def _ones(comm: Communicator) -> list[Range]:
 
 
 def mortals(size: int, body: Callable[[Communicator], object], **options: int) -> list[object]:
-    return run_threads(size, body, deadline_s=LIMIT_S, mortal=True, **options)
+    return run_threads(size, body, deadline_s=LIMIT_S, fault_tolerant=True, **options)
 
 
 @pytest.mark.parametrize("name", [*NEEDS_ALL, *NEEDS_RANK_1])

@@ -202,7 +202,7 @@ def test_a_pipeline_steps_as_one_rank_does(text: dict[str, Any], clip: float) ->
     def body(comm: Communicator, keys: dict[str, Any]) -> tuple[Range, np.ndarray, list[float]]:
         trainer = trainer_of(comm, settings | keys)
         found = [norm for _, norm, *_ in steps(trainer, 0, 4)]
-        part = trainer.seat.part
+        part = trainer.context.part
         return part, trainer.exchange.parameters.range(part).copy(), found
 
     _, whole, norms = run_threads(2, lambda comm: body(comm, {}))[0]

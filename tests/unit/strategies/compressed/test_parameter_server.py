@@ -141,7 +141,7 @@ def test_recorded_bytes_are_those_of_the_formula(
         with count_traffic(comm) as traffic:
             for row in given:
                 job.step(row[comm.rank])
-        return traffic.sent_bytes, job.exchange.site.messages
+        return traffic.sent_bytes, job.exchange.topology.messages
 
     found = run_threads(4, lambda comm: sent(comm, case))
     dense = run_threads(4, lambda comm: sent(comm, replace(case, name="none")))

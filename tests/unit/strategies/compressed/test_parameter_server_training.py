@@ -1,5 +1,6 @@
 """Trainings on a parameter server with compressed gradients: products, checkpoints, NaN, and what recipes refuse."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(placed: Settings, t
     def body(comm: Communicator) -> None:
         trainer = assembled(comm, {**text, **placed, **TOPK})
         steps(trainer, 2)
-        trainer.first_step = 2
+        trainer = replace(trainer, first_step=2)
         handlers, push = trainer.executor._handlers, trainer.exchange.push
 
         def overflow(op: Operation) -> None:

@@ -49,14 +49,14 @@ class Made:
     """What one rank sums with."""
 
     codes: GradientCoder | PowerSgdReduction
-    way: CompressedReduction
+    reduction: CompressedReduction
 
     def step(self, number: int, gradient: np.ndarray) -> np.ndarray:
         found = gradient.copy()
         if isinstance(self.codes, GradientCoder):
             self.codes.step = number
         for part in PARTS:
-            self.way.allreduce(found[part.slice], part)
+            self.reduction.allreduce(found[part.slice], part)
         if self.codes.feedback is not None:
             self.codes.feedback.keep()
         return found
@@ -276,7 +276,7 @@ def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
     given = gradients(rng, 1)
 
     def run(comm: Communicator) -> np.ndarray:
-        way = make(comm, "float16", feedback=False).way
+        way = make(comm, "float16", feedback=False).reduction
         assert isinstance(way, QuantisedReduction)
         found = given[0].copy()
         way.reduce_scatter(found, Range(0, LAYOUT.size), [Range(0, LAYOUT.size)])
@@ -334,7 +334,7 @@ def test_draws_of_no_two_pieces_have_the_same_name(
         context = RankContext(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
         sums = bucket_reduction(context, "qsgd", CompressionConfig(), 3)
         for part in sums.buckets:
-            sums.way.allreduce(np.ones(part.size, np.float32), part)
+            sums.reduction.allreduce(np.ones(part.size, np.float32), part)
 
     run_threads(3, run)
     assert len(found) == len(set(found)) > 100

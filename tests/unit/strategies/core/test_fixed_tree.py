@@ -124,7 +124,7 @@ def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], 
         at = next(index for index, op in enumerate(trainer.operations) if op.kind is old)
         steps[at : at + 1] = [] if new is None else [replace(steps[at], kind=new)]
     grid = ProcessGrid(data=2)  # a step of one rank alone needs no exchange
-    units = dict(trainer.seat.ranges)
+    units = dict(trainer.context.ranges)
     verify([trainer.operations] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
     with pytest.raises(ScheduleError, match=match):
         verify([steps] * 2, grid=grid, units=units, microbatches=8, accumulates=False)

@@ -76,7 +76,7 @@ def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
 def test_tensor_ranks_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
     def body(comm: Communicator) -> str:
         trainer = assembled(comm, {**text, **PRODUCTS["tensor"][1], "run.device": "gpu"})
-        tensor, store, name = trainer.seat.tensor, trainer.exchange.parameters, threading.current_thread().name
+        tensor, store, name = trainer.context.tensor, trainer.exchange.parameters, threading.current_thread().name
         before = gpu.LOG.sites(name)
         check_tensor_axis(tensor, store, 7)
         assert gpu.LOG.sites(name) - before == {(gpu.D2H, "replica_check.check_tensor_axis"): 1}

@@ -1,6 +1,7 @@
 """16-bit working copies in pipelines and on a tensor axis: the rule, and one verdict of all ranks on an overflow."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
 
 def layer_of(trainer: Trainer, op: Operation) -> int:
     assert op.range is not None
-    ranges = trainer.seat.ranges.items()
+    ranges = trainer.context.ranges.items()
     return next(trainer.model.stages[unit].layer for unit, part in ranges if part.intersect(op.range))
 
 
@@ -259,7 +260,7 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text: Keys, name
 
     def body(comm: Communicator, *, bad: bool) -> tuple[list[float], list[bytes]]:
         trainer = trainer_of(comm, keys)
-        computing = comm.allgather_object(trainer.seat.computes)
+        computing = comm.allgather_object(trainer.context.computes)
         copied = any(comm.allgather_object(bool(trainer.executor.copies.keys)))
         culprits = [(rank, False) for rank in range(size) if computing[rank]]
         culprits += [(-1, True)] * copied
@@ -360,7 +361,7 @@ def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp
         trainer = trainer_of(comm, keys)
         found = losses(trainer, 4)
         saved, then = CheckpointSaver(trainer, tmp_path / "checkpoints").save(4), bits(state(trainer))
-        trainer.first_step = 4
+        trainer = replace(trainer, first_step=4)
         found += losses(trainer, 9)
         return found, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()
 

@@ -89,7 +89,7 @@ def test_any_product_is_the_run_of_one_process(text: Path, layout: tuple[int, di
         np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-12)
         assert difference(together, expected.state) <= 1e-11
         np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
-        check_tensor_axis(together.seat.tensor, together.exchange.parameters, STEPS)
+        check_tensor_axis(together.context.tensor, together.exchange.parameters, STEPS)
         assert not any(together.executor.arena._uses), "what activations lay in is given back"
         together.close()
 

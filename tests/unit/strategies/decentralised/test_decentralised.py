@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -337,7 +337,7 @@ def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, 
 
     def body(comm: Communicator) -> float:
         trainer, _ = trained(comm, settings, 1)
-        trainer.first_step = 1
+        trainer = replace(trainer, first_step=1)
         with count_traffic(comm) as traffic:
             trained(comm, settings, 2, trainer)
         assert not traffic.unknown
@@ -353,7 +353,7 @@ def test_bytes_of_an_averaging(text: dict[str, object]) -> None:
         trainer, _ = trained(comm, settings, 2)
         found = []
         for step in (2, 3):
-            trainer.first_step = step
+            trainer = replace(trainer, first_step=step)
             with count_traffic(comm) as traffic:
                 trained(comm, settings, step + 1, trainer)
             found.append(traffic.sent_bytes / (trainer.model.layout.parameters * 8))
@@ -387,7 +387,7 @@ def test_resume_has_the_bits_of_a_run_that_saved_there(
         whole, first = trained(comm, settings, 4)
         saved = CheckpointSaver(whole, tmp_path / "checkpoints").save(4)
         alike = comm.allgather_object(whole.exchange.parameters.array.tobytes())
-        whole.first_step = 4
+        whole = replace(whole, first_step=4)
         _, rest = trained(comm, settings, 9, whole)
         resumed = assembled(comm, settings, saved)
         _, again = trained(comm, settings, 9, resumed)

@@ -268,7 +268,7 @@ def test_a_call_brings_all_together_soon(size: int, config: ParameterServerConfi
     def body(comm: Communicator) -> list[list[int]]:
         run = Run(comm, config, steps)
         if comm.rank == size - 1:  # a dedicated server, or the last colocated rank
-            run.exchange.meetings.wants = lambda: not run.meetings
+            run.exchange.meetings.ask(lambda: not run.meetings)
         run.train(data)
         return run.meetings
 
@@ -293,7 +293,7 @@ def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
         def pause(rank: int) -> float:
             return float(rank == 1 and run.exchange.clock == 2 and not called.wait(30))
 
-        run.exchange.meetings.wants = wants
+        run.exchange.meetings.ask(wants)
         run.train(data, pause)
         return run.meetings
 
@@ -306,7 +306,7 @@ def test_a_meeting_is_due_when_the_slowest_is_there(rng: np.random.Generator) ->
 
     def body(comm: Communicator) -> list[list[int]]:
         run = Run(comm, ParameterServerConfig(consistency="asp"), steps)
-        run.exchange.meet_at = 5
+        run.exchange.plan_rendezvous(5)
         run.train(data, lambda rank: 3e-3 * rank)
         return run.meetings
 

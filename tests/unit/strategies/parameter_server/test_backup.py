@@ -59,7 +59,7 @@ class Place:
         self.operations: list[Operation] = build.operations(context, self.exchange, self.executor.copies, parallel)
 
     def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        samples = backend.place(data[step, self.comm.rank], self.executor.seat.on)
+        samples = backend.place(data[step, self.comm.rank], self.executor.context.on)
         return [(samples[:, :-1], samples[:, 1:])]
 
 

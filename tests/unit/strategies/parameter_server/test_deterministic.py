@@ -1,6 +1,7 @@
 """Logical shards on a parameter server: the bits of allreduce, on any number of workers and servers."""
 
 import hashlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
     try:
         kept = train(trainer, STEPS), state(trainer), mean_validation_loss(trainer)
         own = trainer.exchange.parameters
-        return *kept, {part.start: own.range(part).tobytes() for part in own.parts if trainer.seat.computes}
+        return *kept, {part.start: own.range(part).tobytes() for part in own.parts if trainer.context.computes}
     finally:
         trainer.close()
 
@@ -108,7 +109,7 @@ def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
             for store in (exchange.parameters, *exchange.sharded_update.slots().values()):  # type: ignore[attr-defined]
                 store.array[...] = np.nan
         exchange.recover(1)  # type: ignore[attr-defined]
-        trainer.first_step = 2
+        trainer = replace(trainer, first_step=2)
         return found + train(trainer, 4)
 
     assert run_threads(3, body) == [expected] * 3
@@ -122,7 +123,7 @@ def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int
         trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
         train(trainer, 1)
         with count_traffic(comm) as traffic:
-            trainer.first_step = 1
+            trainer = replace(trainer, first_step=1)
             train(trainer, 2)
         psi = 4 * trainer.model.layout.size
         agreed = 3 * 8 * (shards + 4)
@@ -144,13 +145,13 @@ def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_s
         if comm.rank == 1:
             parameters.view(trainer.model.layout.segments[2].key)[...] = np.nan
         with trainer.batches(1) as batches:
-            parts = trainer.cut(next(iter(batches))) if trainer.seat.computes else []
+            parts = trainer.cut(next(iter(batches))) if trainer.context.computes else []
         with pytest.raises(NonFiniteError) as failed:
             trainer.executor.run(trainer.operations, parts, SAMPLES, 2, np.zeros(2))
         said = str(explain_nonfinite(comm, trainer.executor, trainer.operations, parts, failed.value))
         assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
         parameters.array[...] = kept
-        trainer.first_step = 1
+        trainer = replace(trainer, first_step=1)
         rest = train(trainer, 3)
         trainer.close()
         return rest

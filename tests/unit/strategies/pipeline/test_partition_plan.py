@@ -240,8 +240,8 @@ def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[s
     def body(comm: Communicator) -> tuple[dict[str, int], dict[str, int]]:
         trainer = trainer_of(comm, {**text, **changed})
         losses(trainer, 2)
-        assert trainer.plan is not None and trainer.seat.placement == trainer.plan.placement
-        return dict(trainer.plan.rows[trainer.seat.pipeline.rank].bytes), trainer.ledger.peak
+        assert trainer.plan is not None and trainer.context.placement == trainer.plan.placement
+        return dict(trainer.plan.rows[trainer.context.pipeline.rank].bytes), trainer.ledger.peak
 
     for plan_bytes, peak in run_threads(ranks, body):
         states = peak["parameters"] + peak["gradients"] + peak["optimizer"]

@@ -35,7 +35,7 @@ def test_split_backwards_hold_no_more_parameters(tmp_path: Path, rng: np.random.
                 parts = microbatches(trainer.place(batch), 3)
                 trainer.executor.run(trainer.operations, parts, 12, step, np.zeros(2))
         gathers = sum(op.kind is Kind.GATHER for op in trainer.operations)
-        return trainer.ledger.peak["parameters"], gathers, len(trainer.seat.units)
+        return trainer.ledger.peak["parameters"], gathers, len(trainer.context.units)
 
     joint = run_threads(4, lambda comm: body(comm, "1f1b"))
     for schedule in ("zb-h1", "zb-h2"):

@@ -146,7 +146,7 @@ def test_training_is_that_of_one_process(case, text):
         np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=tolerance)
         assert difference(together, expected.state) <= 10 * tolerance
         np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=tolerance)
-        check_tensor_axis(together.seat.tensor, together.exchange.parameters, STEPS)
+        check_tensor_axis(together.context.tensor, together.exchange.parameters, STEPS)
         together.close()
 
     run_threads(ranks, body)
@@ -159,9 +159,9 @@ def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(text):
 
     def body(comm):
         together = trainer_of(comm, keys)
-        assert [len(ranks) for ranks in together.seat.data.nodes().members] == [[3, 1], [2, 2]][comm.rank % 2]
+        assert [len(ranks) for ranks in together.context.data.nodes().members] == [[3, 1], [2, 2]][comm.rank % 2]
         np.testing.assert_allclose(losses(together, 2), expected.losses, rtol=1e-12)
-        check_tensor_axis(together.seat.tensor, together.exchange.parameters, 2)
+        check_tensor_axis(together.context.tensor, together.exchange.parameters, 2)
 
     run_threads(8, body, 5)
 
@@ -204,7 +204,7 @@ def test_the_sentinel_names_a_tensor_that_drifts(text):
         trainer = trainer_of(comm, keys)
         if comm.rank == 3:
             trainer.exchange.parameters.view("1.norm2.scale")[1] += 1e-9
-        store, tensor = trainer.exchange.parameters, trainer.seat.tensor
+        store, tensor = trainer.exchange.parameters, trainer.context.tensor
         if comm.rank < 2:
             check_tensor_axis(tensor, store, 4)
             return
@@ -264,7 +264,7 @@ def test_the_proof_covers_the_tensor_axis(text):
 
     def body(comm):
         trainer = trainer_of(comm, keys)
-        return trainer.operations, trainer.seat.ranges
+        return trainer.operations, trainer.context.ranges
 
     lists, (units, *_) = zip(*run_threads(4, body), strict=True)
     grid, (first, *others) = ProcessGrid(data=2, tensor=2), lists

@@ -54,9 +54,10 @@ class Said(ConsoleProgress):
 
 def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> TrainingLoop:
     """Train to the end on the ranks of ``comm``, as a job does it."""
-    trainer = assembled(comm, settings | {key.replace("__", "."): value for key, value in changes.items()})
     session = Session(comm, locate(comm, None), "threads", lambda code: None)
     session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
+    keys = settings | {key.replace("__", "."): value for key, value in changes.items()}
+    trainer = assembled(comm, keys, session=session)
     energy = EnergyRecorder(comm, trainer.recipe, None, out)
     loop = TrainingLoop(session, trainer, out, Said(), {}, StopRequests(), energy)
     result = TrainingJob.steps(None, loop)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
         recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
         session = Session(comm, locate(comm, None), "test", lambda code: None)
-        return figures.warn_of_whole_gathers(assemble(session, recipe, given=given))
+        return figures.warn_of_whole_gathers(assemble(session, recipe, script_model=given))
 
     told = run_threads(2, body)
     assert told[0] == told[1] and bool(told[0]) == warned

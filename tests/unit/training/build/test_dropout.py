@@ -1,5 +1,6 @@
 """Training with dropout: the same run under every layout, when a forward is repeated, and after a resume."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +122,7 @@ def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path: Path, rng
     keys = _keys(tmp_path, rng)
 
     def places(comm: Communicator) -> list[tuple[int, int]]:
-        trainer = assembled(comm, keys)
-        trainer.shares = SampleShares(7, 3)
+        trainer = replace(assembled(comm, keys), shares=SampleShares(7, 3))
         trainer.shares.change(2, (1, 1, 5))
         return [(trainer.first_sample(step), len(batch[0])) for step, batch in enumerate(trainer.batches(4), start=1)]
 

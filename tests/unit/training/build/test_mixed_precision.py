@@ -1,5 +1,6 @@
 """16-bit working copies with a float32 master: the rule, and that every architecture keeps it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_memory_is_that_of_the_closed_form(
         trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
         losses_of(trainer, 2)
         psi = trainer.model.layout.parameters
-        layer = max(part.size for part in trainer.seat.ranges.values())
+        layer = max(part.size for part in trainer.context.ranges.values())
         update = 4 * min(BLOCK["cpu"], max(part.size for part in trainer.exchange.sharded_update.parts))  # type: ignore[attr-defined]
         named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
             "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
@@ -236,7 +237,7 @@ def test_bytes_sent_are_half_of_float32(text: Path, strategy: str, algorithm: st
         trainer = trainer_of(comm, text, keys)
         losses_of(trainer, 1)
         with count_traffic(comm) as traffic:
-            trainer.first_step = 1
+            trainer = replace(trainer, first_step=1)
             losses_of(trainer, 2)
         psi = 2 * trainer.model.layout.parameters
         last = 2 * sum(spec.size for spec in trainer.model.stages[-1].tensors())

@@ -39,7 +39,7 @@ def run(
 
     def body(comm: Communicator) -> tuple[AlgorithmSelection, Path]:
         trainer = assemble(Session(comm, locate(comm, None), "threads", _abort), recipe, resume)
-        assert trainer.seat.algorithm == trainer.selection.algorithm
+        assert trainer.context.algorithm == trainer.selection.algorithm
         return trainer.selection, CheckpointSaver(trainer, folder / "saved").save(trainer.first_step + 1)
 
     found = run_threads(ranks, body, ranks_per_node)
@@ -127,7 +127,7 @@ def test_agreements_take_what_is_for_small_buffers(tmp_path):
         recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
 
         def body(comm: Communicator) -> str:
-            return assemble(Session(comm, locate(comm, None), "threads", _abort), recipe).seat.agree_algorithm
+            return assemble(Session(comm, locate(comm, None), "threads", _abort), recipe).context.agree_algorithm
 
         return run_threads(ranks, body)[0]
 

@@ -11,10 +11,9 @@ from gpu_runs import assembled, write_text
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.chaos.config import ChaosConfig
-from hpcdist.training.chaos.injection import SlowdownTimer, SlowedExecutor, is_slow
+from hpcdist.training.chaos.injection import Slowdown, SlowdownTimer, is_slow
 from hpcdist.training.recipe import recipe as recipe_recipe
 from hpcdist.training.recipe import recipe as recipes
 
@@ -93,7 +92,7 @@ def test_a_slow_rank_changes_times_and_no_bit(strategy: str, text: dict[str, obj
 def test_only_steps_are_slowed_down(text: dict[str, object]) -> None:
     def body(comm: Communicator) -> None:
         trainer = assembled(comm, {**text, "chaos.slow_ranks": "[0]", "chaos.slow_factor": 1e9})
-        assert isinstance(trainer.executor, SlowedExecutor)
+        assert [type(observer) for observer in trainer.executor._observers] == [Slowdown]
         with trainer.batches(1) as batches:
             batch = next(batches)
         trainer.executor.evaluate(*batch)
@@ -101,9 +100,9 @@ def test_only_steps_are_slowed_down(text: dict[str, object]) -> None:
     run_threads(1, body)
 
 
-def test_without_chaos_the_executor_is_the_plain_one(text: dict[str, object]) -> None:
-    (found,) = run_threads(1, lambda comm: type(assembled(comm, text).executor))
-    assert found is Executor
+def test_without_chaos_nothing_observes_the_executor(text: dict[str, object]) -> None:
+    (found,) = run_threads(1, lambda comm: assembled(comm, text).executor._observers)
+    assert found == ()
 
 
 def test_whoever_serves_looks_meanwhile_what_has_come(text: dict[str, object]) -> None:
@@ -120,8 +119,9 @@ def test_whoever_serves_looks_meanwhile_what_has_come(text: dict[str, object]) -
             look(op)
 
         trainer.exchange.handlers = {**trainer.exchange.handlers, Kind.COLLECT: noted}
-        if trainer.seat.computes:
-            trainer.executor._sleep(0.03)
+        if trainer.context.computes:
+            (slowdown,) = trainer.executor._observers
+            slowdown._sleep(0.03)
         return len(seen)
 
     assert run_threads(2, looks) == [0, 0], "a worker alone sleeps, and a dedicated server does not"

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -45,15 +46,15 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, CheckpointSaver]:
-    trainer = assembled(comm, settings)
-    saver = build_saver(trainer, run / "checkpoints")
-    injection.arm_faults(trainer, saver, run)
-    return trainer, saver
+    trainer = assembled(comm, settings, directory=run)
+    writers = trainer.recipe.checkpoint.writers
+    injection.refuse_impossible_faults(trainer.recipe.chaos, comm, writers, trainer.exchange)
+    return trainer, build_saver(trainer, run / "checkpoints")
 
 
 def make_steps(trainer: Trainer, first: int = 1, last: int | None = None) -> list[float]:
     found = []
-    trainer.first_step = first - 1
+    trainer = replace(trainer, first_step=first - 1)
     with trainer.batches(last or trainer.recipe.run.steps) as batches:
         for step, batch in enumerate(batches, start=first):
             found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
@@ -172,7 +173,7 @@ def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_p
         trainer, _ = armed(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
         make_steps(trainer, last=2)
         before = trainer.exchange.parameters.array.copy()
-        trainer.first_step = 2
+        trainer = replace(trainer, first_step=2)
         with trainer.batches(3) as batches:
             parts = trainer.cut(trainer.place(next(iter(batches))))
         with pytest.raises(NonFiniteError) as failed:

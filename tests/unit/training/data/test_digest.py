@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.reporting import user_cache
 from hpcdist.training.build import state
+from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import Source, files, open_source
 from hpcdist.training.data import source as module
 from hpcdist.training.recipe import recipe as recipes
@@ -241,9 +243,10 @@ def test_a_look_makes_no_digest(data: Path, blocks: list[int], monkeypatch: pyte
 def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
     made, probed = opened(data), opened(data, digest="probes")
     scalars = {"data": made.fingerprint, "data_digest": made.digest, "optimizer": {"count": 3}, "steps": 3}
-    trainer = mock.MagicMock(source=probed, shares=None, noise=None)
+    parts = {field.name: mock.MagicMock() for field in fields(Trainer)} | {"source": probed, "shares": None}
+    trainer = Trainer(**parts | {"noise": None})
     trainer.exchange.prepare_restore.return_value = ()
-    state.restore_state(trainer, mock.MagicMock(scalars=scalars))
+    trainer = state.restore_state(trainer, mock.MagicMock(scalars=scalars))
     assert trainer.source.digest == made.digest
     assert opened(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,15 +185,14 @@ def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
 def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[ShareSizes]) -> tuple[list[float], dict]:
     """The losses, and the parameters that this rank would save; ``sizes`` take turns from the second batch on."""
     trainer = assembled(comm, settings)
-    if sizes and trainer.seat.computes:
-        trainer.share_by_speed()
-        assert trainer.shares is not None
+    if sizes and trainer.context.computes:
+        trainer = replace(trainer, shares=SampleShares(trainer.recipe.run.global_batch, trainer.data_axis.size))
         for batch in range(1, STEPS):
             trainer.shares.change(batch, sizes[batch % len(sizes)])
     losses = []
     with trainer.batches(STEPS) as batches:
         for step, batch in enumerate(batches, start=1):
-            if sizes and trainer.seat.computes and step > 1:
+            if sizes and trainer.context.computes and step > 1:
                 assert len(batch[0]) == sizes[(step - 1) % len(sizes)][trainer.data_axis.rank]
             parts, samples = trainer.cut(trainer.place(batch)), trainer.recipe.run.global_batch
             losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)

@@ -130,10 +130,10 @@ def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
     once = threading.Lock()  # one rank dies
     assemble = job.assemble
 
-    def fragile(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
+    def fragile(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
         if origin is not None and session.comm.rank == 2 and once.acquire(blocking=False):
             raise RankDeath
-        return assemble(session, recipe, origin)
+        return assemble(session, recipe, origin, *more)
 
     monkeypatch.setattr(job, "assemble", fragile)
     found = survive(4, tmp_path / "killed", text, keys | {"chaos.kill": ["1@4:exchange"]}, spares=2)
@@ -170,10 +170,10 @@ def test_spares_come_in_where_no_process_can_be_started(
         team.close_up()
         return change
 
-    def asked(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
+    def asked(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
         if origin is None:
             grow.write_text(f"{wished}\n")
-        return assemble(session, recipe, origin)
+        return assemble(session, recipe, origin, *more)
 
     keys, assemble, grow = {"precision.mode": "float64"}, job.assemble, tmp_path / "run" / GROW_FILE
     calm = survive(2, tmp_path / "calm", text, keys)
@@ -275,11 +275,11 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
     assemble = job.assemble
     seen: list[int] = []
 
-    def watched(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
+    def watched(session: Any, recipe: Any, origin: Any, *more: Any) -> Any:
         earlier = vars(mine).setdefault("trainers", [])
         seen.extend([0] * len(earlier))
         assert not any(one() is not None for one in earlier), "a trainer of a life that ended is referred to"
-        trainer = assemble(session, recipe, origin)
+        trainer = assemble(session, recipe, origin, *more)
         earlier.append(weakref.ref(trainer))
         return trainer
 

@@ -60,7 +60,7 @@ def test_what_a_joule_costs_is_said_with_its_source():
     config = EnergyConfig(
         pue=1.2, carbon_g_per_kwh=360, carbon_source="operator", carbon_date="2025", price_per_kwh=0.25, currency="EUR"
     )
-    figures = energy_figures(report(energy_j=3.6e6), 30, 120, 1200, told=told, config=config)
+    figures = energy_figures(report(energy_j=3.6e6), 30, 120, 1200, activities=told, config=config)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert (figures["j_per_sample"], figures["j_per_token"]) == (0.75, 0.075)
     assert (figures["energy_kwh"], figures["facility_kwh"], figures["emissions_g"]) == (1, 1.2, pytest.approx(432))

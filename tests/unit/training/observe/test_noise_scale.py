@@ -19,11 +19,9 @@ from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training.build import state
-from hpcdist.training.chaos import injection
 from hpcdist.training.elastic.job import refit
 from hpcdist.training.observe import noise_scale
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
 
@@ -149,17 +147,13 @@ def words(tmp_path: Path, rng: np.random.Generator) -> Settings:
 
 def trained(ranks: int, settings: Settings) -> list[Measured]:
     def body(comm: Communicator) -> Measured:
-        trainer = assembled(comm, settings)
-        if "chaos.overflow" in settings:
-            run = Path(str(settings["data.path"])).parent
-            injection.arm_faults(trainer, build_saver(trainer, run / "checkpoints"), run)
+        trainer = assembled(comm, settings, directory=Path(str(settings["data.path"])).parent)
         found: list[StepResult] = []
         with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(batches, start=1):
                 found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)))
-                trainer.noise.after(step, found[-1])
-        seat, sizes, parts = trainer.seat, trainer.executor.sizes, []
-        if seat.computes and seat.pipeline.rank == seat.tensor.rank == 0:
+        context, sizes, parts = trainer.context, trainer.executor.sizes, []
+        if context.computes and context.pipeline.rank == context.tensor.rank == 0:
             together = trainer.exchange.accumulates and not trainer.noise.looks_at_first
             sizes = [sum(sizes)] if together else sizes[:1] if trainer.noise.looks_at_first else sizes
             first = trainer.first_sample(1)

@@ -13,13 +13,11 @@ from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError
-from hpcdist.strategies.schedule.executor import RecomputeVerdict
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.step import RecomputeVerdict
 from hpcdist.training.build.trainer import Trainer
-from hpcdist.training.chaos import injection
 from hpcdist.training.observe import sdc_check
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.run.saving import build_saver
 
 Settings = dict[str, object]
 Steps = tuple[list[float], list[RecomputeVerdict | None], list[bytes]]  # losses, what was found, the state at the end
@@ -79,8 +77,7 @@ def make_steps(trainer: Trainer) -> Steps:
 
 def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Trainer], None] | None = None) -> list[Steps]:
     def body(comm: Communicator) -> Steps:
-        trainer = assembled(comm, settings)
-        injection.arm_faults(trainer, build_saver(trainer, run / "checkpoints"), run)
+        trainer = assembled(comm, settings, directory=run)
         if between is not None:
             between(trainer)
         return make_steps(trainer)
@@ -140,8 +137,7 @@ def test_unusual_data_is_computed_again_to_the_same_bits(
 
 def failure(settings: Settings, tmp_path: Path, between: Callable[[Trainer], None] | None = None) -> list[str]:
     def body(comm: Communicator) -> str:
-        trainer = assembled(comm, {**settings, **RING, **EACH})
-        injection.arm_faults(trainer, build_saver(trainer, tmp_path / "checkpoints"), tmp_path)
+        trainer = assembled(comm, {**settings, **RING, **EACH}, directory=tmp_path)
         if between is not None:
             between(trainer)
         with pytest.raises(DivergenceError) as failed:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def loop_on(
     trainer = assembled(comm, settings)
     assert loop_class(trainer) is AsyncTrainingLoop
     if clocks is not None:
-        trainer.first_step = min(clocks)
+        trainer = replace(trainer, first_step=min(clocks))
         trainer.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
     session = Session(comm, locate(comm, None), "threads", lambda code: None)
     energy = EnergyRecorder(comm, trainer.recipe, None)

@@ -1,5 +1,6 @@
 """What a training that did not come to its end says: the command that goes on, and what a resume changes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,11 +107,11 @@ def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
 def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: dict[str, object]) -> None:
     def said(comm: Communicator) -> list[str]:
         trainer = assembled(comm, text)
-        trainer.first_step = 10
+        trainer = replace(trainer, first_step=10)
         shorter, same, first = (job._changed_rate_text(trainer, steps) for steps in (20, 40, None))
         constant = assembled(comm, text | {"optimizer.decay": "constant"})
-        constant.first_step = 10
-        trainer.first_step = 0  # in the warm-up of two steps, which is the same
+        constant = replace(constant, first_step=10)
+        trainer = replace(trainer, first_step=0)  # in the warm-up of two steps, which is the same
         return [shorter, job._changed_rate_text(trainer, 20), same, first, job._changed_rate_text(constant, 20)]
 
     (found,) = run_threads(1, said)

@@ -57,13 +57,13 @@ def test_memory_does_not_grow_with_the_steps(
     seen: list[tracemalloc.Snapshot] = []
 
     def body(comm: Communicator) -> Any:
-        trainer = assembled(comm, settings)
         session = Session(comm, locate(comm, None), "threads", lambda code: None)
         session.spans = Spans(tmp_path / f"rank-{comm.rank}.spans", comm.rank, comm.size, capacity=64)
+        trainer = assembled(comm, settings, session=session)
         energy = EnergyRecorder(comm, trainer.recipe, None, tmp_path)
         progress = ConsoleProgress(last + 1, 0, 1e9, shown=False)
         loop = loop_class(trainer)(session, trainer, tmp_path, progress, {}, StopRequests(), energy)
-        after = loop.pace.stepped
+        after = loop.checkpoint_timer.stepped
 
         def stepped(seconds: float) -> None:
             after(seconds)
@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_the_steps(
                 if made == last:
                     seen.append(tracemalloc.take_snapshot())
 
-        loop.pace.stepped = stepped  # type: ignore[method-assign]
+        loop.checkpoint_timer.stepped = stepped  # type: ignore[method-assign]
         return loop.run()
 
     tracemalloc.start()

@@ -66,11 +66,12 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
 @pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
 def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text: str) -> None:
     stop_requests = StopRequests()
-    stop_requests.grow_file = tmp_path / "grow"
+    grow_file = tmp_path / "grow"
+    stop_requests.accept_growth(grow_file)
     assert stop_requests.ranks() == 0
-    stop_requests.grow_file.write_text(text)
+    grow_file.write_text(text)
     assert stop_requests.ranks() == 0
-    stop_requests.grow_file.write_text("2\n")
+    grow_file.write_text("2\n")
     assert stop_requests.ranks() == 2
 
 
