@@ -5,6 +5,6 @@ import on a login node. `sites` are the profiles of clusters, `schedulers` the c
 without either, `packaging` modulefiles and wheelhouses; `carbon` chooses a begin.
 Begin with `job.BatchJob` and `submission.submit`.
 
-Whether a job is requeued is decided by `hpcdist jobs end`, in `hpcdist.cli.jobs.begin`; the block ``again`` of
-``slurm/templates/slurm.j2`` carries it out.
+`requeue` decides whether a job is requeued; `hpcdist jobs end` asks it, and the block ``again`` of
+``slurm/templates/slurm.j2`` carries the answer out.
 """

@@ -1,35 +1,23 @@
 """`hpcdist jobs begin` and `end`: decide for the script of a job whether it trains, and whether it is requeued.
 
 Both run on the first node of a job, without MPI, and answer with one word on stdout: `begin` with go or done, `end`
-with again, stop or cancelled; the reason goes to stderr. Three may start a job again:
-
-    hpcdist run --restarts    inside of the job, without asking here: a training that failed
-    the script of the job     by `scontrol requeue`, or as the next link of a chain, where `end` has printed "again"
-    Slurm itself              when it declares a node of the job down: this script is dead, and has written no end
-
-`end` decides about the second alone, by exit code, new checkpoints and nodes that answer. `begin` bounds the last two:
-it counts starts in the ledger that saved nothing new, however they ended, and refuses with exit code 78. The first
-counts its own (`hpcdist.comm.launch.restarts`).
+with again, stop or cancelled; the reason goes to stderr. `hpcdist.batch.requeue` decides.
 """
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import click
 
-from hpcdist.batch import ledger
+from hpcdist.batch import ledger, requeue
 from hpcdist.batch.job import RECIPE_FILE
+from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
 from hpcdist.batch.schedulers.slurm import allocation
-from hpcdist.comm.launch.restarts import FRUITLESS
 from hpcdist.errors import (
     CONFIGURATION,
-    INTERRUPTED,
-    MISSING_CAPABILITY,
     OK,
     REQUEUE,
-    USAGE,
     ConfigurationError,
     StorageError,
 )
@@ -37,26 +25,10 @@ from hpcdist.reporting import atomic, regular
 
 GO: Final = "go"
 DONE: Final = "done"
-STOP_FILE: Final = "stop"
-# Whatever became of the nodes, another start would end in the same way, or is not wanted. A refused configuration is
-# none of these: where a node crashes while MPI begins, a rank finds itself in a world of 1.
-_FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)
 
 _RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
 _JOB = click.option("--job", required=True, help="Number of the job.")
 _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help="How often it was requeued before.")
-
-
-class NewestCheckpoint(NamedTuple):
-    """The newest checkpoint of a run, and when it was written; "" and 0 where there is none."""
-
-    name: str = ""
-    ns: int = 0
-
-    @property
-    def step(self) -> int:
-        """Steps of the checkpoint."""
-        return int(self.name.removeprefix("step-") or 0)
 
 
 def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
@@ -114,13 +86,13 @@ def begin(
         _log(f"the run in {run_dir} has all its {recipe.run.steps} steps")
         click.echo(DONE)
         return
-    vain = fruitless_starts(entries, saved, digest)
+    vain = requeue.fruitless_starts(entries, saved, digest)
     if 0 < most_fruitless <= len(vain):
         _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
         raise ConfigurationError(_refusal(run_dir, vain, saved))
     _forget_stop(run_dir, job)
     # Written before the training: if this start is killed, the entry without an end is what tells the next one.
-    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": node_count()}
+    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": requeue.node_count()}
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
     ledger.register_run(run_dir)
     click.echo(GO)
@@ -139,39 +111,6 @@ def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
             raise
         _log(f"{error}; it is now {aside.name}, and what became of earlier jobs is not known")
         return []
-
-
-def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many nodes the job has in which this process runs; None where its scheduler does not say (local)."""
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        if environment.get(name, "").isdecimal():
-            return int(environment[name])
-    if environment.get("PBS_NODEFILE"):
-        try:
-            return len(set(Path(environment["PBS_NODEFILE"]).read_text().split())) or None
-        except OSError:
-            return None
-    return 1 if environment.get("HPCDIST_JOB_ID") else None  # a job of this machine
-
-
-def fruitless_starts(
-    entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
-) -> list[ledger.LedgerEntry]:
-    """Return the last starts in a row that began with ``saved``, with which this one would begin too (local).
-
-    However they ended: a start that was killed made no more progress than one that failed. Those of cancelled jobs do
-    not count: whoever ended them early has said nothing of what they would have done.
-    """
-    starts: list[ledger.LedgerEntry] = []
-    entries = list(entries)
-    cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
-    for entry in entries:
-        if entry.event != ledger.BEGAN or entry.job in cancelled:
-            continue
-        # A start that went on from an older checkpoint, or with another recipe, ends the row: progress was made since.
-        same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
-        starts = [*starts, entry] if same else []
-    return starts
 
 
 def _since_success(entries: list[ledger.LedgerEntry]) -> list[ledger.LedgerEntry]:
@@ -238,79 +177,17 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
         entries = ledger.read(run_dir)
     except StorageError as error:
         _log(f"warning: {error}")
-    vain = _starts_in_vain(entries, job, saved)
-    own = ledger.jobs(entries).get(job)
-    reason = _why_not_again(own, vain, saved, code)
-    lost: list[str] = []
-    # Three reasons to go on nevertheless: a preemption, a node that crashed, a start before that a crash killed.
-    unwanted = code in _FINAL_CODES or (own is not None and own.is_cancelled)
-    if reason and preempted and not unwanted:
-        _log(f"Slurm preempts this job (exit code {code} of the training)")
-        reason = ""
-    if reason and not unwanted:  # asks all nodes to run a process: up to a minute, so only where it decides
-        lost, _ = allocation.lost_nodes()
-    if lost:
-        _log(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
-        reason = ""
-    elif reason and not unwanted and (before := _crash_before(own, restart)):
-        _log(f"the start before {before}: once more (exit code {code} of the training)")
-        reason = ""
-    word = ledger.STOP if reason else ledger.AGAIN
+    verdict = requeue.decide(
+        entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: allocation.lost_nodes()[0]
+    )
     try:
-        _end(run_dir, job, restart, code, saved, word, lost)
+        _end(run_dir, job, restart, code, saved, verdict.word, verdict.lost)
     except StorageError as error:  # the decision stands without it
         _log(f"warning: {error}")
-    outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
-    _log(reason or f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}")
-    is_cancelled = code == REQUEUE and own is not None and own.is_to_save
-    click.echo(ledger.CANCELLED if is_cancelled else word)
-
-
-def _crash_before(own: ledger.LedgerJob | None, restart: int) -> str:
-    """Return which nodes crashed under the start of this job before ``restart``; "" where none did.
-
-    A start that has no end in the ledger lost the first node of the job, and this script with it.
-    """
-    entries = () if own is None else own.entries
-    before = [entry for entry in entries if entry.number("restart") == restart - 1]
-    ends = [entry for entry in before if entry.event == ledger.ENDED]
-    if ends:
-        nodes = ends[-1].texts("lost")
-        return f"lost {', '.join(nodes)}" if nodes else ""
-    return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
-
-
-def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return how many starts in a row, the last of ``job`` included, were stopped with nothing newer than ``saved``.
-
-    Those that were killed do not count here: `begin` bounds all that were in vain.
-    """
+    _log(verdict.reason)
     own = ledger.jobs(entries).get(job)
-    began = None if own is None else own.last(ledger.BEGAN)
-    if began is None:
-        return 0 if saved.name else FRUITLESS  # the ledger says nothing: what is there counts
-    vain = fruitless_starts(entries, saved, began.text("recipe"))
-    # Of earlier starts those count that were told to stop in time and left with 75: they had their chance to save.
-    stopped = {
-        (entry.job, entry.number("restart"))
-        for entry in entries
-        if entry.event == ledger.ENDED and entry.number("code") == REQUEUE
-    }
-    # The last entry is the start that ends now, whose end is not written yet.
-    return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
-
-
-def _why_not_again(own: ledger.LedgerJob | None, vain: int, saved: NewestCheckpoint, code: int) -> str:
-    """Return why the training does not go on by itself; "" where it does."""
-    if code == OK:
-        return "the training is complete"
-    if code != REQUEUE:
-        return f"the training ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
-    if own is not None and own.is_cancelled:
-        return f"saved {saved.name or 'nothing'}; not started again: somebody has cancelled the job"
-    if vain >= FRUITLESS:
-        return f"not started again: {vain} starts in a row made no new checkpoint ({saved.name or 'there is none'})"
-    return ""
+    is_cancelled = code == REQUEUE and own is not None and own.is_to_save
+    click.echo(ledger.CANCELLED if is_cancelled else verdict.word)
 
 
 def _end(

@@ -11,11 +11,12 @@ from typing import Any, Final
 import click
 
 from hpcdist.batch import ledger
+from hpcdist.batch.requeue import NewestCheckpoint
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli.jobs import lookup
-from hpcdist.cli.jobs.begin import NewestCheckpoint, newest_checkpoint
+from hpcdist.cli.jobs.begin import newest_checkpoint
 from hpcdist.cli.jobs.lookup import JOBS_ARGUMENT, JSON_OPTION, LocatedJob, duration, printable, short_path
 from hpcdist.errors import OK, REQUEUE
 

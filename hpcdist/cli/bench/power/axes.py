@@ -292,7 +292,7 @@ class LimitedDevices:
 
 
 def _check_one_node(environment: Mapping[str, str]) -> None:
-    from hpcdist.cli.jobs.begin import node_count
+    from hpcdist.batch.requeue import node_count
 
     count = node_count(environment)
     if count is not None and count > 1:
