@@ -25,7 +25,7 @@ from hpcdist.bench.sweep import results, series
 from hpcdist.bench.sweep.definition import Sweep
 from hpcdist.bench.sweep.results import SweepConfiguration
 from hpcdist.bench.sweep.trial import OK
-from hpcdist.cli.bench.trials import SweepRecipes, remove_leftovers, run_trials
+from hpcdist.cli.bench.trials import SweepRecipes, remove_leftovers, run_trials, trial_command
 
 WORKERS: Final = 4
 FACTOR: Final = 3.0
@@ -123,7 +123,9 @@ def main() -> None:
         with results.locked(path):
             remove_leftovers(path)
             items = series.plan(trials, options.repeats, path, retry_failed=False)
-            tally = run_trials(items, path, series.SeriesLimits(options.limit_s), options.anonymous)
+            tally = run_trials(
+                items, path, series.SeriesLimits(options.limit_s), options.anonymous, trial_command(None, "")
+            )
         if tally.failed or tally.left:
             sys.exit(f"{tally.failed} trainings failed, {tally.left} are left")
         ids = {trial.id for trial in trials}

@@ -161,7 +161,7 @@ def wrapped(session: start.Session, options: argparse.Namespace, gpt: Any, keep:
         **{f"optimizer.{key}": value for key, value in OPTIMIZER.items()},
     }
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
-    trainer: Trainer = assemble(session, recipe, given=model)
+    trainer: Trainer = assemble(session, recipe, script_model=model)
     made = [0]
 
     def step(batch: tuple[np.ndarray, np.ndarray]) -> float:

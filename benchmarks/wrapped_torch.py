@@ -163,7 +163,7 @@ def wrapped(name: str, session: start.Session, sizes: argparse.Namespace) -> Ste
         **{f"optimizer.{key}": value for key, value in OPTIMIZER.items()},
     }
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
-    trainer: Trainer = assemble(session, recipe, given=model)
+    trainer: Trainer = assemble(session, recipe, script_model=model)
     made = [0]
 
     def step(batch: Batch) -> float:

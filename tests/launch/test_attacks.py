@@ -210,6 +210,7 @@ def test_a_signal_while_kernels_compile_ends_the_job(
 ) -> None:
     log, out = tmp_path / "signalled-run.log", tmp_path / "signalled-run"
     with job(line(2, table, out, "run.steps=1000000"), log, NUMBA_CACHE_DIR=str(tmp_path / "cold")) as process:
+        until(lambda: bool(processes(out, ranks=True)), process, log)
         time.sleep(float(rng.random()) * 4)
         process.send_signal(number)
         assert process.wait(timeout=LIMIT_S) == code, log.read_text()
