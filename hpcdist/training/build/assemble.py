@@ -48,7 +48,6 @@ from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import STAGES
 from hpcdist.strategies.zero.exchange import ZeroExchange
-from hpcdist.telemetry.nvtx import NvtxRanges
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
@@ -56,6 +55,7 @@ from hpcdist.training.build.selection import AlgorithmSelection, resolve_algorit
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
 from hpcdist.training.build.trainer import Trainer, microbatches_of
 from hpcdist.training.chaos.injection import FaultInjector, FaultPlan, Slowdown
+from hpcdist.training.observe.instrumentation import NvtxRanges
 from hpcdist.training.observe.noise_scale import NoiseMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
 from hpcdist.training.recipe.recipe import Recipe

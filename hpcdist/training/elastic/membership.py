@@ -20,7 +20,7 @@ from hpcdist.comm.mpi import spawn
 from hpcdist.errors import ConfigurationError, RankDiedError
 
 SPARE_POLL_S: Final = 0.05  # so often a spare looks whether it is needed
-JOINER: Final = ("-m", "hpcdist.training.elastic.joiner")
+JOINER: Final = ("-m", "hpcdist.training.run.entry_point")
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,21 @@
-"""Entry point of `hpcdist train`: the processes of a job as the launcher started them.
+"""Entry points of `hpcdist train`: of processes that the launcher started, and of those that join a job later.
 
-Installs the signal handlers, starts MPI, prepares the run directory, and runs the plain job or, under `hpcdist run
---survive`, the elastic one. Leaves with the agreed exit code.
+`train` installs the signal handlers, starts MPI, prepares the run directory, and runs the plain job or, under `hpcdist
+run --survive`, the elastic one. Leaves with the agreed exit code. `join` is that of a process that takes the place of a
+dead rank, or is one more: `membership` starts it as ``python -m``. It imports what it needs before it joins the others,
+who wait for it.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.failure import failfast
+from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.launch import standard_streams
-from hpcdist.comm.start import start
+from hpcdist.comm.start import end_alone, start, start_joined
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.elastic import job as elastic_job
@@ -48,3 +52,34 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
         session.leave(job.train(session, recipe, origin))
     else:
         elastic_job.ElasticJob(job, session, survived).run(origin)
+
+
+def join() -> int:
+    """Join the job that started this process, and train with it to its end. Collective with all that join."""
+    import hpcdist.training.data.prefetch  # noqa: F401
+
+    stop_requests = StopRequests()
+    stop_requests.listen()
+    session = start_joined()
+    try:
+        mine, change, description = membership.join(session.comm)
+    except Exception as error:
+        if is_rank_failure(error, session.comm):
+            end_alone(error)  # the ranks that started it meet again, and start other processes
+        raise
+    stop_requests.end_at(description["ends"])
+    job = TrainingJob(
+        description["recipe"],
+        description["run"],
+        stop_requests,
+        RunLock(),
+        description["as_json"],
+        description["holder"],
+        description["lives"],
+    )
+    elastic_job.ElasticJob(job, session, mine, description["life"], change).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(failfast.guarded(join))

@@ -11,7 +11,7 @@ import pytest
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.schedule.observers import NO_RANGES, in_range
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.telemetry.nvtx import COLORS, NvtxRanges, label
+from hpcdist.training.observe.instrumentation import COLORS, NvtxRanges, label
 
 
 class Recorded:
@@ -125,7 +125,7 @@ def test_a_tool_sees_the_ranges(tmp_path):
     code = """
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.observers import in_range
-from hpcdist.telemetry.nvtx import NvtxRanges
+from hpcdist.training.observe.instrumentation import NvtxRanges
 ranges = NvtxRanges()
 
 def handler(op):
