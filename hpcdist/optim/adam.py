@@ -11,7 +11,26 @@ from hpcdist.optim.base import ElementWise, LayerWise, SegmentWise
 from hpcdist.optim.update import fused, kernels
 
 
-class AdamW(ElementWise):
+class AdamMomentSlots(SegmentWise):
+    """Two moments, and the direction that they make of a gradient: what AdamW and LAMB share."""
+
+    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        kernels.adam_direction(
+            weights,
+            gradient,
+            self.slots["m"].range(where),
+            self.slots["v"].range(where),
+            scale=scale,
+            betas=(self.config.beta1, self.config.beta2),
+            epsilon=self.config.epsilon,
+            decay=decay,
+            count=self.count if self.config.bias_correction else 0,
+        )
+
+
+class AdamW(AdamMomentSlots, ElementWise):
     """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
 
     u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
@@ -21,61 +40,28 @@ class AdamW(ElementWise):
     before the update.
     """
 
-    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
-
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        direction(self, where, weights, gradient, scale, decay)
-
     def _step(
-        self,
-        where: Range,
-        weights: Array,
-        gradient: Array,
-        scale: float,
-        rate: float,
-        decay: float,
-        working: Array | None,
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
     ) -> None:
         fused.adam(
             weights,
             gradient,
             self.slots["m"].range(where),
             self.slots["v"].range(where),
-            scale=scale,
+            scale=self._scale,
             rate=rate,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
+            betas=(self.config.beta1, self.config.beta2),
             epsilon=self.config.epsilon,
             decay=decay,
-            count=self.count,
-            corrects=self.config.bias_correction,
+            count=self.count if self.config.bias_correction else 0,
             working=working,
         )
-
-
-def direction(
-    optimizer: SegmentWise, where: Range, weights: Array, gradient: Array, scale: float, decay: float
-) -> None:
-    """Turn the gradient of one stretch of a tensor into u, in place, and advance the moments of ``optimizer``."""
-    kernels.adam_direction(
-        weights,
-        gradient,
-        optimizer.slots["m"].range(where),
-        optimizer.slots["v"].range(where),
-        scale=scale,
-        beta1=optimizer.config.beta1,
-        beta2=optimizer.config.beta2,
-        epsilon=optimizer.config.epsilon,
-        decay=decay,
-        count=optimizer.count,
-        corrects=optimizer.config.bias_correction,
-    )
 
 
 _LARGEST: Final = 1e30
 
 
-class Lamb(LayerWise):
+class Lamb(AdamMomentSlots, LayerWise):
     """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled by tensor.
 
     w -= rate r u with r = ||w|| / ||u||, u that of `hpcdist.optim.adam.AdamW`, decay included, and both norms over the
@@ -90,11 +76,6 @@ class Lamb(LayerWise):
       Sreenivas et al., "A guide to optimizer implementation for BERT at scale", NVIDIA 2019). Only beside epsilon, and
       between steps, does that make a difference: u does not change with the scale of all gradients.
     """
-
-    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
-
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        direction(self, where, weights, gradient, scale, decay)
 
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):

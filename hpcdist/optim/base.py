@@ -14,7 +14,7 @@ matrices decay, and none of their biases does.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig, ParameterGroup
 from hpcdist.optim.norms import ExactNorms, Norms
 from hpcdist.optim.update import kernels
+
+Copy: TypeAlias = FlatStore | None  # the rounded working copy of the weights, where there is one
+Sums: TypeAlias = np.ndarray | None  # partial norms, summed over the ranks; None where an optimizer needs none
 
 
 class SegmentWise(ABC):
@@ -98,12 +101,7 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy."""
 
@@ -114,6 +112,10 @@ class SegmentWise(ABC):
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue after the update that `state` describes; the slots are filled by the caller."""
         self.count = int(state["count"])
+
+    @abstractmethod
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the direction, in place, and advance the slots."""
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -177,12 +179,7 @@ class ElementWise(SegmentWise):
                 self._direction(where, master.range(where), gradient.range(where), scale, self._decay(spec))
 
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Step ``master`` on ``piece`` along the scaled gradient, and round it into ``working`` when given."""
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
@@ -198,7 +195,7 @@ class ElementWise(SegmentWise):
             for block in self._blocks(where, direction, working):
                 copy = None if working is None else working.range(block)
                 gradient = self._widened(direction.range(block))
-                self._step(block, master.range(block), gradient, self._scale, rate, decay, copy)
+                self._step(block, master.range(block), gradient, rate, decay, copy)
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
         """Return the ranges of one loop each: all at once, or blocks that stay in a cache for a second loop."""
@@ -225,23 +222,13 @@ class ElementWise(SegmentWise):
         return self.wide
 
     @abstractmethod
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Turn the gradient of one stretch of a tensor into the step, in place, and advance the slots."""
-
-    @abstractmethod
     def _step(
-        self,
-        where: Range,
-        weights: Array,
-        gradient: Array,
-        scale: float,
-        rate: float,
-        decay: float,
-        working: Array | None,
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
     ) -> None:
         """Make the whole update of one stretch of a tensor, and of its ``working`` copy.
 
-        ``gradient`` is undefined afterwards. On a GPU it may be 16-bit floats beside float32 weights.
+        The gradient counts ``_scale`` times, and is undefined afterwards. On a GPU it may be 16-bit floats beside
+        float32 weights.
         """
 
 
@@ -265,12 +252,7 @@ class LayerWise(SegmentWise):
                     self._norms.add(index, block, weights, step)
 
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
         assert norms is not None, "the reduced partial norms are missing"
@@ -286,10 +268,6 @@ class LayerWise(SegmentWise):
                     kernels.round_into(weights, working.range(block))
 
     @abstractmethod
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Turn the gradient of one stretch of a tensor into the direction, in place."""
-
-    @abstractmethod
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
 
@@ -301,3 +279,48 @@ class LayerWise(SegmentWise):
 def _blocks(where: Range, array: Array) -> Iterable[Range]:
     """Return the ranges that are processed one by one: on a GPU all at once."""
     return (where,) if is_device(array) else cut(where, NORM_BLOCK)
+
+
+class WrappedOptimizer:
+    """Base of optimizers that hand ``inner`` other weights, gradients or state to step: its clock, rates and norms.
+
+    See `hpcdist.optim.optimizer.Optimizer`. A subclass has ``direction`` and ``apply``.
+    """
+
+    def __init__(self, inner: SegmentWise) -> None:
+        self._inner, self.parts, self.slots = inner, inner.parts, inner.slots
+
+    @property
+    def count(self) -> int:
+        """Number of applied updates, the begun one included."""
+        return self._inner.count
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether `apply` needs the reduced `partial_norms`."""
+        return self._inner.needs_norms
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the update that is under way."""
+        return self._inner.learning_rate
+
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Begin an update, at ``factor`` times the rate."""
+        self._inner.begin_step(factor)
+
+    def sum_exactly(self) -> None:
+        """Make `partial_norms` exact."""
+        self._inner.sum_exactly()
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2)
+        """Return sums of squares of the master weights and of the direction over the pieces seen."""
+        return self._inner.partial_norms()
+
+    def state(self) -> dict[str, float]:
+        """Return the scalars that a checkpoint needs beside the slots."""
+        return self._inner.state()
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Restore what `state` returned."""
+        self._inner.restore(state)

@@ -5,7 +5,7 @@ unit in the last place of a 16-bit weight, and would be lost. So a float32 maste
 the master, rounded. Of K = 12 bytes a parameter, as arXiv:1910.02054 counts Adam, 4 are the master and 8 the moments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,14 +17,14 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import base
-from hpcdist.optim.base import ElementWise, SegmentWise
+from hpcdist.optim.base import Copy, ElementWise, SegmentWise, Sums, WrappedOptimizer
 from hpcdist.optim.update import kernels
 
 # elements that are widened at a time: what a cache holds, or what is worth the launches on a GPU
 BLOCK: Final = {"cpu": base.BLOCK, "gpu": 1 << 22}
 
 
-class MasterWeights:
+class MasterWeights(WrappedOptimizer):
     """`hpcdist.optim.optimizer.Optimizer` over ``inner``, that steps float32 ``weights`` of its own.
 
     What it is given as master is the 16-bit working copy, and the gradient is 16-bit too. The gradient is widened
@@ -35,7 +35,7 @@ class MasterWeights:
     def __init__(
         self, inner: SegmentWise, layout: Layout, parts: Range | Sequence[Range], *, ledger: Ledger | None, on: str
     ) -> None:
-        self._inner, self.parts = inner, inner.parts
+        super().__init__(inner)
         dtype = FLOATS["float32"]
         self.weights = FlatStore(layout, dtype, parts, on=on, category="optimizer", ledger=ledger)
         self._block = BLOCK[on]
@@ -49,30 +49,6 @@ class MasterWeights:
         else:
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
-    @property
-    def slots(self) -> dict[str, FlatStore]:
-        """Stores of the state beside the master, by name."""
-        return self._inner.slots
-
-    @property
-    def count(self) -> int:
-        """Number of applied updates, the begun one included."""
-        return self._inner.count
-
-    @property
-    def needs_norms(self) -> bool:
-        """Whether `apply` needs the reduced `partial_norms`."""
-        return self._inner.needs_norms
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the update that is under way."""
-        return self._inner.learning_rate
-
-    def begin_step(self, factor: float = 1.0) -> None:
-        """Begin an update, with ``factor`` times the rate."""
-        self._inner.begin_step(factor)
-
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Store ``scale`` or, where norms are needed, compute the direction on ``piece`` in float32."""
         if self._wide is None:
@@ -82,21 +58,8 @@ class MasterWeights:
             kernels.widen(gradient.range(part), self._wide.range(part))
             self._inner.direction(part, self.weights, self._wide, scale)
 
-    def sum_exactly(self) -> None:
-        """Make `partial_norms` exact."""
-        self._inner.sum_exactly()
-
-    def partial_norms(self) -> np.ndarray:  # (segments, 2)
-        """Return sums of squares of the master and of the direction."""
-        return self._inner.partial_norms()
-
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Step the float32 master on ``piece``, and round it into ``master``, the working copy."""
         steps = direction if self._wide is None else self._wide
@@ -106,14 +69,6 @@ class MasterWeights:
         """Make the ``working`` copy anew from the master, on the owned parts."""
         for part in self.parts:
             kernels.round_into(self.weights.range(part), working.range(part))
-
-    def state(self) -> dict[str, float]:
-        """Return the scalars that a checkpoint needs beside the slots."""
-        return self._inner.state()
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Take back what `state` returned."""
-        self._inner.restore(state)
 
 
 def rounded(store: FlatStore, dtype: np.dtype) -> FlatStore:

@@ -19,7 +19,7 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim.adam import AdamW, Lamb
-from hpcdist.optim.base import SegmentWise
+from hpcdist.optim.base import Copy, SegmentWise, Sums
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.sgd import Lars, Sgd
 
@@ -70,12 +70,7 @@ class Optimizer(Protocol):
         """
 
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
 

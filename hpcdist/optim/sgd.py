@@ -42,23 +42,16 @@ class Sgd(ElementWise):
         )
 
     def _step(
-        self,
-        where: Range,
-        weights: Array,
-        gradient: Array,
-        scale: float,
-        rate: float,
-        decay: float,
-        working: Array | None,
+        self, where: Range, weights: Array, gradient: Array, rate: float, decay: float, working: Array | None
     ) -> None:
         if not self.slots:
-            fused.sgd(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
+            fused.sgd(weights, gradient, scale=self._scale, rate=rate, decay=decay, working=working)
             return
         fused.momentum(
             weights,
             gradient,
             self.slots["momentum"].range(where),
-            scale=scale,
+            scale=self._scale,
             rate=rate,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,

@@ -8,13 +8,10 @@ are, and is undefined afterwards. A loop does what a direction and a descent wou
 dtype of the buffers, so the bits are theirs.
 """
 
-import math
-
-import numpy as np
-
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.optim.update import kernels
+from hpcdist.optim.update.kernels import adam_step
 
 
 def adam(
@@ -25,21 +22,18 @@ def adam(
     *,
     scale: float,
     rate: float,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     epsilon: float,
     decay: float,
     count: int,
-    corrects: bool = True,
     working: Array | None = None,
 ) -> None:
     """Update the moments with g = ``scale * gradient``, and step the weights.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w), where
-    m^ and v^ are as in `kernels.adam_direction`: corrected for ``count`` applied updates, where it ``corrects``.
+    m^ and v^ are as in `kernels.adam_direction`: corrected for ``count`` applied updates, 0 for not at all.
     """
-    correct1, correct2 = kernels.bias_corrections((beta1, beta2), count if corrects else 0)
-    scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correct1, correct2, epsilon, decay, rate)
+    scalars = (scale, *kernels.moment_factors(betas, count), epsilon, decay, rate)
     if is_device(weights):
         kernels.launch_adam(weights, gradient, m, v, working, *scalars)
         return
@@ -50,14 +44,8 @@ def adam(
 @jit
 def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay, rate):  # type: ignore[no-untyped-def]
     for i in range(weights.size):
-        g = gradient[i] * scale
-        mean = m[i] * beta1 + g * rest1
-        square = v[i] * beta2 + g * g * rest2
-        m[i] = mean
-        v[i] = square
-        w = weights[i]
-        # np.divide: see `kernels`
-        weights[i] = w - rate * (np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon) + decay * w)
+        step = adam_step(m, v, i, gradient[i] * scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon)
+        weights[i] = weights[i] - rate * (step + decay * weights[i])
 
 
 def momentum(

@@ -92,41 +92,45 @@ def adam_direction(
     v: Array,
     *,
     scale: float,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     epsilon: float,
     decay: float,
     count: int,
-    corrects: bool = True,
 ) -> None:
     """Update the moments with ``scale * gradient`` and turn the gradient into the step of Adam, plus decay.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  u = m^ / (sqrt(v^) + epsilon) + decay w,
-    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates, where it ``corrects``: else they
-    are m and v. ``gradient`` holds u afterwards.
+    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates; with 0 of them they are m and v.
+    ``gradient`` holds u afterwards.
     """
-    correct1, correct2 = bias_corrections((beta1, beta2), count if corrects else 0)
-    scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correct1, correct2, epsilon, decay)
+    scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
     run(weights, gradient, m, v, *map(weights.dtype.type, scalars))
 
 
-def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, float]:
-    """Return the factors that correct moments for their start at 0 after ``count`` updates; 1 for none."""
-    first, second = (1.0 / (1.0 - beta**count) if count else 1.0 for beta in betas)
-    return first, second
+def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
+    """Return beta1, 1 - beta1, beta2, 1 - beta2, and what corrects both moments after ``count`` updates (0: 1)."""
+    beta1, beta2 = betas
+    corrections = (1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)) if count else (1.0, 1.0)
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections
+
+
+@jit
+def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
+    """Update the moments of element ``i`` with the gradient ``g``; return m^ / (sqrt(v^) + epsilon). For kernels."""
+    mean = m[i] * beta1 + g * rest1
+    square = v[i] * beta2 + g * g * rest2
+    m[i] = mean
+    v[i] = square
+    # np.divide, since the check of `/` for a zero divisor keeps the loop from being vectorised (8 times slower)
+    return np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon)
 
 
 @jit
 def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]
     for i in range(weights.size):
-        g = gradient[i] * scale
-        mean = m[i] * beta1 + g * rest1
-        square = v[i] * beta2 + g * g * rest2
-        m[i] = mean
-        v[i] = square
-        # np.divide, since the check of `/` for a zero divisor keeps the loop from being vectorised (8 times slower)
-        gradient[i] = np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon) + decay * weights[i]
+        step = adam_step(m, v, i, gradient[i] * scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon)
+        gradient[i] = step + decay * weights[i]
 
 
 def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]

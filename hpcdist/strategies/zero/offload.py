@@ -35,7 +35,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim import optimizer as optimizers
-from hpcdist.optim.base import SegmentWise
+from hpcdist.optim.base import Copy, SegmentWise, Sums, WrappedOptimizer
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.zero.config import ZeroConfig
@@ -107,7 +107,7 @@ class Offload:
         )
 
 
-class BlockedOptimizer:
+class BlockedOptimizer(WrappedOptimizer):
     """Optimizer that updates block by block, for state, weights or gradients that are not in host memory.
 
     See `hpcdist.optim.optimizer.Optimizer`; the result has the bits of ``inner`` on stores in memory. Slots that lie in
@@ -115,48 +115,13 @@ class BlockedOptimizer:
     """
 
     def __init__(self, inner: SegmentWise, *, block_bytes: int, on: str = "cpu", ledger: Ledger | None = None) -> None:
-        self._inner, self.slots, self.parts = inner, dict(inner.slots), inner.parts
+        super().__init__(inner)
         self._on, self._ledger = on, ledger
         longest = max((part.size for part in inner.parts), default=0)
         self._block = max(1, min(block_bytes // inner.dtype.itemsize, longest))
         self._buffers: dict[str, list[np.ndarray]] = {}
         self._io = ThreadPoolExecutor(2, thread_name_prefix="hpcdist-offload")  # one reads, one writes
         self._scale = 1.0
-
-    @property
-    def count(self) -> int:
-        """Number of applied updates, the begun one included."""
-        return self._inner.count
-
-    @property
-    def needs_norms(self) -> bool:
-        """Whether `apply` needs the reduced `partial_norms`."""
-        return self._inner.needs_norms
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the update that is under way."""
-        return self._inner.learning_rate
-
-    def begin_step(self, factor: float = 1.0) -> None:
-        """Begin an update, at ``factor`` times the rate."""
-        self._inner.begin_step(factor)
-
-    def sum_exactly(self) -> None:
-        """Make `partial_norms` exact."""
-        self._inner.sum_exactly()
-
-    def partial_norms(self) -> np.ndarray:  # (segments, 2)
-        """Return sums of squares of w and of the direction over the pieces seen."""
-        return self._inner.partial_norms()
-
-    def state(self) -> dict[str, float]:
-        """Return the scalars that a checkpoint needs beside the slots."""
-        return self._inner.state()
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` returned."""
-        self._inner.restore(state)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Turn the gradient on ``piece`` into the direction. Without norms to wait for, `apply` does it in its pass."""
@@ -171,12 +136,7 @@ class BlockedOptimizer:
         self._pass(piece, {WEIGHTS: master, GRADIENT: gradient, **moved}, {GRADIENT, *moved}, compute)
 
     def apply(
-        self,
-        piece: Range,
-        master: FlatStore,
-        direction: FlatStore,
-        working: FlatStore | None = None,
-        norms: np.ndarray | None = None,
+        self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
         """Write the new ``master`` weights on ``piece``. ``direction`` is undefined afterwards."""
         inner = self._inner
