@@ -17,7 +17,17 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers.convolution import SIZE, convolve, convolve_backward, output_side
 from hpcdist.models.layers.dropout import HIDDEN
-from hpcdist.models.stage import Gradients, Operations, Parameters, Saved, Stage, StreamOf, draw_normal, norm_specs
+from hpcdist.models.stage import (
+    DeclaredStage,
+    Gradients,
+    Operations,
+    Parameters,
+    Saved,
+    Stage,
+    StreamOf,
+    draw_normal,
+    norm_specs,
+)
 
 
 def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...]:
@@ -45,26 +55,13 @@ def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
     return fractions
 
 
-class Dense:
+class Dense(DeclaredStage):
     """A linear layer, its activation, and dropout behind that; the last layer has neither."""
 
     def __init__(self, layer: int, inputs: int, outputs: int, activation: str, dropout: float) -> None:
-        self.layer = layer
-        self.tied: dict[str, str] = {}
-        self.activation = activation
-        self.dropout = dropout if activation else 0.0
-        self._specs = (
-            TensorSpec(layer, "linear.weight", (outputs, inputs)),
-            TensorSpec(layer, "linear.bias", (outputs,), False),
-        )
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of weight and bias."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, outputs)."""
-        return samples, self._specs[1].shape[0]
+        self.activation, self.dropout = activation, dropout if activation else 0.0
+        weight = TensorSpec(layer, "linear.weight", (outputs, inputs))
+        super().__init__(layer, (weight, TensorSpec(layer, "linear.bias", (outputs,), False)), (outputs,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weight so that variances persist through the layers (He et al. 2015); zero the bias."""
@@ -88,9 +85,10 @@ class Dense:
         """Write the gradients; return dx, None in the first layer."""
         d = operations.dropout.backward(dy, self.dropout, HIDDEN, saved)
         d = operations.activation.backward(d, saved) if self.activation else d
-        return operations.linear_column.backward(
-            parameters, gradients, "linear", d, saved, input_gradient=self.layer > 0
-        )
+        if self.layer > 0:
+            return operations.linear_column.backward(parameters, gradients, "linear", d, saved)
+        operations.linear_column.backward_weight(parameters, gradients, "linear", d, saved)
+        return None
 
 
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
@@ -114,30 +112,21 @@ def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, 
     return (*stages, PoolingHead(config, shape, classes))
 
 
-class Convolution:
+class Convolution(DeclaredStage):
     """A convolution, its norm and its activation."""
 
     def __init__(
         self, layer: int, config: ModelConfig, picture: tuple[int, int, int], outputs: int, stride: int
     ) -> None:
-        self.layer = layer
-        self.tied: dict[str, str] = {}
         self.activation, self.norm, self.stride = config.activation, config.norm, stride
         height, width, inputs = self.picture = picture
         self.shape = output_side(height, stride), output_side(width, stride), outputs
-        self._specs = (
+        specs = (
             TensorSpec(layer, "convolution.weight", (outputs, SIZE, SIZE, inputs)),
             TensorSpec(layer, "convolution.bias", (outputs,), False),
             *norm_specs(layer, "norm", outputs, config.norm),
         )
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the convolution and the norm."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, height, width, outputs)."""
-        return samples, *self.shape
+        super().__init__(layer, specs, self.shape)
 
     def input_shape(self, samples: int) -> tuple[int, ...]:
         """Return (samples, height, width, inputs)."""
@@ -172,29 +161,17 @@ class Convolution:
     ) -> Array | None:
         """Write the gradients; return dx, None in the first layer."""
         d = operations.activation.backward(dy, saved)
-        d = operations.norm.backward(parameters, gradients, "norm", d, saved)
-        return convolve_backward(parameters, gradients, "convolution", d, saved, input_gradient=self.layer > 0)
+        d = operations.norm.backward(parameters, gradients, "norm", d, saved, None)
+        return convolve_backward(parameters, gradients, "convolution", d, saved, wants_dx=self.layer > 0)
 
 
-class PoolingHead:
+class PoolingHead(DeclaredStage):
     """The mean over all pixels, dropout of it, and the linear layer to logits."""
 
     def __init__(self, config: ModelConfig, picture: tuple[int, int, int], classes: int) -> None:
-        self.layer = config.layers
-        self.tied: dict[str, str] = {}
-        self.dropout = config.dropout
-        self._specs = (
-            TensorSpec(self.layer, "head.weight", (classes, picture[2])),
-            TensorSpec(self.layer, "head.bias", (classes,), False),
-        )
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of weight and bias."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, classes)."""
-        return samples, self._specs[0].shape[0]
+        self.dropout, layer = config.dropout, config.layers
+        weight = TensorSpec(layer, "head.weight", (classes, picture[2]))
+        super().__init__(layer, (weight, TensorSpec(layer, "head.bias", (classes,), False)), (classes,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weight; zero the bias."""
@@ -215,7 +192,6 @@ class PoolingHead:
     ) -> Array:
         """Write the gradients; return dx (batch, height, width, channels), a scratch array."""
         d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
-        assert d is not None
         d = operations.dropout.backward(d, self.dropout, HIDDEN, saved)
         samples, height, width, channels = saved["shape"]
         dx = saved.scratch("convnet.dx", (samples, height, width, channels), d.dtype)

@@ -88,12 +88,7 @@ class ModelConfig:
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("kind", KINDS),
-            ("activation", ACTIVATIONS),
-            ("positions", POSITIONS),
-            ("norm", NORMS),
-        ):
+        for name, choices in (("kind", KINDS), ("activation", ACTIVATIONS), ("positions", POSITIONS), ("norm", NORMS)):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigurationError(f"model.{name} is {value!r}; choose one of {', '.join(choices)}")

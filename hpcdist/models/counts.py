@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 from hpcdist.models.attention.tiles import LONG, QUERY_BLOCK, TILE
 from hpcdist.models.config import ModelConfig
@@ -294,22 +294,25 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     return total
 
 
-def counts(
-    config: ModelConfig,
-    *,
-    context: int = 0,
-    features: int = 0,
-    height: int = 0,
-    width: int = 0,
-    channels: int = 0,
-    classes: int = 0,
-) -> Counts:
+class InputSizes(TypedDict, total=False):
+    """Sizes of the data of a model: ``context`` of a text, ``features`` of rows, the others of pictures; 0 for none."""
+
+    context: int
+    features: int
+    height: int
+    width: int
+    channels: int
+    classes: int
+
+
+def counts(config: ModelConfig, **sizes: Unpack[InputSizes]) -> Counts:
     """Return the numbers of the model that `hpcdist.models.build` makes of the same arguments (local, no model)."""
     if config.kind == "mlp":
-        return Counts(units=_mlp(config, features, classes))
+        return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":
-        return Counts(units=_convnet(config, (height, width, channels), classes))
-    return Counts(units=_transformer(config, context))
+        picture = sizes.get("height", 0), sizes.get("width", 0), sizes.get("channels", 0)
+        return Counts(units=_convnet(config, picture, sizes.get("classes", 0)))
+    return Counts(units=_transformer(config, sizes.get("context", 0)))
 
 
 def _transformer(config: ModelConfig, context: int) -> tuple[UnitCounts, ...]:

@@ -166,12 +166,7 @@ class Model:
         stage.initialise({spec.name: store.view(spec.key) for spec in stage.tensors()}, rng_of)
 
     def forward(
-        self,
-        parameters: Sequence[Parameters],
-        x: Array,
-        arena: Arena,
-        microbatch: int = 0,
-        draw: Draw | None = None,
+        self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
     ) -> Array:
         """Run all stages and keep what backward needs; return the logits (batch..., classes).
 

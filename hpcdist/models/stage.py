@@ -14,9 +14,9 @@ The specs at the end (norm, column and row linear) say along which dim tensor pa
 and made int64 for kernels by `as_indices`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
@@ -97,16 +97,8 @@ class LinearOperation(Protocol):
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., outputs) for x (..., inputs)."""
 
-    def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        input_gradient: bool = True,
-    ) -> Array | None:
-        """Return dx, a scratch array that the next linear backward overwrites; None without ``input_gradient``.
+    def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx, a scratch array that the next linear backward overwrites; write or add the other gradients.
 
         The same as the two that follow, one after the other.
         """
@@ -164,53 +156,40 @@ class NormOperation(Protocol):
         """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
 
     def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        residual: Array | None = None,
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
         """Return dx, a scratch array; with ``residual`` dx is added to that instead, and that is returned."""
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of attention; see `hpcdist.models.attention.flash.LocalAttention`."""
+
+    kv: Array | None  # (batch, context, 2 kv width) where qkv is the queries alone; kv width divides width
+    dropout: float  # share of the probabilities that is dropped
+    part: tuple[int, int] | None  # the first of these heads among those of the mask, and how many those are
+    causal: bool  # whether rows see their past and themselves alone: so unless said otherwise
 
 
 class AttentionOperation(Protocol):
     """Attention of all heads that it is given; no square of the context is stored."""
 
-    def forward(
-        self,
-        qkv: Array,
-        head_size: int,
-        saved: Saved,
-        name: str = "attention",
-        dropout: float = 0.0,
-        part: tuple[int, int] | None = None,
-        kv: Array | None = None,
-        causal: bool = True,
-    ) -> Array:
-        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value.
+    def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
+        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value."""
 
-        With ``kv`` (batch, context, 2 kv width), qkv is the queries alone; kv width divides width. ``dropout`` is how
-        much of the probabilities is dropped, and ``part`` where these heads are in the mask: see `LocalAttention`.
-        """
-
-    def backward(
-        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False
-    ) -> Array | tuple[Array, Array]:
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), scratch arrays; with ``keep`` they stay, and are what ``saved`` owns."""
 
 
 class ActivationOperation(Protocol):
     """An elementwise function."""
 
-    def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
+    def forward(self, x: Array, kind: str, saved: Saved) -> Array:
         """Return "gelu" (tanh form), "relu" or "swiglu" of x; x is kept and must stay unchanged until backward.
 
         "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x.
         """
 
-    def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
+    def backward(self, dy: Array, saved: Saved) -> Array:
         """Return dx, written over the x that was kept."""
 
 
@@ -227,13 +206,13 @@ class DropoutOperation(Protocol):
 class CrossEntropyOperation(Protocol):
     """Softmax and negative log likelihood."""
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
+    def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten.
 
         Targets of -1 do not count: no loss, no gradient.
         """
 
-    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+    def backward(self, scale: float, saved: Saved) -> Array:
         """Return dlogits = (softmax - onehot) scale, written over the logits of the forward."""
 
 
@@ -275,6 +254,27 @@ class Stage(Protocol):
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
         """Write or add the gradients; return that of the input, None where the input is data."""
+
+
+class DeclaredStage:
+    """Base of stages that say at their construction what they own: the ``specs`` of their tensors.
+
+    ``output`` is the shape of the output of a sample, and ``tied`` as in `Stage`.
+    """
+
+    def __init__(
+        self, layer: int, specs: Iterable[TensorSpec], output: tuple[int, ...] = (), tied: dict[str, str] | None = None
+    ) -> None:
+        self.layer, self.tied = layer, tied or {}
+        self._specs, self._output = tuple(specs), output
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the own tensors, in the order of the layout."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of the output of so many samples."""
+        return samples, *self._output
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:

@@ -10,7 +10,7 @@ has as many targets as `masked_predictions` says; the other places of its target
 """
 
 import math
-from typing import Any, Final
+from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
@@ -18,6 +18,8 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers.dropout import DOWN, EMBEDDING, PROJECTION, fits_counter
 from hpcdist.models.stage import (
+    AttentionOptions,
+    DeclaredStage,
     Gradients,
     Operations,
     Parameters,
@@ -52,28 +54,17 @@ def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tu
     return (TokenEmbedding(config, context), *blocks, LanguageModelHead(config, context))
 
 
-class TokenEmbedding:
+class TokenEmbedding(DeclaredStage):
     """Tokens (batch, context) to activations: token embedding plus position, where positions are learned."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
-        self.layer = 0
-        self.tied: dict[str, str] = {}
         self.context, self.dropout = context, config.dropout
-        self._output = (context, config.hidden)
         self.learned = config.positions == "learned"
         tables = (
             TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden), cut=0),
             TensorSpec(0, "positions.weight", (context, config.hidden)),
         )
-        self._specs = tables if self.learned else tables[:1]
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the tables."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, context, hidden)."""
-        return samples, *self._output
+        super().__init__(0, tables if self.learned else tables[:1], (context, config.hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the tables."""
@@ -103,13 +94,10 @@ class TokenEmbedding:
             operations.positions.backward(gradients, "positions", dy, saved)
 
 
-class TransformerBlock:
+class TransformerBlock(DeclaredStage):
     """Attention and MLP, each behind a norm and around a residual."""
 
     def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
-        self.layer = layer
-        self.tied: dict[str, str] = {}
-        self._output = (context, config.hidden)
         self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
         self.grouped = config.kv_width != config.hidden
         self.rotary, self.norm, self.activation = config.positions == "rotary", config.norm, config.activation
@@ -120,7 +108,7 @@ class TransformerBlock:
             qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
             qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
         gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
-        self._specs = (
+        specs = (
             *norm_specs(layer, "norm1", hidden, config.norm),
             *qkv,
             *row_specs(layer, "projection", hidden, hidden, bias=bias),
@@ -128,14 +116,7 @@ class TransformerBlock:
             *column_specs(layer, "up", hidden, *gated, config.inner, bias=bias),
             *row_specs(layer, "down", config.inner, hidden, bias=bias),
         )
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the block."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, context, hidden)."""
-        return samples, *self._output
+        super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weights, those that end in the residual smaller; norms start as the identity."""
@@ -167,31 +148,29 @@ class TransformerBlock:
         """Write the gradients; return dx in the memory of dy, which runs along the residual."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = operations.linear_row.backward(parameters, gradients, "down", branch, saved)
-        assert d is not None
         d = operations.activation.backward(d, saved)
         d = operations.linear_column.backward(parameters, gradients, "up", d, saved)
-        assert d is not None
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
         branch = operations.dropout.backward(dy, self.dropout, PROJECTION, saved)
         d = operations.linear_row.backward(parameters, gradients, "projection", branch, saved)
-        assert d is not None
         d = self._attention_backward(parameters, gradients, d, operations, saved)
         return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
 
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return what the heads see (batch, context, width), from their linears on."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
-        how: dict[str, Any] = {"dropout": self.dropout, "causal": self.causal}
+        options: AttentionOptions = {"dropout": self.dropout, "causal": self.causal}
         if not self.grouped:
             qkv = linear.forward(parameters, "qkv", x, saved)
             if self.rotary:
                 rotary.forward(qkv, size, qkv.shape[-1] // 3 * 2, saved)
-            return operations.attention.forward(qkv, size, saved, **how)
+            return operations.attention.forward(qkv, size, saved, **options)
         query, kv = linear.forward(parameters, "query", x, saved), linear.forward(parameters, "kv", x, saved)
         if self.rotary:
             rotary.forward(query, size, query.shape[-1], saved)
             rotary.forward(kv, size, kv.shape[-1] // 2, saved)
-        return operations.attention.forward(query, size, saved, kv=kv, **how)
+        options["kv"] = kv
+        return operations.attention.forward(query, size, saved, **options)
 
     def _attention_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
@@ -203,41 +182,28 @@ class TransformerBlock:
             assert not isinstance(dqkv, tuple)
             if self.rotary:
                 rotary.backward(dqkv, size, dqkv.shape[-1] // 3 * 2, saved)
-            dx = linear.backward(parameters, gradients, "qkv", dqkv, saved)
-            assert dx is not None
-            return dx
+            return linear.backward(parameters, gradients, "qkv", dqkv, saved)
         dquery, dkv = dqkv
         if self.rotary:
             rotary.backward(dquery, size, dquery.shape[-1], saved)
             rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
         by_query = linear.backward(parameters, gradients, "query", dquery, saved)
-        assert by_query is not None
         from_query = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
         from_query[...] = by_query  # the next linear writes where this one has
         dx = linear.backward(parameters, gradients, "kv", dkv, saved)
-        assert dx is not None
         dx += from_query
         return dx
 
 
-class LanguageModelHead:
+class LanguageModelHead(DeclaredStage):
     """The last norm and the matrix to logits, which may be the table of token embeddings."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
-        self.layer = config.layers + 1
-        self._output = (context, config.vocabulary)
-        self.tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
-        head = TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
-        self.norm = config.norm
-        self._specs = (*norm_specs(self.layer, "norm", config.hidden, config.norm), *(() if config.tied else (head,)))
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the norm, and of the head unless it is tied."""
-        return self._specs
-
-    def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return (samples, context, vocabulary)."""
-        return samples, *self._output
+        self.norm, layer = config.norm, config.layers + 1
+        norm = norm_specs(layer, "norm", config.hidden, config.norm)
+        head = TensorSpec(layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
+        tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
+        super().__init__(layer, norm if config.tied else (*norm, head), (context, config.vocabulary), tied)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the head unless it is tied; the norm starts as the identity."""
@@ -257,8 +223,7 @@ class LanguageModelHead:
     ) -> Array:
         """Write the gradients; return dx (batch, context, hidden)."""
         d = operations.linear_column.backward(parameters, gradients, "head", dy, saved)
-        assert d is not None
-        return operations.norm.backward(parameters, gradients, "norm", d, saved)
+        return operations.norm.backward(parameters, gradients, "norm", d, saved, None)
 
 
 MASKED_PERCENT: Final = 15  # of the tokens of a sample

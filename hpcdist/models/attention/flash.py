@@ -107,10 +107,10 @@ class LocalAttention:
         qkv: Array,
         head_size: int,
         saved: Saved,
-        name: str = "attention",
+        *,
+        kv: Array | None = None,
         dropout: float = 0.0,
         part: tuple[int, int] | None = None,
-        kv: Array | None = None,
         causal: bool = True,
     ) -> Array:
         """Return (batch, context, width) for contiguous qkv (batch, context, 3 width): query, key, value.
@@ -121,11 +121,11 @@ class LocalAttention:
         these are not all. Raises UsageError on shapes that do not fit.
         """
         heads = heads_of(qkv, kv, head_size)
-        y = saved.empty(f"{name}.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
         fused = has_fused_kernel(qkv)
         # Of each row its maximum and its sum of exponentials; the fused kernels keep one number made of both.
         shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
-        sums = saved.empty(f"{name}.sums", shape, accumulation_dtype(qkv.dtype))
+        sums = saved.empty("attention.sums", shape, accumulation_dtype(qkv.dtype))
         first_head, of_heads = part or (0, heads.queries)
         # The mask is that of all heads of the layer, a row for each head and query: these heads are some rows of it.
         place = {"first_row": first_head * heads.context, "groups": heads.queries, "pitch": heads.context}
@@ -140,23 +140,21 @@ class LocalAttention:
                     forward.block(chunk, first, last, dropped)
         for_backward = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
         for key, value in for_backward.items():
-            saved.keep(f"{name}.{key}", value)
+            saved.keep(f"attention.{key}", value)
         return y
 
-    def backward(
-        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False
-    ) -> Array | tuple[Array, Array]:
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``.
 
         Where the forward was given kv, return (dq, dkv).
         """
-        qkv, kv, y, sums = (saved[f"{name}.{key}"] for key in ("qkv", "kv", "y", "sums"))
-        heads = heads_of(qkv, kv, saved[f"{name}.head_size"])
+        qkv, kv, y, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "y", "sums"))
+        heads = heads_of(qkv, kv, saved["attention.head_size"])
         take = saved.empty if keep else saved.scratch
         dq = take("attention.dqkv", qkv.shape, qkv.dtype)
         dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
         dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
-        causal, dropped = saved[f"{name}.causal"], saved[f"{name}.dropped"]
+        causal, dropped = saved["attention.causal"], saved["attention.dropped"]
         if has_fused_kernel(qkv):
             fused_backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
             return dq if dkv is None else (dq, dkv)
@@ -208,7 +206,7 @@ class _Forward:
             multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
             where = chunk.pair, first, start, self._causal
             # Dropped after the sum of the row is taken: dropout acts on the probabilities, which are divided by it.
-            kernels.softmax_advance(flat, *where, self._heads.scale, self._top, self._total, shrink)
+            kernels.softmax_advance(flat, where, self._heads.scale, self._top, self._total, shrink)
             chunk.drop(flat, dropped, first, start)
             if start == 0:
                 multiply(s, v[..., start:end, :], out=out)
@@ -263,7 +261,7 @@ class _Backward:
             multiply(do, v.swapaxes(-1, -2), out=d)
             chunk.drop(g, dropped, first, start)
             where = chunk.pair, first, start, self._causal
-            kernels.softmax_gradient(p, g, *where, self._heads.scale, self._top, self._total, self._dots)
+            kernels.softmax_gradient(p, g, where, self._heads.scale, self._top, self._total, self._dots)
             chunk.drop(p, dropped, first, start)  # now p as v was multiplied by it
             add = first > begin  # the first block of queries writes, later ones add; dq is written by the first keys
             self._dv.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, add)

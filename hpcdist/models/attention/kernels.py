@@ -10,7 +10,7 @@ A tile of head rows is contiguous (pairs, rows, head size). It belongs to a targ
 ``heads`` heads next to each other from ``column`` on. On a GPU a tile has all pairs.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,18 +18,10 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp, row_maximum
 
+Tile: TypeAlias = tuple[int, int, int, bool]  # pair, query and key at its corner; whether keys behind are hidden
 
-def softmax_advance(
-    s: Array,
-    pair: int,
-    first: int,
-    start: int,
-    causal: bool,
-    scale: float,
-    top: Array,
-    total: Array,
-    shrink: Array,
-) -> None:
+
+def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite scores s with ``exp(scale (s - maximum))``, hidden ones with 0, and update top and total by them.
 
     The maximum is that of the columns up to here. Tiles come in the order of their columns, the first with ``start`` 0;
@@ -37,60 +29,38 @@ def softmax_advance(
     is positive, and every row sees a column of every tile.
     """
     if is_device(s):
-        _softmax_advance_device(s, pair, first, start, causal, scale, top, total, shrink)
+        _softmax_advance_device(s, tile, scale, top, total, shrink)
     else:
-        _softmax_advance(s, pair, first, start, causal, s.dtype.type(scale), top, total, shrink)
+        _softmax_advance(s, *tile, s.dtype.type(scale), top, total, shrink)
 
 
-def softmax_gradient(
-    s: Array,
-    d: Array,
-    pair: int,
-    first: int,
-    start: int,
-    causal: bool,
-    scale: float,
-    top: Array,
-    total: Array,
-    dots: Array,
-) -> None:
+def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite scores s with their probabilities p, and the gradient d of those with that of the scores.
 
     The latter is ``scale p (d - dots)``, with the sum of p d over a row in ``dots`` (all pairs, all rows). ``top`` and
     ``total`` are of all columns.
     """
     if is_device(s):
-        _softmax_gradient_device(s, d, pair, first, start, causal, scale, top, total, dots)
+        _softmax_gradient_device(s, d, tile, scale, top, total, dots)
     else:
-        _softmax_gradient(s, d, pair, first, start, causal, s.dtype.type(scale), top, total, dots)
+        _softmax_gradient(s, d, *tile, s.dtype.type(scale), top, total, dots)
 
 
 def _rows(array: Array, s: Array, pair: int, first: int) -> Array:
     return array[pair : pair + s.shape[0], first : first + s.shape[1]]
 
 
-def _hidden(s: Array, first: int, start: int) -> Array:
-    """Return which elements (rows, columns) of a tile are hidden: keys behind their query."""
-    xp = namespace(s)
-    rows, columns = xp.arange(first, first + s.shape[1]), xp.arange(start, start + s.shape[2])
-    hidden: Array = columns[None, :] > rows[:, None]
-    return hidden
-
-
-def _softmax_advance_device(
-    s: Array,
-    pair: int,
-    first: int,
-    start: int,
-    causal: bool,
-    scale: float,
-    top: Array,
-    total: Array,
-    shrink: Array,
-) -> None:
-    xp = namespace(s)
+def _hide(s: Array, tile: Tile) -> None:
+    """Write -infinity to the scores of a tile that are hidden: keys behind their query."""
+    xp, (_, first, start, causal) = namespace(s), tile
     if causal and first + 1 < start + s.shape[2]:
-        s[...] = xp.where(_hidden(s, first, start), -xp.inf, s)
+        rows, columns = xp.arange(first, first + s.shape[1]), xp.arange(start, start + s.shape[2])
+        s[...] = xp.where(columns[None, :] > rows[:, None], -xp.inf, s)
+
+
+def _softmax_advance_device(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
+    xp, (pair, first, start, _) = namespace(s), tile
+    _hide(s, tile)
     highest, sums = _rows(top, s, pair, first), _rows(total, s, pair, first)
     if start:
         new = xp.maximum(highest, s.max(axis=2))
@@ -107,20 +77,10 @@ def _softmax_advance_device(
 
 
 def _softmax_gradient_device(
-    s: Array,
-    d: Array,
-    pair: int,
-    first: int,
-    start: int,
-    causal: bool,
-    scale: float,
-    top: Array,
-    total: Array,
-    dots: Array,
+    s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array
 ) -> None:
-    xp = namespace(s)
-    if causal and first + 1 < start + s.shape[2]:
-        s[...] = xp.where(_hidden(s, first, start), -xp.inf, s)
+    xp, (pair, first, _, _) = namespace(s), tile
+    _hide(s, tile)
     s -= _rows(top, s, pair, first)[:, :, None]
     s *= scale
     xp.exp(s, out=s)
@@ -141,9 +101,8 @@ def _softmax_advance(
         for i in range(s.shape[1]):
             row = s[h, i]
             if causal:
-                row[
-                    first + i + 1 - start :
-                ] = -np.inf  # key start + j is hidden from query first + i where it is larger
+                # key start + j is hidden from query first + i where it is larger
+                row[first + i + 1 - start :] = -np.inf
             highest, sums = row_maximum(row), scale - scale  # a zero of the dtype
             if start > 0:  # sums over earlier tiles were relative to a maximum that may be exceeded now
                 before = top[pair + h, first + i]
@@ -160,16 +119,7 @@ def _softmax_advance(
 
 @jit(fastmath=REORDER)
 def _softmax_gradient(
-    s: Any,
-    d: Any,
-    pair: Any,
-    first: Any,
-    start: Any,
-    causal: Any,
-    scale: Any,
-    top: Any,
-    total: Any,
-    dots: Any,
+    s: Any, d: Any, pair: Any, first: Any, start: Any, causal: Any, scale: Any, top: Any, total: Any, dots: Any
 ) -> None:
     for h in range(s.shape[0]):
         for i in range(s.shape[1]):

@@ -45,21 +45,16 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
 
 
 def convolve_backward(
-    parameters: Parameters,
-    gradients: Gradients,
-    prefix: str,
-    dy: Array,
-    saved: Saved,
-    input_gradient: bool = True,
+    parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, wants_dx: bool = True
 ) -> Array | None:
-    """Write or add the gradients of weight and bias; return dx, a scratch array, None without ``input_gradient``."""
+    """Write or add the gradients of weight and bias; return dx, a scratch array, None without ``wants_dx``."""
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     dweight, add = gradients.into(f"{prefix}.weight")
     into = _as_matrix(dweight)
     xp, outputs = namespace(x), dy.shape[-1]
     product = saved.scratch("convolution.dweight", into.shape, into.dtype)
-    dx = saved.scratch("convolution.dx", x.shape, x.dtype) if input_gradient else None
+    dx = saved.scratch("convolution.dx", x.shape, x.dtype) if wants_dx else None
     if dx is not None:
         assert not xp.may_share_memory(dx, dy), f"{prefix} follows a convolution without an operation between them"
         dx[...] = 0

@@ -19,7 +19,7 @@ from hpcdist.models.stage import Saved, as_indices, check_tokens
 class LocalCrossEntropy:
     """Negative log likelihood of the target classes in nats. Targets of -1 do not count."""
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
+    def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become their exponentials.
 
         ``targets`` are integers (tokens,), -1 where a token has no loss. Raises DataError on any other that is no
@@ -27,19 +27,19 @@ class LocalCrossEntropy:
         """
         tokens, classes = logits.shape
         check_tokens(targets, classes, "target", ignored=True)
-        saved.keep(f"{name}.exponentials", logits)  # on a GPU still the logits
-        saved.keep(f"{name}.targets", targets)
+        saved.keep("cross_entropy.exponentials", logits)  # on a GPU still the logits
+        saved.keep("cross_entropy.targets", targets)
         targets = as_indices(targets, saved)
         if is_device(logits):
-            statistics = saved.empty(f"{name}.sums", (tokens, 2), accumulation_dtype(logits.dtype))
+            statistics = saved.empty("cross_entropy.sums", (tokens, 2), accumulation_dtype(logits.dtype))
             return cuda_kernels.cross_entropy(logits, targets, statistics)
-        loss: float = _forward(logits, targets, saved.empty(f"{name}.sums", (tokens,), logits.dtype))
+        loss: float = _forward(logits, targets, saved.empty("cross_entropy.sums", (tokens,), logits.dtype))
         return loss
 
-    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+    def backward(self, scale: float, saved: Saved) -> Array:
         """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
-        logits: Array = saved[f"{name}.exponentials"]
-        targets, sums = as_indices(saved[f"{name}.targets"], saved), saved[f"{name}.sums"]
+        logits: Array = saved["cross_entropy.exponentials"]
+        targets, sums = as_indices(saved["cross_entropy.targets"], saved), saved["cross_entropy.sums"]
         if is_device(logits):
             cuda_kernels.cross_entropy_backward(logits, targets, sums, scale)
         else:

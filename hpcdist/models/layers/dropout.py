@@ -9,7 +9,7 @@ processor with AVX-512 where rows are long, and up to 3 ns in rows of a dozen.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -127,25 +127,10 @@ def _drop_rows(x: Array, rate: float, site: int, saved: Saved, first_row: int, r
 
 
 @jit
-def _drop(
-    x: Any,
-    first: Any,
-    last: Any,
-    width: Any,
-    groups: Any,
-    pitch: Any,
-    rows_per_sample: Any,
-    first_row: Any,
-    blocks: Any,
-    skipped: Any,
-    first_sample: Any,
-    site: Any,
-    step: Any,
-    key0: Any,
-    key1: Any,
-    limit: Any,
-    scale: Any,
-) -> None:
+def _drop(  # type: ignore[no-untyped-def]
+    x, first, last, width, groups, pitch, rows_per_sample, first_row, blocks, skipped,
+    first_sample, site, step, key0, key1, limit, scale,
+):  # fmt: skip
     # A product with 0 instead of a plain 0: NaN and infinity stay visible.
     zero = scale - scale
     words = np.empty(WORDS_PER_COUNTER * blocks, np.uint32)
@@ -155,22 +140,12 @@ def _drop(
         for i in range(first, last):
             sample, row = divmod(above + i, rows_per_sample)
             begin = row * blocks + skipped  # every row begins with a counter of its own; `skipped` ones are not in x
-            philox(
-                words,
-                (width + WORDS_PER_COUNTER - 1) // WORDS_PER_COUNTER,
-                begin,
-                first_sample + sample,
-                site,
-                step,
-                key0,
-                key1,
-            )
+            counters = (width + WORDS_PER_COUNTER - 1) // WORDS_PER_COUNTER
+            philox(words, counters, begin, first_sample + sample, site, step, key0, key1)
             for j in range(width):
                 x[g, i, j] *= scale if words[j] >= limit else zero
 
 
 for _dtype in SAMPLE_DTYPES:
     _cube = np.ones((1, 2, 5), _dtype)
-    _drop.sample(
-        lambda x=_cube: (x.copy(), 0, 2, 5, 1, 0, 2, 0, 2, 0, 0, 0, 0, 0, 0, np.uint32(0), x.dtype.type(1)),
-    )
+    _drop.sample(lambda x=_cube: (x.copy(), 0, 2, 5, 1, 0, 2, 0, 2, 0, 0, 0, 0, 0, 0, np.uint32(0), x.dtype.type(1)))

@@ -21,18 +21,10 @@ class LocalLinear:
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, x, saved)
 
-    def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        input_gradient: bool = True,
-    ) -> Array | None:
+    def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
         self.backward_weight(parameters, gradients, prefix, dy, saved)
-        return self.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+        return self.backward_input(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx in the scratch that all linears share."""

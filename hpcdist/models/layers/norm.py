@@ -49,27 +49,15 @@ class LocalNorm:
         return y
 
     def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        residual: Array | None = None,
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
         """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
         x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
         if residual is None:
             dx[...] = 0
-        arrays = (
-            _rows(dy),
-            _rows(x),
-            scale,
-            saved[f"{prefix}.statistics"],
-            _rows(dx),
-            _gradient_target(gradients, prefix, "scale"),
-        )
+        into, statistics = _gradient_target(gradients, prefix, "scale"), saved[f"{prefix}.statistics"]
+        arrays = _rows(dy), _rows(x), scale, statistics, _rows(dx), into
         if saved[f"{prefix}.kind"] == "rms":
             (cuda_kernels.rms_backward if is_device(x) else _rms_backward)(*arrays)
         else:
@@ -138,10 +126,9 @@ def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any
 def _rms(x: Any, scale: Any, epsilon: Any, y: Any, statistics: Any) -> None:
     # x, y (tokens, hidden); statistics (tokens, 1): 1 / root of the mean of squares.
     hidden = x.shape[1]
-    zero = epsilon - epsilon
     share = x.dtype.type(1.0 / hidden)
     for token in range(x.shape[0]):
-        total = zero
+        total = epsilon - epsilon
         for j in range(hidden):
             total += x[token, j] * x[token, j]
         inverse = x.dtype.type(1.0 / np.sqrt(total * share + epsilon))

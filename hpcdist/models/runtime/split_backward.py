@@ -24,13 +24,14 @@ nothing waits.
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Unpack
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.models.model import Model
 from hpcdist.models.stage import (
     AttentionOperation,
+    AttentionOptions,
     EmbeddingOperation,
     Gradients,
     LinearOperation,
@@ -148,17 +149,9 @@ class SplitLinear:
         """Return y."""
         return self.inner.forward(parameters, prefix, x, saved)
 
-    def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        input_gradient: bool = True,
-    ) -> Array | None:
-        """Return dx, None without ``input_gradient``; no gradient is written."""
-        dx = self.inner.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+    def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx; no gradient is written."""
+        dx = self.inner.backward_input(parameters, prefix, dy, saved)
         _defer(self.name, prefix, dy, saved, self.weight_reads)
         return dx
 
@@ -169,8 +162,8 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Write or add the gradients of weight and bias."""
-        self.inner.backward_weight(parameters, gradients, prefix, dy, saved)
+        """Keep dy; no gradient is written."""
+        _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 
 @dataclass(frozen=True)
@@ -199,25 +192,13 @@ class SplitAttention:
 
     inner: AttentionOperation
 
-    def forward(
-        self,
-        qkv: Array,
-        head_size: int,
-        saved: Saved,
-        name: str = "attention",
-        dropout: float = 0.0,
-        part: tuple[int, int] | None = None,
-        kv: Array | None = None,
-        causal: bool = True,
-    ) -> Array:
+    def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, context, width)."""
-        return self.inner.forward(qkv, head_size, saved, name, dropout, part, kv, causal)
+        return self.inner.forward(qkv, head_size, saved, **options)
 
-    def backward(
-        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = True
-    ) -> Array | tuple[Array, Array]:
+    def backward(self, dy: Array, saved: Saved, *, keep: bool = True) -> Array | tuple[Array, Array]:
         """Return dqkv, or (dq, dkv), which ``saved`` owns."""
-        return self.inner.backward(dy, saved, name, keep=keep)
+        return self.inner.backward(dy, saved, keep=keep)
 
 
 def _defer(name: str, prefix: str, dy: Array, saved: Saved, reads: tuple[str, ...]) -> None:

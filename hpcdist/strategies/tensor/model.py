@@ -7,7 +7,7 @@ values are those of the whole model, of which a rank keeps its own part.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from hpcdist.models.layers.linear import (
 )
 from hpcdist.models.model import Model
 from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.stage import Gradients, Operations, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.stage import AttentionOptions, Gradients, Operations, Parameters, Saved, Stage, StreamOf
 from hpcdist.models.transformer import TokenEmbedding
 from hpcdist.strategies.tensor.axis import Borders, ReplicatedBorders, SequenceBorders, TensorAxis
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
@@ -46,19 +46,11 @@ class ColumnLinear:
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved)
 
-    def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        input_gradient: bool = True,
-    ) -> Array | None:
+    def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Write or add the gradients of the own outputs; return this rank's part of dx, a scratch array."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
-        return self._input_gradient(parameters, prefix, dy, saved) if input_gradient else None
+        return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return this rank's part of dx, and keep what `backward_weight` needs."""
@@ -100,15 +92,7 @@ class RowLinear:
             add_to_rows(y.reshape(-1, outputs), bias)
         return y
 
-    def backward(
-        self,
-        parameters: Parameters,
-        gradients: Gradients,
-        prefix: str,
-        dy: Array,
-        saved: Saved,
-        input_gradient: bool = True,
-    ) -> Array | None:
+    def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias; return dx of all tokens.
 
         dx is a scratch array.
@@ -117,7 +101,7 @@ class RowLinear:
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
         gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
-        return gradient_of_input(parameters, prefix, whole, saved) if input_gradient else None
+        return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx of all tokens, and keep what `backward_weight` needs."""
@@ -150,21 +134,11 @@ class HeadParallelAttention(LocalAttention):
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
 
-    def forward(
-        self,
-        qkv: Array,
-        head_size: int,
-        saved: Saved,
-        name: str = "attention",
-        dropout: float = 0.0,
-        part: tuple[int, int] | None = None,
-        kv: Array | None = None,
-        causal: bool = True,
-    ) -> Array:
+    def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
         """Return (batch, context, own width) for the own heads, of queries and of keys and values."""
-        heads = qkv.shape[-1] // head_size // (3 if kv is None else 1)
-        own = part or (self._axis.rank * heads, self._axis.size * heads)
-        return super().forward(qkv, head_size, saved, name, dropout, own, kv, causal)
+        heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
+        options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
+        return super().forward(qkv, head_size, saved, **options)
 
 
 class RowDropout:

@@ -99,18 +99,18 @@ class VocabularyCrossEntropy:
     def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
         self.axis, self.own, self.vocabulary = borders.axis, own, vocabulary
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
+    def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the sum over tokens on the first rank, 0 on the others: a sum over all ranks counts it once.
 
         Contiguous logits (tokens, own classes) become their exponentials; ``targets`` are integers (tokens,) of all
         classes.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
-        saved.keep(f"{name}.exponentials", logits)
-        saved.keep(f"{name}.targets", targets)
+        saved.keep("cross_entropy.exponentials", logits)
+        saved.keep("cross_entropy.targets", targets)
         indices, tokens = as_indices(targets, saved), logits.shape[0]
         # Row 0: the sum of exponentials; row 1: the logit of the target, less the largest, 0 on ranks without it.
-        sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)
+        sums = saved.empty("cross_entropy.sums", (2, tokens), logits.dtype)
         top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
         on_device = is_device(logits)
         if on_device:
@@ -126,10 +126,10 @@ class VocabularyCrossEntropy:
         total: Scalar = (_loss_device if on_device else _loss)(indices, sums)
         return total
 
-    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+    def backward(self, scale: float, saved: Saved) -> Array:
         """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
-        logits: Array = saved[f"{name}.exponentials"]
-        indices, sums = as_indices(saved[f"{name}.targets"], saved), saved[f"{name}.sums"]
+        logits: Array = saved["cross_entropy.exponentials"]
+        indices, sums = as_indices(saved["cross_entropy.targets"], saved), saved["cross_entropy.sums"]
         run = _gradient_device if is_device(logits) else _gradient
         run(logits, indices, self.own.start, sums, logits.dtype.type(scale))
         return logits

@@ -82,7 +82,7 @@ def test_no_gradient_of_data(case):
     x, weight, bias, dy, stride = case
     saved, into = Arena().saved(0), Into(False, c_weight=weight.shape, c_bias=bias.shape)
     convolve({"c.weight": weight, "c.bias": bias}, "c", x, stride, saved)
-    assert convolve_backward({"c.weight": weight}, into, "c", dy, saved, input_gradient=False) is None
+    assert convolve_backward({"c.weight": weight}, into, "c", dy, saved, wants_dx=False) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -52,7 +52,7 @@ def test_against_the_formula(mean, shape, kind, dtype, rng):
     operation = LocalNorm()
     assert (np.abs(operation.forward(parameters, "n", x, saved, kind=kind) - y) <= eps * of_y).all()
     views = {name: rng.standard_normal(shape[-1]).astype(dtype) for name in parameters}
-    got = operation.backward(parameters, Into(views, False), "n", dy, saved)
+    got = operation.backward(parameters, Into(views, False), "n", dy, saved, None)
     assert (np.abs(got - dx) <= eps * of_dx).all()
     for view, want, bound in zip(views.values(), sums, of_sums, strict=False):
         assert (np.abs(view - want) <= eps * bound).all()
@@ -73,7 +73,7 @@ def test_a_bad_value_stays_visible(kind, value, rng):
     y = LocalNorm().forward(parameters, "n", x, saved, kind=kind)
     assert np.isnan(y[2]).any() and np.isfinite(y[[0, 1, 3]]).all()
     views = {name: np.zeros(64, np.float32) for name in parameters}
-    dx = LocalNorm().backward(parameters, Into(views, False), "n", dy, saved)
+    dx = LocalNorm().backward(parameters, Into(views, False), "n", dy, saved, None)
     assert np.isnan(dx[2]).any() and np.isfinite(dx[[0, 1, 3]]).all()
 
 
