@@ -17,12 +17,7 @@ from hpcdist.collectives.algorithms.double_tree import double_tree_allreduce
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree
 from hpcdist.collectives.algorithms.hierarchical import hierarchical, hierarchical_allreduce
 from hpcdist.collectives.algorithms.hypercube import rabenseifner_allreduce, recursive_doubling_allreduce
-from hpcdist.collectives.algorithms.ring import (
-    all_gather,
-    reduce_scatter,
-    ring_allreduce,
-    ring_bidirectional_allreduce,
-)
+from hpcdist.collectives.algorithms.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
 from hpcdist.collectives.dispatch import ALLREDUCE, ON_GPUS, allreduce
 from hpcdist.collectives.gpu import staging
 from hpcdist.collectives.node import flow, shared_memory

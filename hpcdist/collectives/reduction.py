@@ -29,7 +29,6 @@ class AllreduceFunction(Protocol):
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum") -> None:
         """Reduce ``buffer`` by ``op``."""
-        ...
 
 
 class ScaledFunction(Protocol):
@@ -37,7 +36,6 @@ class ScaledFunction(Protocol):
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         """Reduce ``buffer`` by ``op`` and multiply it."""
-        ...
 
 
 def combiner(buffer: Array, op: str) -> Combine:

@@ -45,7 +45,6 @@ class SharesFunction(Protocol):
 
     def __call__(self, comm: Communicator, size: int, itemsize: int) -> list[Range]:
         """Cut ``size`` elements of ``itemsize`` bytes; the ranges tile them, any may be empty."""
-        ...
 
 
 class ReduceScatterFunction(Protocol):
@@ -53,7 +52,6 @@ class ReduceScatterFunction(Protocol):
 
     def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
         """Reduce ``buffer`` by ``op``."""
-        ...
 
 
 class AllGatherFunction(Protocol):
@@ -61,7 +59,6 @@ class AllGatherFunction(Protocol):
 
     def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
         """Fill ``buffer``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -222,5 +219,5 @@ SHARDED: Final[dict[str, Sharding]] = {
 }
 # For buffers on GPUs alone; they refuse others.
 SHARDED_ON_GPUS: Final[dict[str, Sharding]] = {
-    "nccl": _watched("nccl", nccl.shares, nccl.reduce_scatter, nccl.all_gather),
+    "nccl": _watched("nccl", nccl.shares, nccl.reduce_scatter, nccl.all_gather)
 }

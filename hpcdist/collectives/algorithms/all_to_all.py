@@ -46,7 +46,6 @@ class AllToAllFunction(Protocol):
         receive_ranges: Sequence[Range],
     ) -> None:
         """Exchange a part with every rank."""
-        ...
 
 
 def all_to_all(

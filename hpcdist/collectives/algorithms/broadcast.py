@@ -34,7 +34,6 @@ class BroadcastFunction(Protocol):
 
     def __call__(self, comm: Communicator, buffer: Array, root: int = 0) -> None:
         """Broadcast ``buffer`` from ``root``."""
-        ...
 
 
 def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str = "auto") -> None:

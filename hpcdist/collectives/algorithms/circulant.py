@@ -24,15 +24,7 @@ from typing import Final
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.reduction import Combine, check_buffer, combiner
-from hpcdist.collectives.segments import (
-    PostedReceives,
-    check_ranges,
-    check_segment,
-    cut_evenly,
-    join,
-    slots,
-    wait_all,
-)
+from hpcdist.collectives.segments import PostedReceives, check_ranges, check_segment, cut_evenly, join, slots, wait_all
 from hpcdist.comm.communicator import Communicator
 
 # What arrives is summed in pieces of this while the rest arrives, in scratch of two of them. Through shared memory
@@ -52,12 +44,7 @@ def circulant_allreduce(
 
 
 def reduce_scatter(
-    comm: Communicator,
-    buffer: Array,
-    ranges: Sequence[Range],
-    op: str = "sum",
-    *,
-    segment_bytes: int = SEGMENT_BYTES,
+    comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
     """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result, the rest undefined. Collective over ``comm``.
 

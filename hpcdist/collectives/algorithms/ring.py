@@ -234,8 +234,7 @@ def _gather(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
         comm.send(buffer[chunks[comm.rank].slice], LEADER)
         return
     requests = [comm.irecv(buffer[chunks[peer].slice], peer) for peer in range(1, comm.size)]
-    for request in requests:
-        request.wait()
+    wait_all(requests)
 
 
 def _scatter(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
@@ -244,5 +243,4 @@ def _scatter(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None
         comm.recv(buffer[chunks[comm.rank].slice], LEADER)
         return
     requests = [comm.isend(buffer[chunks[peer].slice], peer) for peer in range(1, comm.size)]
-    for request in requests:
-        request.wait()
+    wait_all(requests)

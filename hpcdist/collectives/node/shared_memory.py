@@ -117,13 +117,7 @@ class NodeMemory:
         return own
 
     def run(
-        self,
-        buffer: np.ndarray,
-        op: str,
-        scale: float,
-        mode: int,
-        ranges: Sequence[Range] | None,
-        target: int = 0,
+        self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None, target: int = 0
     ) -> bool:
         """Run a collective; return whether the calls of all ranks were alike. Collective. None: balanced ranges.
 

@@ -154,11 +154,9 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Return when the buffer holds the result (local)."""
-        ...
 
     def test(self) -> bool:
         """Whether the buffer holds the result (local)."""
-        ...
 
 
 class ProgressEngine(ABC):

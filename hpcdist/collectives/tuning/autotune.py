@@ -30,14 +30,7 @@ from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.reduction import REFUSALS
 from hpcdist.collectives.tuning import cache
 from hpcdist.collectives.tuning.cache import Tuning, TuningRow
-from hpcdist.collectives.tuning.cost_model import (
-    FORMULAS,
-    Clock,
-    MachineCosts,
-    Topology,
-    measure_machine,
-    slowest_rank,
-)
+from hpcdist.collectives.tuning.cost_model import FORMULAS, Clock, MachineCosts, Topology, measure_machine, slowest_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 

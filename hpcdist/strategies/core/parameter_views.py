@@ -133,4 +133,4 @@ class TransientLayers:
                 self._drain()
             return allocate(size, np.dtype(self._context.dtype))
         block = backend.zeros(size, np.dtype(self._context.dtype), self._context.on)
-        return block if self._context.ledger is None else self._context.ledger.track(block, self._category)
+        return self._context.counted(block, self._category)

@@ -151,10 +151,13 @@ class RankContext:
             return None
 
         def allocate(size: int, dtype: "np.dtype[np.generic]") -> Array:
-            array = shared_memory.allocate(over or self.data, size, np.dtype(dtype))
-            return array if self.ledger is None else self.ledger.track(array, category)
+            return self.counted(shared_memory.allocate(over or self.data, size, np.dtype(dtype)), category)
 
         return allocate
+
+    def counted(self, array: Array, category: str) -> Array:
+        """Enter ``array`` in the ledger of this rank, if it has one, and return it (local)."""
+        return array if self.ledger is None else self.ledger.track(array, category)
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
         """Return the optimizer of ``parts``, with zeroed state and, for 16-bit parameters, a float32 master (local)."""

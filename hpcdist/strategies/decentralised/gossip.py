@@ -30,6 +30,7 @@ import numpy as np
 from hpcdist.arrays.backend import is_device, namespace
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Request
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.base import ElementWise
@@ -221,8 +222,7 @@ class NeighbourMixing:
 
     def wait(self) -> None:
         """Wait for all messages of the round."""
-        for request in self._under_way:
-            request.wait()
+        wait_all(self._under_way)
         self._under_way.clear()
 
     def combine(self, number: int) -> None:

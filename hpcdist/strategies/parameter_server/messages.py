@@ -25,7 +25,7 @@ from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
-from hpcdist.collectives.segments import scratch
+from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, pushed
 
@@ -194,8 +194,7 @@ class MessageTransport:
 
     def settle(self) -> None:
         """Wait for the sends."""
-        for request in self._sent:
-            request.wait()
+        wait_all(self._sent)
         self._sent.clear()
 
     def close(self) -> None:

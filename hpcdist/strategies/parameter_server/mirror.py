@@ -24,6 +24,7 @@ from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.parameter_server.transport import SUM, ServerTopology
@@ -66,16 +67,14 @@ class Mirror(ShardedUpdate):
 
     def _listen(self) -> None:
         """Post the receives of a step. Those of an abandoned step have come: all ranks had agreed on it."""
-        for request in self._coming.values():
-            request.wait()
+        wait_all(self._coming.values())
         self._coming = {
             part: self.topology.comm.irecv(self.gradients.range(part), self.of, SUM) for part in self._messages
         }
 
     def settle(self) -> None:
         """Wait for the sends."""
-        for request in self._sent:
-            request.wait()
+        wait_all(self._sent)
         self._sent.clear()
 
     def follow(self, op: Operation) -> None:

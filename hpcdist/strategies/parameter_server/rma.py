@@ -56,22 +56,18 @@ class RmaTransport:
         memory = self._window.memory.view(context.dtype)
         if topology.serves:
             self.parameters = context.store(
-                "parameters", stored, lambda size, dtype: self._counted(memory[:size], "parameters")
+                "parameters", stored, lambda size, dtype: context.counted(memory[:size], "parameters")
             )
         else:
             self.parameters = context.store("parameters", stored)
         self.gradients = context.store("gradients", stored)
         self.partials = topology.partials(self.gradients)
-        self._inbox = self._counted(memory[held:], "communication")
+        self._inbox = context.counted(memory[held:], "communication")
         self._slots = [self._inbox[slot * owned : (slot + 1) * owned] for slot in range(self._first[-1])]
         self._put: list[Range] = []  # not flushed yet
         self._got: set[int] = set()  # servers with which a get is under way
         self._notices: list[Request] = []
         self._byte = np.zeros(1, np.uint8)
-
-    def _counted(self, memory: np.ndarray, category: str) -> np.ndarray:
-        ledger = self.topology.context.ledger
-        return memory if ledger is None else ledger.track(memory, category)
 
     def _held(self, server: int) -> int:
         """Return the number of parameters in the window of a server."""

@@ -24,12 +24,12 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.intrinsics import load_acquire, pause, store_release, yield_core
+from hpcdist.arrays.intrinsics import store_release
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.node.protocol import LINE_BYTES
-from hpcdist.collectives.segments import scratch
+from hpcdist.collectives.node.protocol import LINE_BYTES, wait_for_word
+from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, PartialSums, ServerTopology, pushed
@@ -45,22 +45,6 @@ _WORD_BYTES: Final = 8
 def raise_word(address: int, value: int) -> None:
     """Store ``value`` with release order: earlier writes are visible to whoever loads it."""
     store_release(address, value)
-
-
-@jit
-def wait_for_word(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until a counter is at least ``value``, with acquire order; return False after some time."""
-    # First spin, which costs the least time; then offer the core to other ranks; then let Python look for dead ones.
-    left = spins
-    while load_acquire(address) < value:
-        if left > 0:
-            pause()
-        elif left > -yields:
-            yield_core()
-        else:
-            return False
-        left -= 1
-    return True
 
 
 def _samples() -> tuple[int, int]:
@@ -149,18 +133,15 @@ class SharedMemoryTransport:
 
     def _stores(self) -> tuple[FlatStore, FlatStore]:
         """Return the stores of parameters and gradients. Collective over the node."""
-        topology, context, nbytes = (
-            self.topology,
-            self.topology.context,
-            self.topology.context.layout.size * self.topology.context.dtype.itemsize,
-        )
+        topology, context = self.topology, self.topology.context
+        nbytes = context.layout.size * context.dtype.itemsize
         own = None if topology.works else topology.parts(topology.rank)
         if self._worker_here is None:  # a node of servers keeps what they serve, no more
             return context.store("parameters", own), context.store("gradients", own)
         common = self._shared(nbytes if self._here[0] == topology.rank else 0)
         written = self._shared(nbytes * (1 + topology.slots(topology.rank)) if topology.works else 0)
         # The one copy is counted by one rank.
-        counted = self._counted(common.views[0], "parameters") if self._here[0] == topology.rank else common.views[0]
+        counted = context.counted(common.views[0], "parameters") if self._here[0] == topology.rank else common.views[0]
         parameters = context.store("parameters", None, _given(counted))
         itself = {rank: index for index, rank in enumerate(self._here)}
         self._written = {
@@ -172,7 +153,7 @@ class SharedMemoryTransport:
             return parameters, context.store("gradients", own)
         mine = written.views[self._node.rank]
         # Kept for the ledger, which counts these as long as they live.
-        self._own = self._counted(mine[:nbytes], "gradients"), self._counted(mine[nbytes:], "communication")
+        self._own = context.counted(mine[:nbytes], "gradients"), context.counted(mine[nbytes:], "communication")
         gradients, self.partials = self._of_worker(topology.rank, mine)
         return parameters, gradients
 
@@ -189,10 +170,6 @@ class SharedMemoryTransport:
         block = self._node.shared(nbytes)
         self._blocks.append(block)
         return block
-
-    def _counted(self, octets: np.ndarray, category: str) -> np.ndarray:
-        ledger = self.topology.context.ledger
-        return octets if ledger is None else ledger.track(octets, category)
 
     def push(self, part: Range) -> None:
         """Announce the gradients of a range, or begin to send them to a server on another node."""
@@ -221,8 +198,7 @@ class SharedMemoryTransport:
                 inputs += pushed(*self._written[worker], part)
             else:
                 inputs += [arrived[at] for at, rank in enumerate(elsewhere) if rank == worker]
-        for request in requests:
-            request.wait()
+        wait_all(requests)
         self.topology.total(inputs, own)
 
     def expect(self) -> None:
@@ -267,8 +243,7 @@ class SharedMemoryTransport:
 
     def settle(self) -> None:
         """Wait for the sends to other nodes."""
-        for request in self._sent:
-            request.wait()
+        wait_all(self._sent)
         self._sent.clear()
 
     def close(self) -> None:

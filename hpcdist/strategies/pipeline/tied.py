@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.exchange import Exchange, Handlers
@@ -93,8 +94,7 @@ class TiedCopies:
                 arrival = self._arrival[: where.size]
                 self._comm.recv(arrival, tie.holder, self._tags[tie])
                 self._exchange.gradients_at(self._layer(tie)).add(where, arrival)
-        for request in requests:
-            request.wait()
+        wait_all(requests)
 
     def value(self, op: Operation) -> None:
         """Send the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
@@ -106,8 +106,7 @@ class TiedCopies:
         for tie in self._held:
             if tie.unit == op.unit:
                 self._comm.recv(self._of(self.parameters, tie), tie.owner, self._tags[tie])
-        for request in requests:
-            request.wait()
+        wait_all(requests)
 
     def refresh(self) -> None:
         """Send all values to their copies, as at the start of a run. Collective over the pipeline."""

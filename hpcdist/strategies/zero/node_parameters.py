@@ -23,6 +23,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.segments import wait_all
 from hpcdist.errors import DivergenceError, MissingCapabilityError
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -96,8 +97,7 @@ class NodeParameters:
         requests = [self._comm.irecv(back.range(part), rank, _TAG) for rank, part in self._senders]
         for part in self._own:
             requests += [self._comm.isend(back.range(part), rank, _TAG) for rank in self._receivers]
-        for request in requests:
-            request.wait()
+        wait_all(requests)
         self._committed += 1
         self._meet()
         self._stores.reverse()

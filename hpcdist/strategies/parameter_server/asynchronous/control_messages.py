@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from hpcdist.collectives.segments import wait_all
 from hpcdist.comm.communicator import Communicator, Message, Request
 from hpcdist.strategies.parameter_server.partition import Roles
 
@@ -111,8 +112,7 @@ class ControlChannel:
 
     def settle(self) -> None:
         """Wait until all messages of this rank are received: after a rendezvous they are, or will be."""
-        for request in self._sent:
-            request.wait()
+        wait_all(self._sent)
         self._sent.clear()
 
     def _next(self) -> ControlMessage | None:
