@@ -76,9 +76,8 @@ class Bench:
 
         copied = _seconds(lambda: np.copyto(self.copy, self.values))
         encoded = _seconds(encode)
-        used = payload[: compressor.used_bytes(payload)]
-        decoded = _seconds(lambda: compressor.decode(used, self.out))
-        return [copied, encoded, decoded, _seconds(lambda: compressor.add(used, self.total))]
+        decoded = _seconds(lambda: compressor.decode(payload, self.out))
+        return [copied, encoded, decoded, _seconds(lambda: compressor.add(payload, self.total))]
 
     def error(self) -> float:
         """Return |decoded - values| / |values| of the last turn."""
@@ -102,7 +101,7 @@ def measure(bench: Bench, names: list[str], rounds: int) -> tuple[np.ndarray, np
             found = bench.turn(compressor, payload, step + 1)
             if step >= 0:
                 times[place, step] = found
-            nbytes[place], errors[place] = compressor.used_bytes(payload), bench.error()
+            nbytes[place], errors[place] = payload.size, bench.error()
     return times, nbytes, errors
 
 

@@ -22,13 +22,13 @@ from hpcdist.collectives.half_precision import (
     float32_to_float16,
     widen_on_host,
 )
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
 
 LARGEST16: Final = np.float32(65504.0)
 LARGEST_BFLOAT16: Final = np.float32(3.3895313892515355e38)
 
 
-class _Cast(Compressor):
+class _Cast(DenseCompressor):
     is_linear: ClassVar[bool] = True
     dtype: ClassVar[np.dtype]
 
@@ -36,17 +36,24 @@ class _Cast(Compressor):
         """Return 2 n."""
         return 2 * n
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if is_device(out):
-            out[...] = _widened(self.summable(payload))
-        else:
-            widen_on_host(self.summable(payload), out)
-
     def summable(self, payload: Array) -> Array:
         """Return ``payload`` as 16-bit floats (n,), a view."""
         return payload.view(self.dtype)
+
+    def _decoded(self, payload: Array, n: int) -> Array:
+        halves = self.summable(payload)
+        if self.dtype != BFLOAT16:
+            return halves.astype(np.float32)
+        wide = halves.view(np.uint16).astype(np.uint32)
+        wide <<= np.uint32(16)
+        return wide.view(np.float32)
+
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
+        if factor is None:
+            widen_on_host(self.summable(payload), out)
+        else:
+            add = _add_bfloat16 if self.dtype == BFLOAT16 else _add_float16
+            add(payload.view(np.uint16), out, factor)
 
 
 @dataclass(frozen=True)
@@ -56,21 +63,11 @@ class Float16(_Cast):
     name: ClassVar[str] = "float16"
     dtype: ClassVar[np.dtype] = np.dtype(np.float16)
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         if is_device(values):
             self.summable(payload)[...] = _clipped(values, LARGEST16)
         else:
             _round_float16(values, payload.view(np.uint16))
-
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if is_device(out):
-            out += np.float32(factor) * _widened(self.summable(payload))
-        else:
-            _add_float16(payload.view(np.uint16), out, np.float32(factor))
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,7 @@ class BFloat16(_Cast):
     name: ClassVar[str] = "bfloat16"
     dtype: ClassVar[np.dtype] = BFLOAT16
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         if is_device(values):
             bits = _clipped(values, LARGEST_BFLOAT16).view(np.uint32)
             even = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -90,26 +85,10 @@ class BFloat16(_Cast):
         else:
             _round_bfloat16(values, payload.view(np.uint16))
 
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if is_device(out):
-            out += np.float32(factor) * _widened(self.summable(payload))
-        else:
-            _add_bfloat16(payload.view(np.uint16), out, np.float32(factor))
-
 
 def _clipped(values: Array, largest: Any) -> Array:
     xp = namespace(values)
     return xp.minimum(xp.maximum(values, -largest), largest)
-
-
-def _widened(halves: Array) -> Array:
-    if halves.dtype != BFLOAT16:
-        return halves.astype(np.float32)
-    wide = halves.view(np.uint16).astype(np.uint32)
-    wide <<= np.uint32(16)
-    return wide.view(np.float32)
 
 
 @jit

@@ -13,16 +13,11 @@ the next gradient. With C a compressor, D what its payload decodes to, and e = 0
 
 so that after any number of steps the sum of what was sent is the sum of all gradients less the last e (but for the
 rounding of float32). Residuals are named by where they lie in the layout, which is by tensor, never by bucket:
-buckets may be cut anew. They are in unscaled units (g is multiplied by ``unscale``, one over the loss scale), so
-another loss scale changes nothing. Gradients must be finite: one NaN would stay in e for ever.
+buckets may be cut anew. The caller gives gradients in unscaled units, so that another loss scale changes nothing.
+Gradients must be finite: one NaN would stay in e for ever.
 
 After a step that is skipped, `rollback` brings back the residuals of before it, to the bit. They take 4 bytes for an
 element, and 4 more where steps can be rolled back.
-
-Ranks have residuals of their own. Of those of P ranks only what they add to the reduced gradient counts, so a
-checkpoint for another number of ranks keeps their sum, and each of P' ranks takes the sum over P where the reduced
-gradient is a mean, over P' where it is a sum (`share`): then nothing is lost and nothing is counted twice. For P' = P
-the residuals themselves go on to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +31,6 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
@@ -93,16 +87,11 @@ class Compressor(ABC):
     """Protocol of a compressor: n float32 values as ``payload_bytes(n)`` bytes.
 
     ``is_linear``: the sum of payloads, taken elementwise over `summable`, decodes to the sum of the values (rounded in
-    the dtype of that view, so its sums are carried in float32). One that is not unbiased wants `ErrorFeedback`.
+    the dtype of that view, so its sums are carried in float32). One that is biased wants `ErrorFeedback`.
     """
 
     name: ClassVar[str]
     is_linear: ClassVar[bool] = False
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether the mean of what is decoded, over the draws, are the values."""
-        return False
 
     @property
     def is_random(self) -> bool:
@@ -113,21 +102,35 @@ class Compressor(ABC):
     def payload_bytes(self, n: int) -> int:
         """Return the bytes of a payload of ``n`` values; a bound where their number depends on the values."""
 
-    def used_bytes(self, payload: Array) -> int:
-        """Return how many bytes of an encoded ``payload`` are to be sent, the first ones (waits for a GPU)."""
-        return int(payload.size)
-
-    @abstractmethod
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         """Write the float32 ``values`` (n,) to ``payload`` (payload_bytes(n),); the values are kept."""
+        self.check(values, payload)
+        if values.size:
+            self._encode(values, payload, key)
 
-    @abstractmethod
     def decode(self, payload: Array, out: Array) -> None:
         """Write what ``payload`` says to the float32 ``out`` (n,), n as it was for `encode`."""
+        self.check(out, payload)
+        if out.size:
+            self._decode(payload, out)
 
-    @abstractmethod
     def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
         """Add ``factor`` times what ``payload`` says to the float32 ``out`` (n,): one rounding of each, in one pass."""
+        self.check(out, payload)
+        if out.size:
+            self._add(payload, out, np.float32(factor))
+
+    @abstractmethod
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        """Do what `encode` does, of one value or more."""
+
+    @abstractmethod
+    def _decode(self, payload: Array, out: Array) -> None:
+        """Do what `decode` does, of one value or more."""
+
+    @abstractmethod
+    def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
+        """Do what `add` does, of one value or more."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
         """Write a payload of some values that decodes to NaN: the message of a rank whose values are not finite.
@@ -161,6 +164,30 @@ class Compressor(ABC):
             )
 
 
+class DenseCompressor(Compressor):
+    """Base of compressors whose payloads have a code for each value: a loop on the host, array operations on a GPU."""
+
+    def _decode(self, payload: Array, out: Array) -> None:
+        if is_device(out):
+            out[...] = self._decoded(payload, out.size)
+        else:
+            self._decode_on_host(payload, out)
+
+    def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
+        if is_device(out):
+            out += factor * self._decoded(payload, out.size)
+        else:
+            self._decode_on_host(payload, out, factor)
+
+    @abstractmethod
+    def _decoded(self, payload: Array, n: int) -> Array:
+        """Return the ``n`` values that ``payload`` on a GPU says."""
+
+    @abstractmethod
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
+        """Write what ``payload`` says to ``out``, or add ``factor`` times that, where there is one."""
+
+
 def align(offset_bytes: int) -> int:
     """Return where in a message the next payload may begin, at ``offset_bytes`` or a little behind."""
     return align_up(offset_bytes, ALIGNMENT)
@@ -171,7 +198,6 @@ def address(array: Array) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-RESIDUAL: Final = "residual"
 _FLOAT32: Final = np.dtype(np.float32)
 
 
@@ -198,25 +224,17 @@ class ErrorFeedback:
         self._before = new_store() if can_roll_back else None
         self._open: list[Range] = []
 
-    def encode(
-        self,
-        where: Range,
-        gradient: Array,
-        compressor: Compressor,
-        payload: Array,
-        key: RandomKey,
-        unscale: float = 1.0,
-    ) -> None:
-        """Write ``unscale * gradient`` plus the residual of ``where`` to ``payload``, and keep what that loses.
+    def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
+        """Write ``gradient`` (where.size,), which is kept, plus the residual of ``where`` to ``payload``.
 
-        ``gradient`` (where.size,) is kept.
+        What that loses is the new residual.
         """
-        compensated = self.compensate(where, gradient, unscale)
+        compensated = self.compensate(where, gradient)
         compressor.encode(compensated, payload, key)
         compressor.add(payload, compensated, -1.0)
 
-    def compensate(self, where: Range, gradient: Array, unscale: float = 1.0) -> Array:
-        """Add ``unscale * gradient`` to the residual of ``where`` and return it, a view: p.
+    def compensate(self, where: Range, gradient: Array) -> Array:
+        """Add ``gradient`` to the residual of ``where`` and return it, a view: p.
 
         The caller subtracts from the view what the others will make of it.
         """
@@ -227,15 +245,14 @@ class ErrorFeedback:
             self._open.append(where)
         residual = self.residuals.range(where)
         before = None if self._before is None else self._before.range(where)
-        scale = np.float32(unscale)
         if is_device(residual):
             if before is not None:
                 before[...] = residual
-            residual += scale * gradient
+            residual += gradient
         elif before is None:
-            _add_loop(residual, gradient, scale)
+            _add_loop(residual, gradient)
         else:
-            _save_and_add_loop(residual, before, gradient, scale)
+            _save_and_add_loop(residual, before, gradient)
         return residual
 
     def keep(self) -> None:
@@ -251,36 +268,19 @@ class ErrorFeedback:
             self.residuals.range(where)[...] = self._before.range(where)
         self._open.clear()
 
-    def pieces(self, kind: str = RESIDUAL) -> list[Piece]:
-        """Return views of the residuals, tensor by tensor; those of each rank want a kind of their own."""
-        if self._open:
-            raise UsageError(
-                f"residuals of {self._open[0]} are in a step; end it by keep() or rollback() before saving"
-            )
-        return [
-            Piece.of(kind, segment, touched, self.residuals.contents(touched))
-            for segment, touched in self.residuals.tensors()
-        ]
-
-    def share(self, before: int, now: int, *, is_mean: bool) -> None:
-        """Turn sums over ``before`` ranks, with which `pieces` were filled, into the residuals of one of ``now``."""
-        self.residuals.array *= np.float32(1.0 / (before if is_mean else now))
-
 
 @jit
-def _add_loop(residual: Any, gradient: Any, scale: Any) -> None:
+def _add_loop(residual: Any, gradient: Any) -> None:
     for i in range(residual.size):
-        residual[i] += scale * gradient[i]
+        residual[i] += gradient[i]
 
 
 @jit
-def _save_and_add_loop(residual: Any, before: Any, gradient: Any, scale: Any) -> None:
+def _save_and_add_loop(residual: Any, before: Any, gradient: Any) -> None:
     for i in range(residual.size):
         before[i] = residual[i]
-        residual[i] += scale * gradient[i]
+        residual[i] += gradient[i]
 
 
-_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32), np.float32(1.0)))
-_save_and_add_loop.sample(
-    lambda: (np.ones(2, np.float32), np.ones(2, np.float32), np.ones(2, np.float32), np.float32(1.0))
-)
+_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32)))
+_save_and_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32), np.ones(2, np.float32)))

@@ -41,6 +41,12 @@ def buckets_of_layers(layout: Layout, itemsize: int, bucket_bytes: int, part: Ra
     return buckets
 
 
+def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
+    """Return the buckets of all stages of this rank, in the order in which backward completes them (local)."""
+    sizes = itemsize, context.bucket_bytes
+    return [bucket for part in reversed(context.parts) for bucket in buckets_of_layers(context.layout, *sizes, part)]
+
+
 class AllreduceExchange(ShardedUpdateExchange):
     """Buckets of gradients reduced by one of the algorithms of `hpcdist.collectives`. Collective over the data axis."""
 
@@ -70,12 +76,7 @@ class AllreduceExchange(ShardedUpdateExchange):
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket (START and WAIT where they overlap), AGREE, then the update of everything."""
-        sizes = self.gradients.array.itemsize, self.context.bucket_bytes
-        buckets = [
-            bucket
-            for part in reversed(self.context.parts)
-            for bucket in buckets_of_layers(self.context.layout, *sizes, part)
-        ]
+        buckets = buckets_of_rank(self.context, self.gradients.array.itemsize)
         kinds = (Kind.REDUCE,) if self.overlap is None else (Kind.START, Kind.WAIT)
         reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in buckets]
         return [*reduces, Operation(Kind.AGREE), *self.sharded_update.plan()]

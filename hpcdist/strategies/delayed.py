@@ -29,7 +29,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import norms
-from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
+from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_rank
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -53,10 +53,7 @@ class DelayedExchange(AllreduceExchange):
         over = context.data if self.overlap is None else self.overlap.over
         # The owner has the store of the step before; there is none in the first step.
         self._written = context.store("gradients", allocate=context.for_replicas("gradients", over))
-        sizes = self._written.array.itemsize, context.bucket_bytes
-        self._buckets = [
-            bucket for part in reversed(context.parts) for bucket in buckets_of_layers(context.layout, *sizes, part)
-        ]
+        self._buckets = buckets_of_rank(context, self._written.array.itemsize)
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
         self.handlers = {

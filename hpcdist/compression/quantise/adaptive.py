@@ -32,9 +32,10 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of
-from hpcdist.arrays.jit import jit
+from hpcdist.arrays.jit import Kernel, jit
 from hpcdist.arrays.rng import philox
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
+from hpcdist.compression.quantise import codes as coding
 from hpcdist.compression.quantise.codes import (
     GROUP,
     MAXIMUM,
@@ -42,16 +43,9 @@ from hpcdist.compression.quantise.codes import (
     inverse_of,
     largest,
     lift_of,
-    lifts_arrays,
     pack,
-    pack_arrays,
     packed_bytes,
-    rows_of,
-    scales_arrays,
-    spread,
     unit,
-    units_arrays,
-    unpack_arrays,
 )
 from hpcdist.errors import ConfigurationError
 
@@ -188,42 +182,29 @@ _SIGN: Final = np.int32(LEVELS + 1)  # the bit of a code
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive(Compressor):
+class Adaptive(DenseCompressor):
     """Compressor with levels fitted to the values, and the largest magnitude of every ``block`` of them."""
 
     block: int = 256
 
     name: ClassVar[str] = "adaptive"
+    is_random = True  # every magnitude is rounded by a draw
 
     def __post_init__(self) -> None:
         if self.block < GROUP or self.block % GROUP:
             raise ConfigurationError(f"blocks of {self.block} values; choose a multiple of {GROUP}")
 
-    @property
-    def is_unbiased(self) -> bool:
-        """True: every magnitude is rounded by a draw."""
-        return True
-
-    @property
-    def is_random(self) -> bool:
-        """True: every magnitude is rounded by a draw."""
-        return True
-
     def payload_bytes(self, n: int) -> int:
         """Return 32 + 4 ceil(n / block) + ceil(n / 2), and 0 for no values."""
         return HEAD_BYTES + 4 * -(-n // self.block) + packed_bytes(n, BITS) if n else 0
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
-        if not values.size:
-            return
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         levels, scales, packed = self._parts(payload, values.size)
         apart = spacing(scales.size, self.block)
         counts = namespace(values).zeros(BINS, np.uint32)
         if is_device(values):
             for rows, place in self._blocks(values):
-                scales[place] = scales_arrays(rows, MAXIMUM, self.block)
+                scales[place] = coding.scales_arrays(rows, MAXIMUM, self.block)
             _count_arrays(values, scales, counts, self.block, apart)
             levels[...] = fit_levels(counts)
             self._encode_arrays(values, levels, scales, packed, key)
@@ -233,27 +214,17 @@ class Adaptive(Compressor):
             levels[...] = fit_levels(counts)
             _encode_loop(values, levels, scales, packed, self.block, *key.words)
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if not out.size:
-            return
-        parts = self._parts(payload, out.size)
-        if is_device(out):
-            out[...] = _decoded(*parts, out.size, self.block)
-        else:
-            _decode_loop(*parts, out, self.block)
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
+        loop = _decode_loop if factor is None else _add_loop
+        loop(*self._parts(payload, out.size), out, self.block, _ONE if factor is None else factor)
 
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if not out.size:
-            return
-        parts = self._parts(payload, out.size)
-        if is_device(out):
-            out += np.float32(factor) * _decoded(*parts, out.size, self.block)
-        else:
-            _add_loop(*parts, out, self.block, np.float32(factor))
+    def _decoded(self, payload: Array, n: int) -> Array:
+        levels, scales, packed = self._parts(payload, n)
+        xp = namespace(scales)
+        codes = xp.empty(n, np.uint8)
+        coding.unpack_arrays(packed, BITS, codes)
+        signed = xp.concatenate([levels, -levels])
+        return signed[codes.astype(np.int64)] * coding.spread(scales, self.block, n)
 
     def _parts(self, payload: Array, n: int) -> tuple[Array, Array, Array]:
         """Return the levels, the scales and the packed codes, as views."""
@@ -264,22 +235,22 @@ class Adaptive(Compressor):
     def _blocks(self, values: Array) -> list[tuple[Array, slice]]:
         """Return rows of values with the place of their scales."""
         blocks, first = [], 0
-        for rows in rows_of(values, self.block):
+        for rows in coding.rows_of(values, self.block):
             blocks.append((rows, slice(first, first + rows.shape[0])))
             first += rows.shape[0]
         return blocks
 
     def _encode_arrays(self, values: Array, levels: Array, scales: Array, packed: Array, key: RandomKey) -> None:
         xp = namespace(values)
-        lift, inverse = lifts_arrays(scales, 1)
+        lift, inverse = coding.lifts_arrays(scales, 1)
         n, block = values.size, self.block
-        x = xp.absolute(values) * spread(lift, block, n) * spread(inverse, block, n)
+        x = xp.absolute(values) * coding.spread(lift, block, n) * coding.spread(inverse, block, n)
         r = xp.minimum(x, _ONE)
         k = (r[:, None] >= levels[None, 1:LEVELS]).sum(axis=1)
         widths = _ONE / (levels[1:] - levels[:-1])
-        up = units_arrays(values, key.words) < (r - levels[k]) * widths[k]
+        up = coding.units_arrays(values, key.words) < (r - levels[k]) * widths[k]
         codes = k + up + _SIGN * (values < _ZERO)
-        pack_arrays(codes.astype(np.uint8), BITS, packed)
+        coding.pack_arrays(codes.astype(np.uint8), BITS, packed)
 
 
 @jit
@@ -308,9 +279,9 @@ def _count_arrays(values: Array, scales: Array, counts: Array, block: int, apart
     top = seen.max().astype(np.float64)
     ratio = seen.astype(np.float64) / xp.where(top > 0, top, 1.0)
     weights = (ratio * ratio * WEIGHT + 0.5).astype(np.uint32)
-    lift, inverse = lifts_arrays(seen, 1)
+    lift, inverse = coding.lifts_arrays(seen, 1)
     first = 0
-    for rows in rows_of(values, block):
+    for rows in coding.rows_of(values, block):
         # Of the whole blocks those that are `apart`; the rest is a block too, where the step comes to it.
         picked = rows[-first % apart :: apart]
         own = slice(-(-first // apart), -(-first // apart) + picked.shape[0])
@@ -346,18 +317,7 @@ def _codes(values: Any, codes: Any, lift: Any, inverse: Any, levels: Any, widths
 
 
 @jit
-def _encode_loop(
-    values: Any,
-    levels: Any,
-    scales: Any,
-    packed: Any,
-    block: Any,
-    counter1: Any,
-    counter2: Any,
-    counter3: Any,
-    key0: Any,
-    key1: Any,
-) -> None:
+def _encode_loop(values, levels, scales, packed, block, counter1, counter2, counter3, key0, key1):  # type: ignore[no-untyped-def]
     words, codes = np.empty(GROUP, np.uint32), np.empty(GROUP, np.uint8)
     widths = np.empty(LEVELS, np.float32)
     for k in range(LEVELS):
@@ -379,42 +339,38 @@ def _table(levels: Any, scale: Any, table: Any) -> None:
         table[k + LEVELS + 1] = np.float32(-table[k])
 
 
-@jit
-def _decode_loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any) -> None:
-    table = np.empty(2 * LEVELS + 2, np.float32)
-    for start in range(0, out.size, GROUP):
-        group = out[start : start + GROUP]
-        stride = (group.size + 1) // 2  # byte j holds the codes j and stride + j, see `codes`
-        place = packed[start // 2 : start // 2 + stride]
-        _table(levels, scales[start // block], table)
-        high = group[stride:]
-        for j in range(stride):
-            group[j] = table[place[j] & 15]
-        for j in range(high.size):
-            high[j] = table[place[j] >> 4]
+def _decoder(*, adds: bool) -> Kernel:
+    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
+
+    Which of both is a constant of the compiled loop.
+    """
+
+    @jit
+    def loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
+        table = np.empty(2 * LEVELS + 2, np.float32)
+        for start in range(0, out.size, GROUP):
+            group = out[start : start + GROUP]
+            stride = (group.size + 1) // 2  # byte j holds the codes j and stride + j, see `codes`
+            place = packed[start // 2 : start // 2 + stride]
+            _table(levels, scales[start // block], table)
+            high = group[stride:]
+            for j in range(stride):
+                value = table[place[j] & 15]
+                if adds:
+                    group[j] += np.float32(factor * value)
+                else:
+                    group[j] = value
+            for j in range(high.size):
+                value = table[place[j] >> 4]
+                if adds:
+                    high[j] += np.float32(factor * value)
+                else:
+                    high[j] = value
+
+    return loop
 
 
-@jit
-def _add_loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
-    table = np.empty(2 * LEVELS + 2, np.float32)
-    for start in range(0, out.size, GROUP):
-        group = out[start : start + GROUP]
-        stride = (group.size + 1) // 2
-        place = packed[start // 2 : start // 2 + stride]
-        _table(levels, scales[start // block], table)
-        high = group[stride:]
-        for j in range(stride):
-            group[j] += np.float32(factor * table[place[j] & 15])
-        for j in range(high.size):
-            high[j] += np.float32(factor * table[place[j] >> 4])
-
-
-def _decoded(levels: Array, scales: Array, packed: Array, n: int, block: int) -> Array:
-    xp = namespace(scales)
-    codes = xp.empty(n, np.uint8)
-    unpack_arrays(packed, BITS, codes)
-    signed = xp.concatenate([levels, -levels])
-    return signed[codes.astype(np.int64)] * spread(scales, block, n)
+_decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
 
 
 _ones, _bytes = np.ones(8, np.float32), np.ones(4, np.uint8)
@@ -422,5 +378,5 @@ _levels = np.arange(LEVELS + 1, dtype=np.float32)
 _scales_loop.sample(lambda: (_ones, _ones[:1].copy(), 256))
 _count_loop.sample(lambda: (_ones, _ones[:1], np.zeros(BINS, np.uint32), 256, 1))
 _encode_loop.sample(lambda: (_ones, _levels, _ones[:1], _bytes.copy(), 256, 0, 0, 0, 0, 0))
-_decode_loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256))
-_add_loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256, np.float32(1.0)))
+for _loop in (_decode_loop, _add_loop):
+    _loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256, np.float32(1.0)))

@@ -17,8 +17,8 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of, float_of
-from hpcdist.arrays.jit import jit
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.arrays.jit import Kernel, jit
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
 from hpcdist.compression.quantise.codes import (
     GROUP,
     folded,
@@ -38,7 +38,7 @@ _ONE: Final = np.uint32(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignSgd(Compressor):
+class SignSgd(DenseCompressor):
     """The sign of each value, and the ``scale`` of all."""
 
     scale: str = MEAN
@@ -53,38 +53,24 @@ class SignSgd(Compressor):
         """Return 4 + ceil(n / 8), and 0 for no values."""
         return 4 + packed_bytes(n, 1) if n else 0
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
-        if not values.size:
-            return
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         scale = magnitude(values, is_norm=self.scale == NORM)
+        payload[:4].view(np.float32)[...] = scale
         if is_device(values):
-            payload[:4].view(np.float32)[...] = scale
             pack_arrays((values < _ZERO).astype(np.uint8), 1, payload[4:])
         else:
-            payload[:4].view(np.float32)[0] = scale
             _signs_loop(values, payload[4:])
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if not out.size:
-            return
-        if is_device(out):
-            out[...] = _decoded(payload, out.size)
-        else:
-            _decode_loop(payload[:4].view(np.float32), payload[4:], out)
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
+        loop = _decode_loop if factor is None else _add_loop
+        loop(payload[:4].view(np.float32), payload[4:], out, _ZERO if factor is None else factor)
 
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        if not out.size:
-            return
-        if is_device(out):
-            out += np.float32(factor) * _decoded(payload, out.size)
-        else:
-            _add_loop(payload[:4].view(np.float32), payload[4:], out, np.float32(factor))
+    def _decoded(self, payload: Array, n: int) -> Array:
+        codes = namespace(payload).empty(n, np.uint8)
+        unpack_arrays(payload[4:], 1, codes)
+        signs = np.float32(1.0) - np.float32(2.0) * codes.astype(np.float32)
+        signs *= payload[:4].view(np.float32)
+        return signs
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
@@ -162,46 +148,38 @@ def _signs_loop(values: Any, packed: Any) -> None:
                 place[j] |= np.uint8(np.uint32(np.uint32(part[j] < _ZERO) << shift))
 
 
-@jit
-def _decode_loop(scale: Any, packed: Any, out: Any) -> None:
-    word = bits_of(scale[0])
-    for start in range(0, out.size, GROUP):
-        group = out[start : start + GROUP]
-        place = packed[start // 8 : start // 8 + (group.size + 7) // 8]
-        stride = place.size
-        for plane in range((group.size + stride - 1) // stride):
-            shift = np.uint32(plane)
-            part = group[plane * stride : (plane + 1) * stride]
-            for j in range(part.size):
-                bit = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & _ONE)
-                part[j] = float_of(np.uint32(word | np.uint32(bit << _SIGN)))
+def _decoder(*, adds: bool) -> Kernel:
+    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
+
+    Which of both is a constant of the compiled loop.
+    """
+
+    @jit
+    def loop(scale: Any, packed: Any, out: Any, factor: Any) -> None:
+        word = bits_of(scale[0])
+        for start in range(0, out.size, GROUP):
+            group = out[start : start + GROUP]
+            place = packed[start // 8 : start // 8 + (group.size + 7) // 8]
+            stride = place.size
+            for plane in range((group.size + stride - 1) // stride):
+                shift = np.uint32(plane)
+                part = group[plane * stride : (plane + 1) * stride]
+                for j in range(part.size):
+                    bit = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & _ONE)
+                    value = float_of(np.uint32(word | np.uint32(bit << _SIGN)))
+                    if adds:
+                        part[j] += np.float32(factor * value)
+                    else:
+                        part[j] = value
+
+    return loop
 
 
-@jit
-def _add_loop(scale: Any, packed: Any, out: Any, factor: Any) -> None:
-    word = bits_of(scale[0])
-    for start in range(0, out.size, GROUP):
-        group = out[start : start + GROUP]
-        place = packed[start // 8 : start // 8 + (group.size + 7) // 8]
-        stride = place.size
-        for plane in range((group.size + stride - 1) // stride):
-            shift = np.uint32(plane)
-            part = group[plane * stride : (plane + 1) * stride]
-            for j in range(part.size):
-                bit = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & _ONE)
-                part[j] += np.float32(factor * float_of(np.uint32(word | np.uint32(bit << _SIGN))))
-
-
-def _decoded(payload: Array, n: int) -> Array:
-    codes = namespace(payload).empty(n, np.uint8)
-    unpack_arrays(payload[4:], 1, codes)
-    signs = np.float32(1.0) - np.float32(2.0) * codes.astype(np.float32)
-    signs *= payload[:4].view(np.float32)
-    return signs
+_decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
 
 
 _row_sums.sample(lambda: (np.ones(2, np.float32), np.ones(1, np.float64), True))
 _fold_rows.sample(lambda: (np.ones(2, np.float64), np.ones(1, np.float64)))
 _signs_loop.sample(lambda: (np.ones(2, np.float32), np.ones(1, np.uint8)))
-_decode_loop.sample(lambda: (np.ones(1, np.float32), np.ones(1, np.uint8), np.ones(2, np.float32)))
-_add_loop.sample(lambda: (np.ones(1, np.float32), np.ones(1, np.uint8), np.ones(2, np.float32), np.float32(1.0)))
+for _loop in (_decode_loop, _add_loop):
+    _loop.sample(lambda: (np.ones(1, np.float32), np.ones(1, np.uint8), np.ones(2, np.float32), np.float32(1.0)))

@@ -31,9 +31,10 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of
-from hpcdist.arrays.jit import jit
+from hpcdist.arrays.jit import Kernel, jit
 from hpcdist.arrays.rng import philox
-from hpcdist.compression.compressor import Compressor, RandomKey
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
+from hpcdist.compression.quantise import codes as coding
 from hpcdist.compression.quantise.codes import (
     GROUP,
     MAXIMUM,
@@ -42,17 +43,10 @@ from hpcdist.compression.quantise.codes import (
     inverse_of,
     largest,
     lift_of,
-    lifts_arrays,
     norm,
     pack,
-    pack_arrays,
     packed_bytes,
-    rows_of,
-    scales_arrays,
-    spread,
     unit,
-    units_arrays,
-    unpack_arrays,
 )
 from hpcdist.errors import ConfigurationError
 
@@ -69,43 +63,49 @@ def levels_of(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def payload_bytes(n: int, bits: int, block: int) -> int:
-    """Return 4 ceil(n / block) + ceil(n bits / 8)."""
-    return 4 * -(-n // block) + packed_bytes(n, bits)
+class BlockCompressor(DenseCompressor):
+    """Base of quantisers: codes of ``bits`` each, and a scale for every ``width`` values, of the kind ``scaling``."""
 
+    bits: int
+    scaling: ClassVar[int]
 
-def parts(payload: Array, n: int, block: int) -> tuple[Array, Array]:
-    """Return the scales and the packed codes of a payload, as views."""
-    head_bytes = 4 * -(-n // block)
-    return payload[:head_bytes].view(np.float32), payload[head_bytes:]
+    @property
+    def width(self) -> int:
+        """The number of values that share a scale."""
+        raise NotImplementedError
 
+    def payload_bytes(self, n: int) -> int:
+        """Return 4 ceil(n / width) + ceil(n bits / 8)."""
+        return 4 * -(-n // self.width) + packed_bytes(n, self.bits)
 
-def encode(values: Array, payload: Array, bits: int, block: int, kind: int, key: tuple[int, ...] | None) -> None:
-    """Write ``values`` to ``payload``; rounded to nearest where ``key`` is None. ``kind`` is that of the scales."""
-    scales, packed = parts(payload, values.size, block)
-    if bits == 8 and kind == MAXIMUM and key is None and not is_device(values):
-        _encode_bytes(values, scales, packed, block)
-    else:
-        run = _encode_arrays if is_device(values) else _encode_loop
-        run(values, scales, packed, bits, block, kind, key is not None, *(key or _KEYLESS))
+    def _parts(self, payload: Array, n: int) -> tuple[Array, Array]:
+        """Return the scales and the packed codes of a payload, as views."""
+        head_bytes = 4 * -(-n // self.width)
+        return payload[:head_bytes].view(np.float32), payload[head_bytes:]
 
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        scales, packed = self._parts(payload, values.size)
+        if self.bits == 8 and self.scaling == MAXIMUM and not self.is_random and not is_device(values):
+            _encode_bytes(values, scales, packed, self.width)
+        else:
+            run = _encode_arrays if is_device(values) else _encode_loop
+            words = key.words if self.is_random else _KEYLESS
+            run(values, scales, packed, self.bits, self.width, self.scaling, self.is_random, *words)
 
-def decode(payload: Array, out: Array, bits: int, block: int) -> None:
-    """Write what ``payload`` says to ``out``."""
-    scales, packed = parts(payload, out.size, block)
-    if is_device(out):
-        out[...] = _decoded(scales, packed, out.size, bits, block)
-    else:
-        _decode_loop(scales, packed, out, bits, block)
+    def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
+        scales, packed = self._parts(payload, out.size)
+        loop = _decode_loop if factor is None else _add_loop
+        loop(scales, packed, out, _ONE if factor is None else factor, self.bits, self.width)
 
-
-def add(payload: Array, out: Array, factor: float, bits: int, block: int) -> None:
-    """Add ``factor`` times what ``payload`` says to ``out``."""
-    scales, packed = parts(payload, out.size, block)
-    if is_device(out):
-        out += np.float32(factor) * _decoded(scales, packed, out.size, bits, block)
-    else:
-        _add_loop(scales, packed, out, np.float32(factor), bits, block)
+    def _decoded(self, payload: Array, n: int) -> Array:
+        scales, packed = self._parts(payload, n)
+        levels = levels_of(self.bits)
+        codes = namespace(scales).empty(n, np.uint8)
+        coding.unpack_arrays(packed, self.bits, codes)
+        q = (codes.astype(np.int32) - np.int32(levels + 1)).astype(np.float32)
+        q *= np.float32(np.float32(1.0) / np.float32(levels))
+        q *= coding.spread(scales, self.width, n)
+        return q
 
 
 @jit
@@ -144,20 +144,7 @@ def _drawn(values: Any, codes: Any, lift: Any, inverse: Any, levels: Any, words:
 
 
 @jit
-def _encode_loop(
-    values: Any,
-    scales: Any,
-    packed: Any,
-    bits: Any,
-    block: Any,
-    kind: Any,
-    is_random: Any,
-    counter1: Any,
-    counter2: Any,
-    counter3: Any,
-    key0: Any,
-    key1: Any,
-) -> None:
+def _encode_loop(values, scales, packed, bits, block, kind, is_random, counter1, counter2, counter3, key0, key1):  # type: ignore[no-untyped-def]
     levels = np.int32((1 << (bits - 1)) - 1)
     rounder = np.float32(_ROUNDER + np.float32(levels + 1))
     words = np.empty(GROUP, np.uint32)
@@ -182,42 +169,38 @@ def _encode_loop(
                 pack(scratch, count, bits, place)
 
 
-@jit
-def _decode_loop(scales: Any, packed: Any, out: Any, bits: Any, block: Any) -> None:
-    zero = np.int32(1 << (bits - 1))
-    part = np.float32(np.float32(1.0) / np.float32(zero - 1))
-    mask = np.uint32((1 << bits) - 1)
-    for start in range(0, out.size, GROUP):
-        count = min(GROUP, out.size - start)
-        stride = (count * bits + 7) // 8
-        place = packed[start // 8 * bits : start // 8 * bits + stride]
-        scale = scales[start // block]
-        for first in range(0, count, stride):
-            shift = np.uint32(first // stride * bits)
-            target = out[start + first : start + min(first + stride, count)]
-            for j in range(target.size):
-                code = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & mask)
-                q = np.float32(np.int32(np.int32(code) - zero))
-                target[j] = np.float32(np.float32(q * part) * scale)
+def _decoder(*, adds: bool) -> Kernel:
+    """Return the loop that writes what is decoded or, where it ``adds``, adds ``factor`` times that.
+
+    Which of both is a constant of the compiled loop.
+    """
+
+    @jit
+    def loop(scales: Any, packed: Any, out: Any, factor: Any, bits: Any, block: Any) -> None:
+        zero = np.int32(1 << (bits - 1))
+        part = np.float32(np.float32(1.0) / np.float32(zero - 1))
+        mask = np.uint32((1 << bits) - 1)
+        for start in range(0, out.size, GROUP):
+            count = min(GROUP, out.size - start)
+            stride = (count * bits + 7) // 8
+            place = packed[start // 8 * bits : start // 8 * bits + stride]
+            scale = scales[start // block]
+            for first in range(0, count, stride):
+                shift = np.uint32(first // stride * bits)
+                target = out[start + first : start + min(first + stride, count)]
+                for j in range(target.size):
+                    code = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & mask)
+                    q = np.float32(np.int32(np.int32(code) - zero))
+                    value = np.float32(np.float32(q * part) * scale)
+                    if adds:
+                        target[j] += np.float32(factor * value)
+                    else:
+                        target[j] = value
+
+    return loop
 
 
-@jit
-def _add_loop(scales: Any, packed: Any, out: Any, factor: Any, bits: Any, block: Any) -> None:
-    zero = np.int32(1 << (bits - 1))
-    part = np.float32(np.float32(1.0) / np.float32(zero - 1))
-    mask = np.uint32((1 << bits) - 1)
-    for start in range(0, out.size, GROUP):
-        count = min(GROUP, out.size - start)
-        stride = (count * bits + 7) // 8
-        place = packed[start // 8 * bits : start // 8 * bits + stride]
-        scale = scales[start // block]
-        for first in range(0, count, stride):
-            shift = np.uint32(first // stride * bits)
-            target = out[start + first : start + min(first + stride, count)]
-            for j in range(target.size):
-                code = np.uint32(np.uint32(np.uint32(place[j]) >> shift) & mask)
-                q = np.float32(np.int32(np.int32(code) - zero))
-                target[j] += np.float32(factor * np.float32(np.float32(q * part) * scale))
+_decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
 
 
 def _encode_arrays(
@@ -225,11 +208,11 @@ def _encode_arrays(
 ) -> None:
     xp, levels = namespace(values), levels_of(bits)
     codes, first = xp.empty(values.size, np.uint8), 0
-    units = units_arrays(values, key) if is_random else None
-    for rows in rows_of(values, block):
+    units = coding.units_arrays(values, key) if is_random else None
+    for rows in coding.rows_of(values, block):
         place, count = slice(first // block, first // block + rows.shape[0]), rows.size
-        scales[place] = scales_arrays(rows, kind, block)
-        lift, inverse = lifts_arrays(scales[place], levels)
+        scales[place] = coding.scales_arrays(rows, kind, block)
+        lift, inverse = coding.lifts_arrays(scales[place], levels)
         x = rows * lift[:, None] * inverse[:, None]
         if units is None:
             rounded = (x + np.float32(_ROUNDER + np.float32(levels + 1))).view(np.uint32)
@@ -240,17 +223,7 @@ def _encode_arrays(
             rounded = levels + 1 + xp.where(x >= _ZERO, q, -q)
         codes[first : first + count] = rounded.astype(np.uint8).reshape(-1)
         first += count
-    pack_arrays(codes, bits, packed)
-
-
-def _decoded(scales: Array, packed: Array, n: int, bits: int, block: int) -> Array:
-    levels = levels_of(bits)
-    codes = namespace(scales).empty(n, np.uint8)
-    unpack_arrays(packed, bits, codes)
-    q = (codes.astype(np.int32) - np.int32(levels + 1)).astype(np.float32)
-    q *= np.float32(np.float32(1.0) / np.float32(levels))
-    q *= spread(scales, block, n)
-    return q
+    coding.pack_arrays(codes, bits, packed)
 
 
 _payload = np.ones(4, np.float32).view(np.uint8)
@@ -259,8 +232,8 @@ for _is_random in (False, True):
         lambda r=_is_random: (np.ones(8, np.float32), np.ones(1, np.float32), _payload[:8], 8, 256, 0, r, *_KEYLESS)
     )
 _encode_bytes.sample(lambda: (np.ones(8, np.float32), np.ones(1, np.float32), _payload[:8], 256))
-_decode_loop.sample(lambda: (np.ones(1, np.float32), _payload[:8], np.ones(8, np.float32), 8, 256))
-_add_loop.sample(lambda: (np.ones(1, np.float32), _payload[:8], np.ones(8, np.float32), np.float32(1.0), 8, 256))
+for _loop in (_decode_loop, _add_loop):
+    _loop.sample(lambda: (np.ones(1, np.float32), _payload[:8], np.ones(8, np.float32), np.float32(1.0), 8, 256))
 
 
 NEAREST: Final = "nearest"
@@ -268,7 +241,7 @@ STOCHASTIC: Final = "stochastic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blockwise(Compressor):
+class Blockwise(BlockCompressor):
     """Integers of ``bits`` and the largest magnitude of every ``block`` values."""
 
     bits: int = 8
@@ -276,6 +249,7 @@ class Blockwise(Compressor):
     rounding: str = NEAREST
 
     name: ClassVar[str] = "blockwise"
+    scaling: ClassVar[int] = MAXIMUM
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
@@ -286,44 +260,26 @@ class Blockwise(Compressor):
             raise ConfigurationError(f"rounding {self.rounding!r}; choose {NEAREST} or {STOCHASTIC}")
 
     @property
-    def is_unbiased(self) -> bool:
-        """Whether values are rounded by draws."""
-        return self.rounding == STOCHASTIC
+    def width(self) -> int:
+        """The number of values that share a scale."""
+        return self.block
 
     @property
     def is_random(self) -> bool:
         """Whether it rounds by draws."""
         return self.rounding == STOCHASTIC
 
-    def payload_bytes(self, n: int) -> int:
-        """Return 4 ceil(n / block) + ceil(n bits / 8)."""
-        return payload_bytes(n, self.bits, self.block)
-
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
-        words = key.words if self.is_random else None
-        encode(values, payload, self.bits, self.block, MAXIMUM, words)
-
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        decode(payload, out, self.bits, self.block)
-
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        add(payload, out, factor, self.bits, self.block)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Qsgd(Compressor):
+class Qsgd(BlockCompressor):
     """Codes of ``bits`` and the 2-norm of every ``bucket`` values."""
 
     bits: int = 4
     bucket: int = 512
 
     name: ClassVar[str] = "qsgd"
+    scaling: ClassVar[int] = NORM
+    is_random = True  # every value is rounded by a draw
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
@@ -332,14 +288,9 @@ class Qsgd(Compressor):
             raise ConfigurationError(f"QSGD with buckets of {self.bucket} values; choose a power of two from {GROUP}")
 
     @property
-    def is_unbiased(self) -> bool:
-        """True: the upper level is taken with the probability of the fraction."""
-        return True
-
-    @property
-    def is_random(self) -> bool:
-        """True: every value is rounded by a draw."""
-        return True
+    def width(self) -> int:
+        """The number of values that share a norm."""
+        return self.bucket
 
     @property
     def levels(self) -> int:
@@ -350,22 +301,3 @@ class Qsgd(Compressor):
         """Return the bound of E|Q(v) - v|^2 / |v|^2 for ``n`` values: that of the largest bucket."""
         widest = min(n, self.bucket)
         return min(widest / self.levels**2, widest**0.5 / self.levels)
-
-    def payload_bytes(self, n: int) -> int:
-        """Return 4 ceil(n / bucket) + ceil(n bits / 8)."""
-        return payload_bytes(n, self.bits, self.bucket)
-
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write ``values`` to ``payload`` (local)."""
-        self.check(values, payload)
-        encode(values, payload, self.bits, self.bucket, NORM, key.words)
-
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        decode(payload, out, self.bits, self.bucket)
-
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
-        self.check(out, payload)
-        add(payload, out, factor, self.bits, self.bucket)

@@ -62,7 +62,7 @@ def write(payload: Array, out: Array) -> None:
         _refuse(_scatter(indices(payload), values(payload), out), out.size)
 
 
-def add(payload: Array, out: Array, factor: float = 1.0) -> None:
+def add(payload: Array, out: Array, factor: float | np.float32 = 1.0) -> None:
     """Add ``factor`` times the values of ``payload`` to the float32 ``out`` (n,) at their indices."""
     scale = np.float32(factor)
     if is_device(out):

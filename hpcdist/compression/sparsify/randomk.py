@@ -40,52 +40,33 @@ class RandomK(Compressor):
 
     name: ClassVar[str] = "randomk"
     is_linear: ClassVar[bool] = True
+    is_random = True  # the indices follow from the key
 
     def __post_init__(self) -> None:
         coo.check_density(self.density)
-
-    @property
-    def is_unbiased(self) -> bool:
-        """Whether values are scaled by n/k."""
-        return self.scaled
-
-    @property
-    def is_random(self) -> bool:
-        """True: the indices follow from the key."""
-        return True
 
     def payload_bytes(self, n: int) -> int:
         """Return 16 + 4 k; 0 for no elements."""
         return HEADER_BYTES + 4 * coo.count_of(n, self.density) if n else 0
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write the values at the indices of ``key``, whose ``rank`` must be 0: all ranks take the same."""
-        self.check(values, payload)
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         if key.rank:
             raise UsageError(
                 f"randomk: the key is of rank {key.rank}; pass rank 0 on all ranks, since only payloads with the same "
                 "indices may be summed"
             )
-        if not values.size:
-            return
         _name(payload, key)
         where, chosen = indices(payload, values.size), self.summable(payload)
         chosen[...] = values[where]
         if self.scaled:
             chosen *= np.float32(values.size / where.size)
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write ``payload``, and zeros between its indices."""
-        self.check(out, payload)
+    def _decode(self, payload: Array, out: Array) -> None:
         out[...] = 0
-        if out.size:
-            out[indices(payload, out.size)] = self.summable(payload)
+        out[indices(payload, out.size)] = self.summable(payload)
 
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times ``payload`` at its indices; nothing else of ``out`` is touched."""
-        self.check(out, payload)
-        if out.size:
-            out[indices(payload, out.size)] += np.float32(factor) * self.summable(payload)  # no index is there twice
+    def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
+        out[indices(payload, out.size)] += factor * self.summable(payload)  # no index is there twice
 
     def poison(self, payload: Array, key: RandomKey) -> None:
         """Write NaN at the indices of ``key``."""

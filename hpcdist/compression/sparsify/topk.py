@@ -49,19 +49,13 @@ class TopK(Compressor):
         """Return 8 k."""
         return coo.ENTRY_BYTES * coo.count_of(n, self.density)
 
-    def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Write the k largest magnitudes of ``values``, signs kept, in ascending order of their indices."""
-        self.check(values, payload)
-        select(values, payload)
+    def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
+        select(values, payload)  # signs kept, in ascending order of their indices
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Write ``payload``, and zeros between its indices."""
-        self.check(out, payload)
+    def _decode(self, payload: Array, out: Array) -> None:
         coo.write(payload, out)
 
-    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
-        """Add ``factor`` times ``payload`` at its indices; nothing else of ``out`` is touched."""
-        self.check(out, payload)
+    def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
         coo.add(payload, out, factor)
 
     def poison(self, payload: Array, key: RandomKey) -> None:

@@ -28,10 +28,9 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
 from hpcdist.compression.sparsify.topk import TopK
-from hpcdist.strategies.allreduce import buckets_of_layers
+from hpcdist.strategies.allreduce import buckets_of_rank
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.error_feedback import Residuals
 from hpcdist.strategies.compressed.exchange import LocalGradients
@@ -45,17 +44,7 @@ VELOCITY: Final = "velocity"
 class DgcVelocities(Residuals):
     """Velocities of this rank, saved and restored as residuals are, under a name of their own."""
 
-    def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
-        return [replace(piece, kind=_kind(rank)) for piece in super()._pieces_of(store, rank, parts)]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the pieces of `wanted`; each may be missing."""
-        return tuple(map(_kind, self.old))
-
-
-def _kind(rank: int) -> str:
-    return f"{VELOCITY}.{rank}"
+    kind = VELOCITY
 
 
 class DgcCoder(GradientCoder):
@@ -80,14 +69,10 @@ class DgcExchange(LocalGradients):
         optimizer = context.optimizer
         super().__init__(context, replace(optimizer, momentum=0.0, nesterov=False))
         self.config = config
-        cut = np.dtype(np.float32).itemsize, context.bucket_bytes
-        self.buckets = [
-            bucket_range
-            for part in reversed(context.parts)
-            for bucket_range in buckets_of_layers(context.layout, *cut, part)
-        ]
-        self.unsent = Residuals(self.context, context.data, context.parts, can_roll_back=False)
-        self.velocity = DgcVelocities(self.context, context.data, context.parts, can_roll_back=False)
+        self.buckets = buckets_of_rank(context, np.dtype(np.float32).itemsize)
+        own = context.data.rank, context.data.size, context.parts
+        self.unsent = Residuals(self.context, *own, can_roll_back=False)
+        self.velocity = DgcVelocities(self.context, *own, can_roll_back=False)
         u, v = (residuals.feedback.residuals for residuals in (self.velocity, self.unsent))
         self._states = {
             where: DeepGradientCompression(

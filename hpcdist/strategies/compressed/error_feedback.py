@@ -12,7 +12,7 @@ means the same whatever becomes of the scale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
-from hpcdist.compression.compressor import RESIDUAL, ErrorFeedback
+from hpcdist.compression.compressor import ErrorFeedback
 from hpcdist.errors import StorageError
 from hpcdist.optim.update import kernels
+from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdateExchange
 from hpcdist.strategies.tensor.axis import counted
@@ -31,29 +32,19 @@ from hpcdist.strategies.tensor.axis import counted
 STATE: Final = "residuals"  # the number of ranks that had some, among the numbers of a checkpoint
 
 
-class RankNumber(Protocol):
-    """Rank and size of a group of ranks, as a communicator has them."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-
 class Residuals:
-    """Residuals of this rank for ``parts``; ``comm`` counts the ranks that have some. All of it is local.
+    """Residuals of this rank for ``parts``: number ``rank`` of the ``ranks`` that have some. All of it is local.
 
     ``can_roll_back`` where a step may be given up after its gradients were encoded.
     """
 
-    def __init__(self, context: RankContext, comm: RankNumber, parts: Sequence[Range], *, can_roll_back: bool) -> None:
-        self.rank, self.ranks, self._can_roll_back = comm.rank, comm.size, can_roll_back
-        self._context, self._before = context, comm.size
+    kind: ClassVar[str] = "residual"  # of the pieces in a checkpoint, in front of the rank
+
+    def __init__(
+        self, context: RankContext, rank: int, ranks: int, parts: Sequence[Range], *, can_roll_back: bool
+    ) -> None:
+        self.rank, self.ranks, self._can_roll_back = rank, ranks, can_roll_back
+        self._context, self._before = context, ranks
         self.feedback = ErrorFeedback(
             context.layout, parts, on=context.on, can_roll_back=can_roll_back, ledger=context.ledger
         )
@@ -77,16 +68,11 @@ class Residuals:
     def pieces(self) -> list[Piece]:
         """Return views of the residuals, as pieces of this rank's own kind."""
         self.settle()
-        return self._pieces_of(
-            self._store, self.rank, counted(self._context.layout, self._store.parts, self._context.tensor)
-        )
+        own = counted(self._context.layout, self._store.parts, self._context.tensor)
+        return pieces_of({self._kind(self.rank): self._store}, own)
 
-    def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
-        return [
-            Piece.of(_kind(rank), segment, touched, store.contents(touched))
-            for part in parts
-            for segment, touched in store.layout.within(part)
-        ]
+    def _kind(self, rank: int) -> str:
+        return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> None:
         """Record how many ranks had residuals in the checkpoint about to be read: `wanted` follows from it."""
@@ -98,12 +84,12 @@ class Residuals:
     def wanted(self) -> list[Piece]:
         """Return the memory into which residuals of a checkpoint are read; it may have none."""
         if self._before == self.ranks:
-            return self._pieces_of(self._store, self.rank, self._store.parts)
+            return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         own = [_share(part, self.ranks)[self.rank] for part in self._store.parts]
         self._taken = [FlatStore(self._store.layout, self._store.dtype, own, on=self._context.on) for _ in self.old]
         return [
             piece for rank, store in zip(self.old, self._taken, strict=True)
-            for piece in self._pieces_of(store, rank, store.parts)
+            for piece in pieces_of({self._kind(rank): store}, store.parts)
         ]  # fmt: skip
 
     @property
@@ -114,7 +100,7 @@ class Residuals:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the pieces of `wanted`; each may be missing."""
-        return tuple(map(_kind, self.old))
+        return tuple(map(self._kind, self.old))
 
     def restored(self) -> None:
         """End a restore: keep the sums over all old ranks, where their number was another one."""
@@ -129,10 +115,6 @@ class Residuals:
     def state(self) -> dict[str, Any]:
         """Return the scalars that a checkpoint keeps beside the pieces."""
         return {STATE: self.ranks}
-
-
-def _kind(rank: int) -> str:
-    return f"{RESIDUAL}.{rank}"
 
 
 def _share(part: Range, ranks: int) -> list[Range]:

@@ -93,7 +93,10 @@ class CompressedExchange(ErrorFeedbackExchange, AllreduceExchange):
         self._codes = self._summing.codes
         if config.error_feedback:
             can_roll_back = context.working is not None  # else a norm that is not finite ends the run
-            self.residuals = Residuals(context, self._summing.comm, self._summing.kept(), can_roll_back=can_roll_back)
+            group = self._summing.comm
+            self.residuals = Residuals(
+                context, group.rank, group.size, self._summing.kept(), can_roll_back=can_roll_back
+            )
             self._codes.feedback = self.residuals.feedback
 
     @property

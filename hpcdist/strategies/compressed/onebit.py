@@ -148,10 +148,9 @@ class OneBitExchange(LocalGradients):
             ]
             for part in context.parts
         }
-        if context.ledger is not None:
-            for held in self._all():
-                for array in held.adam.arrays().values():
-                    context.ledger.track(array, "optimizer")
+        for held in self._all():
+            for array in held.adam.arrays().values():
+                context.counted(array, "optimizer")
         self._is_frozen = False
         self._before = data.size  # the ranks that had worker errors in the checkpoint that is read; 0: none
         self._taken: list[list[Array]] = []
@@ -222,9 +221,9 @@ class OneBitExchange(LocalGradients):
         # Payloads lie alike in every message of a chunk; (ranks, stretches)
         lie = [places([a.compressor.payload_bytes(a.chunks[q].size) for a in adams]) for q in range(comm.size)]
         sizes = [row[-1].stop if row else 0 for row in lie]
-        outgoing, arrived, all_means = _rows(sizes), _rows([sizes[comm.rank]] * comm.size), _rows(sizes)
-        send = scratch("compressed.outgoing", _end(outgoing), _BYTES, like)
-        receive = scratch("compressed.arrived", _end(arrived), _BYTES, like)
+        outgoing, arrived, all_means = places(sizes), places([sizes[comm.rank]] * comm.size), places(sizes)
+        send = scratch("compressed.outgoing", align(outgoing[-1].stop), _BYTES, like)
+        receive = scratch("compressed.arrived", align(arrived[-1].stop), _BYTES, like)
         for owner, row in enumerate(outgoing):
             for number, (adam, place) in enumerate(zip(adams, lie[owner], strict=True)):
                 adam.encode_worker(owner, send[row.slice][place.slice], self._key(number, owner))
@@ -302,12 +301,3 @@ class OneBitExchange(LocalGradients):
                 own += errors
             own *= np.float32(self.context.data.size / self._before)
         self._taken, self._before = [], self.context.data.size
-
-
-def _rows(sizes: Sequence[int]) -> list[Range]:
-    """Return the ranges of messages of these sizes, one behind the other."""
-    return places(list(sizes))
-
-
-def _end(rows: Sequence[Range]) -> int:
-    return align(rows[-1].stop)

@@ -125,15 +125,12 @@ class CompressedReduction(Protocol):
     @property
     def passes(self) -> tuple[float, float]:
         """Times that a rank encodes, and decodes, each value, on average."""
-        ...
 
     def kept(self, part: Range) -> list[Range]:
         """Return the ranges of ``part``, disjoint and ascending, of which this rank may have residuals (local)."""
-        ...
 
     def allreduce(self, values: Array, part: Range) -> None:
         """Sum the ``values`` of ``part``, a range of the flat space. Collective over its communicator."""
-        ...
 
 
 class _Messages:

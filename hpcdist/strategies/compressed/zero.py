@@ -134,7 +134,7 @@ class StepResiduals(Residuals):
         can_roll_back: bool,
     ) -> None:
         parts = sorted(layers.values(), key=lambda part: part.start)
-        super().__init__(context, context.data, parts, can_roll_back=False)
+        super().__init__(context, context.data.rank, context.data.size, parts, can_roll_back=False)
         self._layers, self._plain = layers, plain
         self._saved: FlatStore | None = None
         if can_roll_back:

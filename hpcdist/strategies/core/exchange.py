@@ -133,6 +133,15 @@ class BackgroundCollectives:
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
+class _Stores(Protocol):
+    """An exchange with one store of parameters and one of gradients."""
+
+    @property
+    def parameters(self) -> FlatStore: ...
+    @property
+    def gradients(self) -> FlatStore: ...
+
+
 class ExchangeDefaults:
     """Default answers of an exchange; see `Exchange`. Local."""
 
@@ -153,6 +162,35 @@ class ExchangeDefaults:
     def loaded_bytes(self) -> int:
         """Zero: nothing is read from memory of other ranks."""
         return 0
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Do nothing: no list has to be known before it runs."""
+
+    def parameters_at(self: _Stores, layer: int) -> FlatStore:
+        """Return the one store of parameters."""
+        return self.parameters
+
+    def gradients_at(self: _Stores, layer: int) -> FlatStore:
+        """Return the one store of gradients."""
+        return self.gradients
+
+    def count_samples(self, own: int, samples: int) -> None:
+        """Do nothing: sums over the replicas need no weights."""
+
+    def scaled_by(self, loss_scale: float) -> None:
+        """Do nothing: sums of scaled gradients are scaled sums."""
+
+    def flush(self) -> bool:
+        """Return False: the replicas are the same already."""
+        return False
+
+    def finish(self) -> bool:
+        """Return False: no step leaves work behind."""
+        return False
+
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Return nothing: every piece has to be there."""
+        return ()
 
     def describe(self) -> str:
         """Return "": the replicas make each step together."""
@@ -207,129 +245,103 @@ class Exchange(Protocol):
     @property
     def loaded_bytes(self) -> int:
         """The bytes that this rank has read from memory that others of its node wrote; never part of those sent."""
-        ...
 
     @property
     def parameters(self) -> FlatStore:
         """The parameters that this rank keeps between steps."""
-        ...
 
     def plan(self) -> list[Operation]:
         """Return the operations of one step that are not the schedule's (local)."""
-        ...
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Prepare for the list ``operations``, a step or an evaluation.
 
         Collective over the data axis, or local.
         """
-        ...
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that holds the parameters of ``layer`` now (local)."""
-        ...
 
     def gradients_at(self, layer: int) -> FlatStore:
         """Return the store into which the gradients of ``layer`` go (local)."""
-        ...
 
     def norm_squared(self) -> float:
         """Return this rank's share of the squared norm of the mean gradient (local; waits for a GPU).
 
         The shares of all ranks of the world add up to it: every tensor is counted once.
         """
-        ...
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Return the sums of ``values`` (float64) over the world, in place, the same bits on all ranks. Collective."""
-        ...
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the sum of all ranks' ``losses``, one of each micro-batch, and the sums of ``values`` as `agree` does.
 
         Collective.
         """
-        ...
 
     def begin_update(self, scale: float) -> None:
         """Record that this step updates, with gradients multiplied by ``scale`` (local)."""
-        ...
 
     def count_samples(self, own: int, samples: int) -> None:
         """Record that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
-        ...
 
     def scaled_by(self, loss_scale: float) -> None:
         """Record that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
-        ...
 
     def flush(self) -> bool:
         """Bring replicas that differ to one state; return whether they differed. Collective.
 
         Called before a run saves or evaluates.
         """
-        ...
 
     def describe(self) -> str:
         """Return the mixing or averaging of the replicas in words; "" where they make each step together (local)."""
-        ...
 
     def describe_sums(self) -> str:
         """Return the order of sums that does not follow the ranks, in words; "" where it does (local)."""
-        ...
 
     def new_consensus_distances(self) -> dict[int, float]:
         """Return the consensus distances, by step, since the last call, and forget them (local)."""
-        ...
 
     def consensus(self) -> Mapping[str, float]:
         """Return "spectral_gap" and "consensus_distance" of replicas that differ, NaN unknown; {} of others (local)."""
-        ...
 
     def summed_gradients(self) -> Iterable[Array]:
         """Return the summed gradients that this rank updates by, part by part (local)."""
-        ...
 
     def close(self) -> None:
         """Free communicators, windows and threads; no step can be made afterwards. Collective over the world."""
-        ...
 
     def finish(self) -> bool:
         """Apply what the last step has left to be done; return whether there was any. Collective.
 
         Called when the run is complete.
         """
-        ...
 
     def load_initial(self, initial: FlatStore) -> None:
         """Load this rank's part of the initial values in ``initial``, which are on the host (local)."""
-        ...
 
     def pieces(self) -> Sequence[Piece]:
         """Return views of the state that this rank saves, named by tensor.
 
         Local, or collective over the data axis where sums of gradients are under way.
         """
-        ...
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Record the ``state`` that will be restored, before `wanted` is called (local).
 
         Returns the kinds of pieces that it may lack: they begin as they are.
         """
-        ...
 
     def wanted(self) -> Sequence[Piece]:
         """Return views of the state that this rank restores (local)."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the scalars that a checkpoint needs beside the pieces: JSON values (local)."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, once the pieces are there (local)."""
-        ...
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:

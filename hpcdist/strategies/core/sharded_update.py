@@ -5,7 +5,7 @@ of layer-wise rates between). `ShardedUpdateExchange` is the base class of lock-
 parameters and gradients each, agreement on norm and loss, and the pieces of a checkpoint.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,17 +167,6 @@ class ShardedUpdateExchange(ExchangeDefaults):
         """Parameters that a checkpoint keeps: never a rounded copy."""
         return self.parameters if self.sharded_update.master is None else self.sharded_update.master.weights
 
-    def begin(self, operations: Sequence[Operation]) -> None:
-        """Do nothing: no list has to be known before it runs (local)."""
-
-    def parameters_at(self, layer: int) -> FlatStore:
-        """Return the one store of parameters."""
-        return self.parameters
-
-    def gradients_at(self, layer: int) -> FlatStore:
-        """Return the one store of gradients."""
-        return self.gradients
-
     def norm_squared(self) -> float:
         """Return the squared norm of the owned parts: those of all owners add up to that of the model."""
         return self.sharded_update.norm_squared()
@@ -198,20 +187,6 @@ class ShardedUpdateExchange(ExchangeDefaults):
         """Begin the update of the step."""
         self.sharded_update.begin_update(scale)
 
-    def count_samples(self, own: int, samples: int) -> None:
-        """Do nothing: sums over the replicas need no weights (local)."""
-
-    def scaled_by(self, loss_scale: float) -> None:
-        """Do nothing: sums of scaled gradients are scaled sums (local)."""
-
-    def flush(self) -> bool:
-        """Return False: the replicas are the same already."""
-        return False
-
-    def finish(self) -> bool:
-        """Return False: no step leaves work behind."""
-        return False
-
     def load_initial(self, initial: FlatStore) -> None:
         """Load the initial values; working copies are their 16-bit rounding."""
         self.weights.copy_from(initial)
@@ -221,10 +196,6 @@ class ShardedUpdateExchange(ExchangeDefaults):
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the owned parts."""
         return pieces_of({"parameters": self.weights, **self.sharded_update.slots()}, self.sharded_update.counted)
-
-    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Return nothing: every piece has to be there (local)."""
-        return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return all parameters that this rank keeps, and the optimizer state of the owned parts.

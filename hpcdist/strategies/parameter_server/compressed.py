@@ -155,14 +155,6 @@ class PushCompression:
     seed: int
 
 
-@dataclass(frozen=True)
-class PushingWorker:
-    """Number of a worker among the ``size`` workers that send to servers."""
-
-    rank: int
-    size: int
-
-
 class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
     """Parameter server in lock-step with compressed pushes. Collective over the world."""
 
@@ -186,13 +178,13 @@ class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
         assert isinstance(self.transport, PayloadTransport)
         self._payloads, self._coder = self.transport, self.transport.coder
         speakers, speaks = self._payloads.speakers, self._payloads.speaks
-        speaker = PushingWorker(speakers.index(self.topology.rank) if speaks else 0, len(speakers))
+        speaker = speakers.index(self.topology.rank) if speaks else 0
         if compression.name not in SUMMED:  # which draw the same indices on all ranks
-            self._coder.rank = speaker.rank
+            self._coder.rank = speaker
         if config.error_feedback:
             can_roll_back = context.working is not None  # else a norm that is not finite ends the run
             parts = context.parts if speaks else ()
-            self.residuals = Residuals(context, speaker, parts, can_roll_back=can_roll_back)
+            self.residuals = Residuals(context, speaker, len(speakers), parts, can_roll_back=can_roll_back)
             self._coder.feedback = self.residuals.feedback
 
     @property

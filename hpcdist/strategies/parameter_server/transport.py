@@ -253,31 +253,24 @@ class Transport(Protocol):
 
     def push(self, part: Range) -> None:
         """Send the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
-        ...
 
     def collect(self, part: Range) -> None:
         """Sum the pushes of an own range, in rank order or in the tree, into ``gradients`` (a server)."""
-        ...
 
     def expect(self) -> None:
         """Prepare for the new parameters of this step (local)."""
-        ...
 
     def publish(self, part: Range) -> None:
         """Send the new values of an own range to the workers (a server)."""
-        ...
 
     def pull(self, part: Range) -> None:
         """Receive the new values of ``part`` in ``parameters``; they are there after `settle` (a worker)."""
-        ...
 
     def settle(self) -> None:
         """Wait until nothing that this rank began is under way any more (local)."""
-        ...
 
     def close(self) -> None:
         """Free windows and shared memory; the stores must not be used afterwards. Collective."""
-        ...
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:

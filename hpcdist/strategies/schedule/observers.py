@@ -85,7 +85,6 @@ class ProfilerRanges(Protocol):
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
         """Return the context manager of a range, which ends also when it raises. Ranges nest (local)."""
-        ...
 
 
 _NOTHING: Final = nullcontext()

@@ -53,40 +53,32 @@ class RunningStep(Protocol):
     @property
     def number(self) -> int:
         """The number of the step, counted from 1."""
-        ...
 
     @property
     def samples(self) -> int:
         """The samples of all replicas together."""
-        ...
 
     @property
     def sizes(self) -> Sequence[int]:
         """The samples of each micro-batch of this rank's replica."""
-        ...
 
     @property
     def units(self) -> Mapping[int, Range]:
         """The units that this rank computes, each with the range of its parameters."""
-        ...
 
     @property
     def outcome(self) -> StepResult:
         """The result, as far as the step has come."""
-        ...
 
     @property
     def own_losses(self) -> list[float]:
         """Sums of the losses over the targets, of each micro-batch of this rank."""
-        ...
 
     def gradients_in(self, part: Range) -> Array | None:
         """Return this rank's gradients in ``part``, a range of whole layers or in one; None for none (local)."""
-        ...
 
     def compute_again(self) -> None:
         """Compute the step that is being agreed on once more, and agree on what comes of it. Collective."""
-        ...
 
 
 NO_COUNTS: Final = np.zeros(0)

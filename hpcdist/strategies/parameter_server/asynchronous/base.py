@@ -13,7 +13,7 @@ frozen node) holds up the others, until the deadline names it. A colocated rank 
 """
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -25,7 +25,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.segments import scratch
+from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Request
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import ExchangeDefaults, Handlers, pieces_of
@@ -185,8 +185,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
             self._channel.answers[kind](self.rank, what)
         while self._expected:
             self._channel.wait(alone=self.shard is None)
-        for request in self._pushed:
-            request.wait()
+        wait_all(self._pushed)
         self._pushed.clear()
 
     @contextmanager
@@ -247,8 +246,7 @@ class AsynchronousServerExchange(ExchangeDefaults):
         self._discard(worker)
 
     def _on_reply(self, server: int, what: ControlFields) -> None:
-        for request in self._expected.pop(server):
-            request.wait()
+        wait_all(self._expected.pop(server))
         if server == self._first:
             self.updates = what.updates
             self.meetings.called |= what.called
@@ -286,34 +284,10 @@ class AsynchronousServerExchange(ExchangeDefaults):
                 for worker in workers
                 for part in self.shard.parts
             ]
-        for request in taken:
-            request.wait()
+        wait_all(taken)
         if self.works and self.shard is not None:
             for part in self.shard.parts:
                 self.parameters.range(part)[...] = self.shard.parameters.range(part)
-
-    def begin(self, operations: Sequence[Operation]) -> None:
-        """Do nothing: no list has to be known before it runs (local)."""
-
-    def count_samples(self, own: int, samples: int) -> None:
-        """Do nothing: sums over the replicas need no weights (local)."""
-
-    def scaled_by(self, loss_scale: float) -> None:
-        """Do nothing: sums of scaled gradients are scaled sums (local)."""
-
-    def flush(self) -> bool:
-        """Return False: no step leaves work behind (local)."""
-        return False
-
-    finish = flush
-
-    def parameters_at(self, layer: int) -> FlatStore:
-        """Return the one store of parameters."""
-        return self.parameters
-
-    def gradients_at(self, layer: int) -> FlatStore:
-        """Return the one store of gradients."""
-        return self.gradients
 
     def norm_squared(self) -> float:
         """Return the squared norm of the worker's own gradient: a step is agreed with nobody else."""
@@ -339,10 +313,6 @@ class AsynchronousServerExchange(ExchangeDefaults):
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the served parts; a dedicated worker saves nothing."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
-
-    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Return nothing: every piece has to be there (local)."""
-        return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return all parameters on a worker, and the state of the served parts, to be restored."""

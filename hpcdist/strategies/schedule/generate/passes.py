@@ -69,12 +69,7 @@ class Pass(Enum):
 
 
 Passes: TypeAlias = list[tuple[Pass, int, int]]  # (pass, micro-batch, chunk of the rank)
-LETTERS: Final = {
-    Pass.FORWARD: "F",
-    Pass.BACKWARD: "B",
-    Pass.BACKWARD_INPUT: "I",
-    Pass.BACKWARD_WEIGHT: "W",
-}
+LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.BACKWARD_INPUT: "I", Pass.BACKWARD_WEIGHT: "W"}
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,7 @@ class _Rank:
         rows = (costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s)
         work = PASSES[op.kind]
         self._found.add(
-            WORK,
-            op,
-            rows[work][op.unit],
-            work=programs.AGAIN if op.recompute else work,
-            chunk=self._chunk_of[op.unit],
+            WORK, op, rows[work][op.unit], work=programs.AGAIN if op.recompute else work, chunk=self._chunk_of[op.unit]
         )
 
     def _add_message(self, op: Operation) -> None:

@@ -18,10 +18,7 @@ from hpcdist.strategies.core.grid import ORDER, ProcessGrid
 from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation, StagePlacement
 
 # (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
-SENDS: Final = {
-    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True),
-    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
-}
+SENDS: Final = {Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True), Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False)}
 RECEIVES: Final = {receive: (send, onward) for send, (receive, onward) in SENDS.items()}
 OVER_DATA: Final = (
     *(Kind.REDUCE, Kind.COMBINE, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT, Kind.AVERAGE),

@@ -9,8 +9,8 @@ from gpu_runs import PIPELINE, SERVER, Trained, assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.compression.compressor import RESIDUAL
 from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies.compressed.error_feedback import Residuals
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes
@@ -90,8 +90,8 @@ def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, text: Setting
     whole, again = run_threads(3, through), run_threads(3, stopped)
     assert whole == again
     workers = 3 if placed is COLOCATED else 2
-    kinds = {kind for one in whole for kind, _, _ in one if kind.startswith(RESIDUAL)}
-    assert kinds == {f"{RESIDUAL}.{rank}" for rank in range(workers)}
+    kinds = {kind for one in whole for kind, _, _ in one if kind.startswith(Residuals.kind)}
+    assert kinds == {f"{Residuals.kind}.{rank}" for rank in range(workers)}
 
 
 @pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
