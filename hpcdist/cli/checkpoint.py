@@ -91,10 +91,9 @@ def import_(
 ) -> None:
     """Make the first checkpoint of a run in DIR of IN: safetensors, or a state dict of PyTorch.
 
-    IN may be a file, an index of several, or a directory with either. It is opened in a process of its own, with
-    limits of memory and time and without a network, and no pickled code is run: a file that is damaged or hostile is
-    an error message. With --recipe, DIR is a run that `hpcdist sample` knows; `hpcdist train --resume auto` goes on
-    from what was exported with --optimizer.
+    IN may be a file, an index of several, or a directory with either. No pickled code is run, and no tensor is read
+    that the file cannot hold: a file that is damaged or hostile is an error message. With --recipe, DIR is a run that
+    `hpcdist sample` knows; `hpcdist train --resume auto` goes on from what was exported with --optimizer.
     """
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
     from hpcdist.errors import UsageError
@@ -123,7 +122,6 @@ def _import_figures(imported: "ImportedCheckpoint") -> dict[str, Any]:
         "tensors": len(imported.tensors),
         "bytes": sum(tensor.nbytes for tensor in imported.tensors),
         "left_out": list(imported.left_out),
-        "not_confined": imported.not_confined,
         "resumable": imported.resumable,
     }
 
@@ -136,8 +134,6 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
     click.echo(f"{counted(len(imported.tensors), 'tensor')}, {format_bytes(nbytes)}, from {imported.format}", err=True)
     if imported.left_out:
         click.echo(f"left out, being no tensors of a known type: {', '.join(imported.left_out[:8])}", err=True)
-    if imported.not_confined:
-        click.echo(f"the process that opened it had limits, but a network: {imported.not_confined}", err=True)
     if not imported.resumable:
         click.echo("it has no state of an optimizer: a training cannot go on from it", err=True)
 

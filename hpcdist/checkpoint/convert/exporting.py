@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,14 +61,15 @@ def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
 
 def write_tensors(checkpoint: Path, fd: int, places: Sequence[tuple[StoredTensor, int]]) -> None:
     """Write each tensor of ``checkpoint`` at its byte offset into the file ``fd``. Raises StorageError, OSError."""
-    pieces = []
-    for tensor, offset in places:
-        whole = Range(0, tensor.size)
-        region = FileSlice(_FileRegion(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
-        pieces.append(
-            Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, region)  # type: ignore[arg-type]
-        )
-    restore(checkpoint, pieces)
+    regions = [(tensor, _FileRegion(fd, offset, dtype_of(tensor.dtype))) for tensor, offset in places]
+    restore(checkpoint, [piece_in_file(tensor, region) for tensor, region in regions])
+
+
+def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
+    """Return ``tensor`` as a piece that ``store`` reads or writes in blocks, as a `FileStore` does."""
+    whole = Range(0, tensor.size)
+    elements: Any = FileSlice(store, whole)
+    return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)
 
 
 @contextmanager

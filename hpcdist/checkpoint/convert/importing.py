@@ -1,69 +1,45 @@
-"""Import a file of another format as a checkpoint, read by a confined child process that is not trusted (local).
+"""Import a file of another format as a checkpoint (local).
 
-A library that reads a hostile file may crash, loop, or run foreign code. So this process never opens such a file: a
-child does (`hpcdist.checkpoint.convert.confined_reader`), without the caller's environment, and hands over names,
-shapes and bytes through a pipe. What the child sends is checked here against the size of the file; its death is an
-error.
-`import_checkpoint` passes the bytes through in blocks and saves them as the only checkpoint of a run.
+The file may be damaged or hostile: no pickled code is run (``weights_only``), what it says of its tensors is checked
+against its size before any is read, and whatever a library raises on the way is a StorageError. `import_checkpoint`
+passes the bytes through in blocks and saves them as the only checkpoint of a run.
 """
 
 import json
 import math
-import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-import msgspec
 import numpy as np
 
-import hpcdist
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
-from hpcdist.arrays.filestore import FileSlice
-from hpcdist.arrays.piece import Piece, whole_box
+from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.convert import torch_state
-from hpcdist.checkpoint.convert.confined_reader import ERROR_FLAG, MISSING_LIBRARY_FLAG, file_bytes
-from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX
+from hpcdist.checkpoint.convert.exporting import piece_in_file
+from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX, SafetensorsReader
+from hpcdist.checkpoint.convert.torch_state import TorchReader
 from hpcdist.checkpoint.listing import StoredTensor
 from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
-ANSWER_TIMEOUT_S: Final = 300.0  # for one answer
-MAX_CONTENTS_BYTES: Final = 256 << 20  # of what a file is said to hold
 # The largest models have some 100,000 tensors of 60 letters. HDF5 moves all names of a group when it has no room for
 # one more, so the time of very many grows with their square.
 MAX_NAMES_BYTES: Final = 16 << 20
 MAX_NESTING: Final = 16  # groups in one another
 MAX_ALIASING: Final = 4  # all tensors together may be so many times the file: some share their bytes
 _KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
-_PASSED_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment
-
-
-@dataclass(frozen=True)
-class _DeclaredTensor:
-    kind: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _DeclaredContents:
-    tensors: list[_DeclaredTensor]
-    metadata: str
-    left_out: list[str]
-    not_confined: str
+_READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = {
+    "safetensors": SafetensorsReader,
+    "torch": TorchReader,
+}
 
 
 def format_of(path: Path) -> tuple[str, Path]:
@@ -88,134 +64,65 @@ def format_of(path: Path) -> tuple[str, Path]:
 
 
 class ForeignFile:
-    """Foreign file at ``path``, open in a confined child process; a context manager.
+    """Foreign file at ``path``, open for reading; a context manager.
 
     Raises MissingCapabilityError without the library that reads it, StorageError for whatever else goes wrong there.
     """
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
-        self._nbytes = file_bytes(self.path)
-        self._lock = threading.Lock()  # one request at a time, from whatever thread
+        with self._library_errors():
+            nbytes = _file_bytes(self.path)
+            self._reader = _READERS[self.format](self.path)
+        self.tensors: Sequence[StoredTensor] = self._reader.tensors
+        self.left_out: Sequence[str] = self._reader.left_out
+        self.metadata = _metadata(self._reader.metadata)
+        reason = _contents_problem(self.tensors, nbytes)
+        if reason:
+            self._reader.close()
+            raise StorageError(f"{self.path}: {reason}")
 
     def __enter__(self) -> Self:
-        package = str(Path(hpcdist.__file__).resolve().parents[1])
-        line = [
-            sys.executable,
-            "-P",
-            "-m",
-            "hpcdist.checkpoint.convert.confined_reader",
-            self.format,
-            str(self.path.resolve()),
-        ]
-        environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._child = subprocess.Popen(
-            line,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**environment, **threads, "PYTHONPATH": package},
-            cwd="/",
-            start_new_session=True,
-        )
-        try:
-            self._take(self._answer(MAX_CONTENTS_BYTES))
-        except BaseException:
-            self._end()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return every tensor as a piece whose bytes are asked for when they are read."""
-        pieces = []
-        for index, tensor in enumerate(self.tensors):
-            whole = Range(0, tensor.size)
-            lies = FileSlice(_RemoteTensor(self, index, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
-            pieces.append(Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, lies))  # type: ignore[arg-type]
-        return pieces
+        """Return every tensor as a piece whose bytes are read when they are asked for, before the file is closed."""
+        return [
+            piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
+            for index, tensor in enumerate(self.tensors)
+        ]
 
     def fetch(self, index: int, part: Range, out: np.ndarray) -> None:
         """Fill ``out`` with elements ``part`` of the tensor of that number."""
-        view = out.view(np.uint8).data
-        with self._lock:
-            assert self._child.stdin is not None
-            try:
-                self._child.stdin.write(json.dumps([index, part.start, part.stop]).encode() + b"\n")
-                self._child.stdin.flush()
-            except OSError:
-                raise self._died() from None
-            data = self._answer(len(view))
-        if len(data) != len(view):
-            raise StorageError(f"{self.path}: {len(data)} of {len(view)} bytes of {self.tensors[index].name} are there")
-        view[:] = data
+        with self._library_errors():
+            self._reader.read(index, part, out)
 
-    def _take(self, data: bytes) -> None:
-        """Check what the child says of the contents of the file, and keep it. Raises StorageError."""
+    @contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """Turn what a library raises inside the block into an error of this file."""
         try:
-            contents = msgspec.json.decode(data, type=_DeclaredContents)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StorageError(f"{self.path}: what was read of it makes no sense: {error}") from error
-        reason = _contents_problem(contents.tensors, self._nbytes)
-        if reason:
-            raise StorageError(f"{self.path}: {reason}")
-        self.tensors = [
-            StoredTensor(tensor.kind, tensor.name, tensor.dtype, tensor.shape) for tensor in contents.tensors
-        ]
-        self.left_out, self.not_confined = contents.left_out, contents.not_confined
-        self.metadata = _metadata(contents.metadata)
+            yield
+        except MissingCapabilityError as error:
+            raise MissingCapabilityError(f"{self.path} cannot be read here: {error}") from error
+        except Exception as error:  # whatever a hostile file makes of a library
+            reason = (str(error).strip().splitlines() or [""])[0][:500]
+            text = f"{self.path} cannot be read as {self.format}: {type(error).__name__}: {reason}"
+            raise StorageError(text) from error
 
-    def _answer(self, most: int) -> bytes:
-        """Return the next frame. Raises StorageError when there is none, or one of more than ``most`` bytes."""
-        length = int.from_bytes(self._read(8), "little")
-        if length & ERROR_FLAG:
-            reason = self._read(min(length & ~(ERROR_FLAG | MISSING_LIBRARY_FLAG), 2048)).decode(errors="replace")
-            if length & MISSING_LIBRARY_FLAG:
-                raise MissingCapabilityError(f"{self.path} cannot be read here: {reason}")
-            raise StorageError(f"{self.path} cannot be read as {self.format}: {reason}")
-        if length > most:
-            raise StorageError(f"{self.path}: an answer of {length} bytes, expected at most {most}")
-        return self._read(length)
 
-    def _read(self, count: int) -> bytes:
-        assert self._child.stdout is not None
-        fd, parts = self._child.stdout.fileno(), []
-        while count:
-            if not select.select([fd], [], [], ANSWER_TIMEOUT_S)[0]:
-                raise StorageError(f"{self.path}: nothing was read of it in {ANSWER_TIMEOUT_S:g} s")
-            part = os.read(fd, min(count, 1 << 20))
-            if not part:
-                raise self._died()
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def _died(self) -> StorageError:
-        code = self._child.wait()
-        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
-        return StorageError(
-            f"{self.path} cannot be read as {self.format}: the process that opened it ended with {how}; it is damaged, "
-            "or made to do harm"
-        )
-
-    def _end(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except BrokenPipeError:  # a request that the child has not read
-                pass
+def _file_bytes(path: Path) -> int:
+    """Return the bytes of the file at ``path``, or, of an index, of all files of its format beside it."""
+    files = path.parent.glob("*" + SUFFIX) if path.name.endswith(INDEX_SUFFIX) else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 @dataclass(frozen=True)
-class _RemoteTensor:
+class _ForeignTensor:
     """Tensor of a foreign file, as the store of a `FileSlice`."""
 
     source: ForeignFile
@@ -227,7 +134,7 @@ class _RemoteTensor:
         self.source.fetch(self.index, wanted, out)
 
 
-def _contents_problem(tensors: list[_DeclaredTensor], file_bytes: int) -> str:
+def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
     """Return which of ``tensors`` is impossible or cannot be stored, as the rest of a sentence, else ""."""
     names_bytes = sum(len(tensor.name) for tensor in tensors)
     if len(tensors) > MAX_TENSORS or names_bytes > MAX_NAMES_BYTES:
@@ -283,7 +190,6 @@ class ImportedCheckpoint:
     step: int
     tensors: tuple[StoredTensor, ...]
     left_out: tuple[str, ...]
-    not_confined: str  # why the child could have used the network; "" where it could not
     resumable: bool  # whether it has what a training needs to go on: it is one of our exports, with all that there was
 
 
@@ -321,7 +227,6 @@ def import_checkpoint(
             number,
             tuple(file.tensors),
             tuple(file.left_out),
-            file.not_confined,
             ours and {tensor.kind for tensor in file.tensors} == set(file.metadata["kinds"]),
         )
 

@@ -9,20 +9,25 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
 from hpcdist.checkpoint.format.manifest import Manifest
-from hpcdist.checkpoint.listing import StoredTensor
+from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
+from hpcdist.reporting import regular
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 METADATA_KEY: Final = "hpcdist"  # the key of our metadata: see `exporting.export_metadata`
-MAX_HEADER_BYTES: Final = 100_000_000  # as the library has it
+MAX_HEADER_BYTES: Final = 100_000_000  # as the library has it; also of an index
 MAX_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30
 _CODES: Final = {
@@ -116,10 +121,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return the location of each tensor, and the metadata, of an open file. Raises ValueError for invalid headers.
-
-    To be called where the file may be hostile: see `hpcdist.checkpoint.convert.importing`.
-    """
+    """Return the location of each tensor, and the metadata, of an open file. Raises ValueError for invalid headers."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -162,3 +164,52 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) < len(pairs):
         raise ValueError("a name comes twice")
     return entries
+
+
+class SafetensorsReader:
+    """Open safetensors file, or those that an index names.
+
+    Raises ValueError and OSError for damaged files, as does `read`. The caller must call `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors: list[StoredTensor] = []
+        self.left_out: list[str] = []
+        self.metadata = ""
+        self._places: list[tuple[int, TensorLocation]] = []
+        with ExitStack() as files:
+            for file in _files_of(path):
+                fd = regular.open_regular(file)
+                files.callback(os.close, fd)
+                self._add(fd)
+            self.close = files.pop_all().close
+
+    def _add(self, fd: int) -> None:
+        locations, metadata = read_header(fd)
+        exported = metadata.get(METADATA_KEY, "")
+        self.metadata = self.metadata or exported
+        for key, place in locations.items():
+            kind, slash, name = key.partition("/")
+            kind, name = (kind, name) if exported and slash else (PARAMETERS, key)
+            self.tensors.append(StoredTensor(kind, name, place.dtype, place.shape))
+            self._places.append((fd, place))
+
+    def read(self, index: int, part: Range, out: np.ndarray) -> None:
+        """Fill ``out`` with elements ``part`` of the tensor of that number."""
+        fd, place = self._places[index]
+        data = pread_all(fd, out.nbytes, place.start + part.start * out.itemsize)
+        if len(data) != out.nbytes:
+            raise ValueError(f"{len(data)} of {out.nbytes} bytes of {self.tensors[index].name} are there")
+        out.view(np.uint8).data[:] = data
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return ``path``, or the files that it names where it is an index. Raises ValueError for names of other places."""
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path]
+    index = regular.json_value(path, MAX_HEADER_BYTES)
+    names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
+    if strange or not names:
+        raise ValueError(f"the index names {str(strange[:1])[:80]}, expected files beside it")
+    return [path.with_name(name) for name in sorted(names)]

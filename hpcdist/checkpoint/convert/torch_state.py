@@ -7,6 +7,7 @@ imported late, and only here.
 """
 
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
-from hpcdist.arrays.ranges import align_up
+from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.checkpoint.convert.exporting import export_metadata, new_files, write_file, write_tensors
 from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
@@ -26,6 +27,7 @@ from hpcdist.reporting import atomic
 SUFFIXES: Final = (".pt", ".pth", ".bin")
 METADATA_KEY: Final = "hpcdist"
 WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # under which trainers keep the parameters
+MAX_PICKLE_BYTES: Final = 100_000_000  # as a header of safetensors: names, shapes and what else is no tensor
 _ALIGNED: Final = 64
 
 
@@ -103,37 +105,74 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
     return tensor_view.view(module.bfloat16) if dtype == BFLOAT16 else tensor_view
 
 
-def read(path: Path) -> tuple[dict[tuple[str, str], Any], str, list[str]]:
-    """Return tensors by kind and name, our metadata, and what was left out, of the file at ``path``.
+class TorchReader:
+    """Open file of ``torch.save``, of which no pickled code is run and whose tensors stay mapped.
 
-    Raises ValueError for what is no state dict. To be called where the file may be hostile: see
-    `hpcdist.checkpoint.convert.importing`.
+    Raises whatever torch makes of a damaged or hostile file, as does `read`, ValueError for what is no state dict, and
+    MissingCapabilityError without torch. The caller must call `close`.
     """
-    module = import_torch()
-    state = module.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+    def __init__(self, path: Path) -> None:
+        module = import_torch()
+        _check_records(path)
+        state = module.load(path, map_location="cpu", weights_only=True, mmap=True)
+        groups, self.metadata, self.left_out = _groups_of(module, state)
+        self.tensors: list[StoredTensor] = []
+        self._module, self._values = module, []
+        for kind, group in groups.items():
+            for name, value in group.items():
+                if isinstance(value, module.Tensor) and _dtype(value) and value.layout == module.strided:
+                    self.tensors.append(StoredTensor(str(kind), str(name), _dtype(value), tuple(value.shape)))
+                    self._values.append(value.detach())
+                else:
+                    self.left_out.append(f"{kind}/{name}")
+        self._flat: tuple[int, np.ndarray | None] = (-1, None)
+
+    def read(self, index: int, part: Range, out: np.ndarray) -> None:
+        """Fill ``out`` with elements ``part`` of the tensor of that number; the last one stays as it was read."""
+        number, flat = self._flat
+        if number != index or flat is None:
+            flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()
+            self._flat = index, flat
+        out.view(np.uint8)[...] = flat[part.start * out.itemsize : part.stop * out.itemsize]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._values.clear()
+        self._flat = -1, None
+
+
+def _check_records(path: Path) -> None:
+    """Raise ValueError for an archive that needs more memory than its size: ``torch.save`` does not compress."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is no archive of torch.save, or damaged; one of PyTorch before 1.6 must be saved again")
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it has compressed records, which torch.save does not write")
+    nbytes, size = sum(record.file_size for record in records), path.stat().st_size
+    if nbytes > size:
+        raise ValueError(f"its records have {nbytes} bytes in a file of {size}")
+    pickled = max((record.file_size for record in records if record.filename.endswith("data.pkl")), default=0)
+    if pickled > MAX_PICKLE_BYTES:
+        raise ValueError(f"names and shapes take {pickled} bytes, at most {MAX_PICKLE_BYTES} are read: is it a model?")
+
+
+def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
+    """Return the dicts of tensors in ``state`` by kind, our metadata, and the names of what else is in it."""
     if not isinstance(state, Mapping):
         raise ValueError(f"a {type(state).__name__}, expected a dict of tensors")
     metadata = state.get(METADATA_KEY)
     if isinstance(metadata, str):
         groups = {kind: group for kind, group in state.items() if isinstance(group, Mapping)}
-        others = [str(name) for name in state if name not in groups and name != METADATA_KEY]
-    elif any(isinstance(value, module.Tensor) for value in state.values()):
-        metadata, groups, others = "", {PARAMETERS: state}, []
-    else:
-        within = [name for name in WRAPPERS if isinstance(state.get(name), Mapping)]
-        if not within:
-            held = ", ".join(str(name)[:40] for name in list(state)[:8])
-            raise ValueError(f"no tensors, and none of {', '.join(WRAPPERS)}; it holds {held or 'nothing'}")
-        metadata, groups = "", {PARAMETERS: state[within[0]]}
-        others = [str(name) for name in state if name != within[0]]
-    tensors = {}
-    for kind, group in groups.items():
-        for name, value in group.items():
-            if isinstance(value, module.Tensor) and _dtype(value) and value.layout == module.strided:
-                tensors[str(kind), str(name)] = value.detach()
-            else:
-                others.append(f"{kind}/{name}")
-    return tensors, metadata, others
+        return groups, metadata, [str(name) for name in state if name not in groups and name != METADATA_KEY]
+    if any(isinstance(value, module.Tensor) for value in state.values()):
+        return {PARAMETERS: state}, "", []
+    within = [name for name in WRAPPERS if isinstance(state.get(name), Mapping)]
+    if not within:
+        held = ", ".join(str(name)[:40] for name in list(state)[:8])
+        raise ValueError(f"no tensors, and none of {', '.join(WRAPPERS)}; it holds {held or 'nothing'}")
+    return {PARAMETERS: state[within[0]]}, "", [str(name) for name in state if name != within[0]]
 
 
 def _dtype(value: Any) -> str:

@@ -3,9 +3,9 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import h5py
@@ -190,20 +190,37 @@ def test_a_pickle_is_not_executed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["evil.pt", "plain.pt"] and not Path("/harmed").exists()
 
 
+def test_an_archive_holds_no_more_than_its_size(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.zeros(1 << 16)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for record in plain.infolist():
+            bomb.writestr(record.filename, plain.read(record), zipfile.ZIP_DEFLATED)
+    with pytest.raises(StorageError, match="cannot be read as torch.*compressed records"):
+        import_checkpoint(tmp_path / "bomb.pt", tmp_path / "run")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "plain.pt").read_bytes()[:1000])
+    with pytest.raises(StorageError, match="cannot be read as torch.*no archive"):
+        import_checkpoint(tmp_path / "cut.pt", tmp_path / "run")
+    monkeypatch.setattr("hpcdist.checkpoint.convert.torch_state.MAX_PICKLE_BYTES", 10)
+    with pytest.raises(StorageError, match="at most 10 are read"):
+        import_checkpoint(tmp_path / "plain.pt", tmp_path / "run")
+    assert newest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("shape", [(1 << 20,), (1 << 13, 1 << 13)])
+def test_a_tensor_is_not_larger_than_its_file(shape, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.zeros(1).expand(shape)}, tmp_path / "wide.pt")  # one element, and strides of 0
+    with pytest.raises(StorageError, match="w of shape .* is more than a file of"):
+        import_checkpoint(tmp_path / "wide.pt", tmp_path / "run")
+    assert newest(tmp_path / "run") is None
+
+
 def test_a_state_dict_without_pytorch_is_a_missing_capability(tmp_path, monkeypatch):
     (tmp_path / "m.pt").write_bytes(b"anything")
-    absent = tmp_path / "absent"
-    absent.mkdir()
-    (absent / "torch.py").write_text("raise ImportError('no PyTorch here')\n")
-    popen = subprocess.Popen
-
-    def without_torch(line, **options):
-        options["env"] = {**options["env"], "PYTHONPATH": f"{absent}:{options['env']['PYTHONPATH']}"}
-        return popen(line, **options)
-
-    monkeypatch.setattr("hpcdist.checkpoint.convert.importing.subprocess.Popen", without_torch)
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
-        MissingCapabilityError, match=r"m\.pt cannot be read here: .*no PyTorch here.*pip install"
+        MissingCapabilityError, match=r"m\.pt cannot be read here: PyTorch cannot be imported.*pip install"
     ) as found:
         import_checkpoint(tmp_path / "m.pt", tmp_path / "run")
     assert found.value.exit_code == 69
@@ -273,12 +290,11 @@ def test_an_index_cannot_point_elsewhere(tmp_path):
         import_checkpoint(tmp_path, tmp_path / "run")
 
 
-def test_the_death_of_the_child_is_an_error(tmp_path, monkeypatch):
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(forged(one()))
     with ForeignFile(tmp_path / "m.safetensors") as file:
-        file._child.kill()
-        file._child.wait()
-        with pytest.raises(StorageError, match="ended with SIGKILL"):
+        os.truncate(tmp_path / "m.safetensors", os.path.getsize(tmp_path / "m.safetensors") - 4)
+        with pytest.raises(StorageError, match="4 of 8 bytes of w are there"):
             save_into(tmp_path / "run", file)
     assert newest(tmp_path / "run") is None
 
@@ -292,35 +308,6 @@ def test_files_that_are_not_there_or_not_known(name, code, tmp_path, capsys):
     if code == 2:
         (tmp_path / name).write_text("")
     assert hpcdist(capsys, "import", tmp_path / name, tmp_path / "run")[0] == code
-
-
-CONFINED = """
-import os, socket, sys
-from hpcdist.checkpoint.convert.confined_reader import confine
-refused = confine(1 << 30, 60)
-def tried(what):
-    try:
-        what()
-    except (OSError, MemoryError) as error:
-        return type(error).__name__
-    return "done"
-print([refused, tried(lambda: socket.socket()), tried(lambda: os.unlink(sys.argv[1])),
-       tried(lambda: os.execv("/bin/true", ["true"])), tried(lambda: bytearray(2 << 30)),
-       tried(lambda: open(sys.argv[1]).read())], flush=True)
-with open(sys.argv[1], "a") as file:
-    file.write("x")
-"""
-
-
-def test_a_confined_process_can_read_and_little_else(tmp_path):
-    (tmp_path / "file").write_text("kept")
-    line = [sys.executable, "-P", "-c", CONFINED, str(tmp_path / "file")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
-    found = eval(done.stdout)
-    if found[0]:
-        pytest.skip(f"no filter of system calls here: {found[0]}")
-    assert found == ["", "PermissionError", "PermissionError", "PermissionError", "MemoryError", "done"]
-    assert done.returncode and (tmp_path / "file").read_text() == "kept"
 
 
 def foreign(path, tensors):
