@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -205,6 +206,7 @@ class _Launch:
 
         The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
         """
+        began_ns = time.time_ns()
         with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_terminal_environment()}
             settings[exit_file.COMMAND] = shlex.join(self.typed)
@@ -227,7 +229,7 @@ class _Launch:
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 if last and run_dir:
                     _print_resume_command(Path(run_dir), self.typed, self.script)
-                _show_first_failure(Path(folder))
+                _show_first_failure(Path(folder), run_dir, began_ns)
             if stopped:
                 click.echo(f"hpcdist run: {stopped}", err=True)
         return outcome
@@ -396,9 +398,13 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
     return {f"step-{step}": written_ns[step] for step in sorted(written_ns, reverse=True)}
 
 
-def _show_first_failure(folder: Path) -> None:
+def _show_first_failure(folder: Path, run_dir: str, began_ns: int) -> None:
     """Repeat the failure of the rank that failed first: after the launcher's words and the echoes of the others."""
-    failures = sorted(folder.glob("rank-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    written_ns = {path: path.stat().st_mtime_ns for path in folder.glob("rank-*.txt")}
+    if run_dir:  # ranks of other hosts, which have no such folder, write beside their records
+        beside = {path: path.stat().st_mtime_ns for path in (Path(run_dir) / "recorder").glob("rank-*.failed")}
+        written_ns |= {path: time_ns for path, time_ns in beside.items() if time_ns >= began_ns}
+    failures = sorted(written_ns, key=written_ns.__getitem__)
     if failures:
         others = f" (of {len(failures)} that failed)" if len(failures) > 1 else ""
         click.echo(f"\nhpcdist run: the first failure{others}:\n{failures[0].read_text()}", err=True)

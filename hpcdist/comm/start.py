@@ -178,7 +178,7 @@ def start(
     mpi = import_mpi()
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
-    failfast.install(world.Abort, None, world.Get_rank())
+    failfast.install(world.Abort, None, world.Get_rank(), world.Set_name)
     exit_file.announce_segments()
     library_version = library(mpi)
     check_world(launch, world.Get_size(), library_version)

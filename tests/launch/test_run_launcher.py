@@ -556,16 +556,6 @@ def test_a_start_names_the_owner_of_its_directory(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_failure_is_shown_last(tmp_path, capsys):
-    (tmp_path / "rank-0.txt").write_text("[rank 0] an echo")
-    (tmp_path / "rank-2.txt").write_text("[rank 2] the cause")
-    os.utime(tmp_path / "rank-2.txt", ns=(1, 1))
-    run_command._show_first_failure(tmp_path)
-    shown = capsys.readouterr().err
-    assert "the first failure (of 2 that failed)" in shown
-    assert "[rank 2] the cause" in shown and "echo" not in shown
-
-
 def test_options_of_mpirun_that_end_in_a_quotation(capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "2", "--mpi-args", "-x 'A", "train"])

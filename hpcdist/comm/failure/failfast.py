@@ -80,6 +80,7 @@ PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop their content at an abort
 READ_S: Final = 5.0  # for a launcher on a busy machine to read the pipe
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
+TITLE_BYTES: Final = 63  # of a communicator's name in Open MPI; MPICH takes twice as many
 STDERR: Final = 2  # the descriptor: sys.stderr may be an object without one
 
 
@@ -94,6 +95,7 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any]
     failing: threading.Lock
+    title: Callable[[str], None] | None
     all_agree: Callable[[str], bool] | None = None
     withdraw: Callable[[], None] | None = None
     is_survivable: Callable[[BaseException], bool] | None = None
@@ -103,11 +105,19 @@ class _Installed:
 _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
-def install(abort: Callable[[int], None], recorder: "Recorder | None", rank: int) -> None:
-    """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local)."""
+def install(
+    abort: Callable[[int], None],
+    recorder: "Recorder | None",
+    rank: int,
+    title: Callable[[str], None] | None = None,
+) -> None:
+    """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local).
+
+    ``title(text)`` comes before it, with at most TITLE_BYTES: what MPI is to show in its message about the abort.
+    """
     global _installed
     hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
-    _installed = _Installed(abort, recorder, rank, hooks, threading.Lock())
+    _installed = _Installed(abort, recorder, rank, hooks, threading.Lock(), title)
     sys.excepthook = _on_exception
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
@@ -252,7 +262,8 @@ def _leave_by(limit: float, code: int) -> None:
     # os._exit from a thread: no atexit hook, no MPI_Finalize and no lock of the main thread can delay it.
     timer = threading.Timer(max(0.0, limit - time.monotonic()), os._exit, (code,))
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no new thread can be started: that may be what failed
+        timer.start()
 
 
 def agreed_exit(code: int) -> NoReturn:
@@ -286,7 +297,11 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     # A failure in the report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
     _leave_by(time.monotonic() + PRECEDENCE_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
-        _report(state, error, code, thread)
+        copy = _report(state, error, code, thread)
+        if copy and state.title is not None:
+            # Launchers drop what is in their pipes at an abort, but not MPI's message about it.
+            with suppress(Exception):
+                state.title(f"see {copy}" if len(copy) <= TITLE_BYTES - 4 else f"see ...{copy[7 - TITLE_BYTES :]}")
         time.sleep(DRAIN_S)
         # Before the abort: after it a launcher may wait for ever, or return the code of a rank that it killed.
         exit_file.write_exit_code(code)
@@ -296,61 +311,73 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     os._exit(code)
 
 
-def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> None:
+def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> str:
+    """Publish ``error``; return the path of its copy, as `publish` does."""
     if isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
         time.sleep(PRECEDENCE_S)  # most often caused by another rank's failure, which is to be reported first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, thread))
-    publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)))
+    return publish(state.rank, f"{where} failed: exit code {code}", "".join(error_lines(error)))
 
 
-def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
-    """Write ``text``, tagged with the rank, in one piece to stderr, and to a file that `hpcdist run` shows last.
+def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
+    """Write ``text``, tagged with the rank, to a file that `hpcdist run` shows last, and in one piece to stderr.
 
     With ``alone`` no other rank reports, so that a text left for `hpcdist run` is not written to stderr as well. Other
-    launchers may drop stderr: for them the text is also kept in a file, and this waits until the pipe has been read.
+    launchers may drop stderr: for them the text is first kept in a file, whose path is returned (else ""), and this
+    waits up to READ_S seconds until the pipe has been read.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
+    tagged = tagged.encode(errors="backslashreplace").decode()  # a file's name may be no text
     left = False
     try:
         left = write_for_launcher(rank, tagged)
         if left and alone:
-            return
+            return ""
     except OSError as error:
         tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
     launched = not left and environment.launch_environment() is not None
+    copy = ""
     if launched:
-        tagged += _keep_text(rank, tagged)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stderr.write(tagged)
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # stderr is closed or its reader is gone: the file has the text, and the job must still end
+        try:
+            copy = _keep_text(rank, tagged)
+            tagged += f"[rank {rank}] (a copy is in {copy})\n"
+        except OSError as error:
+            tagged += f"[rank {rank}] (no copy in a file: {error})\n"
     until = time.monotonic() + READ_S
+    # In a thread: nobody may read a full pipe, and the job must still end.
+    writer = threading.Thread(target=_write_streams, args=(tagged,), daemon=True)
+    try:
+        writer.start()
+        writer.join(READ_S)
+    except RuntimeError:  # no new thread can be started
+        _write_streams(tagged)
     while launched and _unread() and time.monotonic() < until:
         time.sleep(0.02)
+    return copy
+
+
+def _write_streams(text: str) -> None:
+    with suppress(OSError, ValueError):  # closed, or its reader is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _keep_text(rank: int, text: str) -> str:
-    """Write ``text`` to a file, beside the recorder's if there is one; return a line that names the file."""
+    """Write ``text`` to a file, beside the recorder's if there is one, and return its path. Raises OSError."""
     recorder = _installed.recorder if _installed is not None else None
-    try:
-        if recorder is None:
-            file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
-        else:
-            path = str(recorder.path.with_suffix(".failed"))
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    if recorder is None:
+        file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
         with os.fdopen(file, "w") as copy:
             copy.write(text)
-    except OSError as error:
-        return f"[rank {rank}] (no copy in a file: {error})\n"
-    return f"[rank {rank}] (a copy is in {path})\n"
+        return path
+    beside = recorder.path.with_suffix(".failed")
+    atomic.write(beside, text)
+    return str(beside)
 
 
 def _unread() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.cli import main
+from hpcdist.cli import run as run_command
 from hpcdist.comm.launch import launchers, mpirun
 
 LIMIT_S = 120.0
@@ -171,3 +172,16 @@ def test_a_program_that_announces_nothing_gets_the_signals_itself(kind: str, cod
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("cause", ["rank-2.txt", "run/recorder/rank-00002.failed"])
+def test_the_first_failure_is_shown_last(cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run/recorder").mkdir(parents=True)
+    texts = {"rank-0.txt": (30, "an echo"), cause: (20, "the cause"), "run/recorder/rank-00001.failed": (9, "old")}
+    for name, (time_ns, text) in texts.items():
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, ns=(time_ns, time_ns))
+    run_command._show_first_failure(tmp_path, str(tmp_path / "run"), began_ns=10)
+    shown = capsys.readouterr().err
+    assert "the first failure (of 2 that failed):\nthe cause" in shown
+    assert "echo" not in shown and "old" not in shown

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,34 @@ failfast.READ_S = 60.0
     (copy,) = tmp_path.iterdir()
     assert copy.name.startswith("hpcdist-rank-2-failed-") and f"a copy is in {copy}" in told
     assert "ZeroDivisionError" in told and told.startswith(copy.read_text())
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_where_stderr_takes_nothing_a_file_has_the_failure_and_the_abort_names_it(stderr: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    source = """
+failfast.READ_S = 0.1
+failfast.install(abort, None, 2, lambda text: print(text, flush=True))
+raise FileNotFoundError(os.fsdecode(b"data-\\xff"))
+"""
+    environment = {**os.environ, **LAUNCHED, "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-c", PREAMBLE + ("os.close(2)" if stderr == "closed" else "") + source]
+    ended = subprocess.run(
+        line, env=environment, stdout=subprocess.PIPE, stderr=writer, text=True, timeout=120, check=False
+    )
+    for end in (reader, writer):
+        os.close(end)
+    (copy,) = tmp_path.iterdir()
+    assert "FileNotFoundError: data-\\udcff" in copy.read_text()
+    title, aborted = ended.stdout.splitlines()
+    assert title.startswith("see ") and len(title) <= failfast.TITLE_BYTES
+    assert str(copy).endswith(title.removeprefix("see ").removeprefix("..."))
+    assert (ended.returncode, aborted) == (1, "abort 1")
 
 
 def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path: Path) -> None:
