@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 
@@ -210,10 +211,7 @@ def _started(pid: Any) -> str:
 
     With it a process is told from a later one with the same number.
     """
-    # proc(5): behind the name in parentheses, which may hold any character, come state (field 3) and so on to
-    # starttime (field 22).
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+    return str(start_ticks(pid) or "") if type(pid) is int else ""
 
 
 def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:

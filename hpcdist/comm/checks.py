@@ -27,6 +27,7 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import REDUCTIONS, Communicator, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
+from hpcdist.reporting.hostlist import format_ranges
 
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
 
@@ -203,21 +204,10 @@ def _difference(name: str, everybody: Sequence[tuple[CollectiveCall, str]]) -> s
     for rank, call_and_site in enumerate(everybody):
         groups.setdefault(call_and_site, []).append(rank)
     lines = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {_rank_list(ranks)}: {call}, at {place}"
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks, ', ')}: {call}, at {place}"
         for (call, place), ranks in groups.items()
     ]
     return (
         f"the ranks of {name} came to one collective with different calls: {'; '.join(lines)}. Every rank must make "
         "the same calls in the same order, on buffers of one size and dtype"
     )
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    """Write ascending numbers with runs as first-last: 0, 2-5."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

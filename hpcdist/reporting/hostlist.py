@@ -12,9 +12,9 @@ MOST_GROUPS: Final = 6  # of nodes with one text that a report shows; the rest i
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 
 
-def format_ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int], separator: str = ",") -> str:
     """Write the ascending (0, 1, 2, 5) as 0-2,5."""
-    return ",".join(_span(first, last) for first, last in _runs(numbers))
+    return separator.join(_span(first, last) for first, last in _runs(numbers))
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:

@@ -25,11 +25,11 @@ from typing import Any, Final
 
 from hpcdist.batch import ledger
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
+from hpcdist.comm.launch.environment import boot_id, process_fields
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import regular
 
 PREFIX: Final = "local-"
-BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _ID: Final = re.compile(PREFIX + r"(\d+)-(\d+)", re.ASCII)
 # Leads the session of the job, waits for its time and for its end, and outlives the signals that are meant for it.
@@ -74,7 +74,7 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
     if bash is None:
         raise MissingCapabilityError("there is no bash on PATH, which runs the jobs of a machine without a scheduler")
     begin_s = 0 if begin is None else math.ceil(begin.timestamp())
-    folder, place = _home(), {"host": socket.gethostname(), "boot": _boot(), "log": os.path.abspath(log)}
+    folder, place = _home(), {"host": socket.gethostname(), "boot": boot_id(), "log": os.path.abspath(log)}
     try:
         with open(log, "ab") as file:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _state_of(
         return SchedulerState.COMPLETED, ""
     if code is not None:
         return (SchedulerState.CANCELLED if (_home() / job / "cancelled").exists() else SchedulerState.FAILED), ""
-    if record.get("boot") != _boot():
+    if record.get("boot") != boot_id():
         if host != socket.gethostname():
             return SchedulerState.UNKNOWN, f"it runs, or ran, on {host}: ask there"
         return SchedulerState.NODE_FAIL, "this machine was started again before the job had ended"
@@ -175,7 +175,7 @@ def cancel(job: str) -> bool:
     record = _job_record(job)
     if record is None:
         raise UsageError(f"{_home()} has no job {job!r}; see `hpcdist jobs status`")
-    before = record.get("boot") != _boot()  # of another machine, or of an earlier start of this one
+    before = record.get("boot") != boot_id()  # of another machine, or of an earlier start of this one
     if before and record.get("host") != socket.gethostname():
         raise MissingCapabilityError(f"{job} runs, or ran, on {record.get('host')}: cancel it there")
     if before or not _alive(job) or _code(job)[0] is not None:
@@ -192,14 +192,6 @@ def _home() -> Path:
     return ledger.registry().parent / "local"
 
 
-def _boot() -> str:
-    """Return which start of this machine this is; "" where Linux does not say."""
-    try:
-        return BOOT.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _pid_and_start(job: str) -> tuple[int, int]:
     """Return the process id and the start of ``job``; it is no id of a job where they are 0."""
     match = _ID.fullmatch(job)
@@ -209,8 +201,7 @@ def _pid_and_start(job: str) -> tuple[int, int]:
 def _stat(pid: int) -> tuple[str, int]:
     """Return the state of process ``pid`` and when it started, in ticks since the boot; "X", 0 where there is none."""
     try:
-        # The name, in brackets, may have anything in it; the state follows, and 19 fields later the start.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = process_fields(pid)
     except OSError:
         return "X", 0
     return fields[0], int(fields[19])

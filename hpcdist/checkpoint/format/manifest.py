@@ -23,8 +23,8 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
-from hpcdist.arrays.piece import Box, Runs, first_gap, runs
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of, name_of
+from hpcdist.arrays.piece import Box, Piece, Runs, first_gap, runs, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pread_all
@@ -59,8 +59,11 @@ class NewerVersionError(StorageError):
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """Stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` are xxh3-128 of each block."""
+class Slot:
+    """Description of a piece: of a tensor of ``shape`` the ``box``, of that the elements ``flat`` (row-major).
+
+    It describes a piece before a byte of it is written; it is small and travels to the rank that writes.
+    """
 
     kind: str
     tensor: str
@@ -68,6 +71,35 @@ class StoredPiece:
     shape: tuple[int, ...]
     box: Box
     flat: tuple[int, int]
+
+    @classmethod
+    def of(cls, piece: Piece) -> "Slot":
+        """Return the slot for ``piece``."""
+        flat = piece.flat.start, piece.flat.stop
+        return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
+
+    def blocks(self) -> list[int]:
+        """Return the bytes of each block of the piece."""
+        return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
+
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
+        # ``flat`` counts within the box: only where it is all of it do the elements have the shape of the box.
+        extent = tuple(stop - start for start, stop in self.box)
+        if Range(*self.flat) != Range(0, math.prod(extent)):
+            return (self.flat[1] - self.flat[0],)
+        return self.shape if self.box == whole_box(self.shape) else extent
+
+
+@dataclass(frozen=True)
+class StoredPiece(Slot):
+    """Stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` are xxh3-128 of each block."""
+
     file: str
     dataset: str
     offset: int
@@ -77,11 +109,6 @@ class StoredPiece:
     def name(self) -> str:
         """Name for errors."""
         return f"{self.kind}/{self.tensor}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the piece in the file."""
-        return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def runs(self) -> Runs:
         """Return the runs of the piece in its tensor."""

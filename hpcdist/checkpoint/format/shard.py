@@ -27,8 +27,8 @@ import xxhash
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, IndexFile, Manifest, StoredPiece
-from hpcdist.checkpoint.format.shard_layout import BlockSource, Slot, dataset_names
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, IndexFile, Manifest, Slot, StoredPiece
+from hpcdist.checkpoint.format.shard_layout import BlockSource, dataset_names
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, virtual
 from hpcdist.hdf5.files import storable
@@ -275,18 +275,7 @@ def write(
         path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens, outside=outside
     )
     entries = [
-        StoredPiece(
-            kind=slot.kind,
-            tensor=slot.tensor,
-            dtype=slot.dtype,
-            shape=slot.shape,
-            box=slot.box,
-            flat=slot.flat,
-            file=name,
-            dataset=dataset,
-            offset=offsets[dataset],
-            digests=tuple(stored.digests),
-        )
+        StoredPiece(**vars(slot), file=name, dataset=dataset, offset=offsets[dataset], digests=tuple(stored.digests))
         for slot, (dataset, stored) in zip(slots, datasets.items(), strict=True)
     ]
     return WrittenShards({name: path.stat().st_size}, entries, {name: outside.hexdigest()})
@@ -317,13 +306,8 @@ def _whole_tensors(entries: Iterable[StoredPiece]) -> dict[str, VirtualDataset]:
         f"{kind}/{tensor}": VirtualDataset(
             parts[0].shape,
             dtype_of(parts[0].dtype),
-            [_virtual_source(part) for part in parts],
+            [VirtualSource(part.file, part.dataset, part.stored_shape(), part.box, part.flat) for part in parts],
             {"dtype": parts[0].dtype},
         )
         for (kind, tensor), parts in by_tensor.items()
     }
-
-
-def _virtual_source(entry: StoredPiece) -> VirtualSource:
-    slot = Slot(entry.kind, entry.tensor, entry.dtype, entry.shape, entry.box, entry.flat)
-    return VirtualSource(entry.file, entry.dataset, slot.stored_shape(), entry.box, entry.flat)

@@ -1,61 +1,21 @@
-"""Layout of a shard: the slot of each piece, and the source of its bytes, block by block.
+"""Layout of a shard: the name of each piece, and the source of its bytes, block by block.
 
-A `Slot` describes a piece before a byte of it is written; it is small and travels to the rank that writes. A
-`BlockSource` yields the bytes of a piece in blocks: from memory of the host or of a GPU, from a file, or from another
+A `BlockSource` yields the bytes of a piece in blocks: from memory of the host or of a GPU, from a file, or from another
 rank, with the next block on its way while one is used.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.dtypes import dtype_of, name_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.gpu import device, staging
-from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
+from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Slot
 from hpcdist.comm.communicator import Communicator
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Description of a piece: of a tensor of ``shape`` the ``box``, of that the elements ``flat`` (row-major)."""
-
-    kind: str
-    tensor: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    flat: tuple[int, int]
-
-    @classmethod
-    def of(cls, piece: Piece) -> "Slot":
-        """Return the slot for ``piece``."""
-        flat = piece.flat.start, piece.flat.stop
-        return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the piece."""
-        return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
-
-    def blocks(self) -> list[int]:
-        """Return the bytes of each block of the piece."""
-        return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
-
-    def stored_shape(self) -> tuple[int, ...]:
-        """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
-        # ``flat`` counts within the box: only where it is all of it do the elements have the shape of the box.
-        extent = tuple(stop - start for start, stop in self.box)
-        if Range(*self.flat) != Range(0, math.prod(extent)):
-            return (self.flat[1] - self.flat[0],)
-        return self.shape if self.box == whole_box(self.shape) else extent
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:

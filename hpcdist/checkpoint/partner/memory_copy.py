@@ -24,7 +24,7 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up, cut
-from hpcdist.checkpoint.format.shard_layout import Slot
+from hpcdist.checkpoint.format.manifest import Slot
 
 BLOCK_BYTES: Final = 1 << 20  # copied and digested at a time: it is then still in the cache (empirical)
 MIN_SCALAR_ROOM: Final = 4096  # for the scalars

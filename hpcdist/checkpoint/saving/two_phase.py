@@ -34,12 +34,11 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.directory import Retention
 from hpcdist.checkpoint.format import manifest, shard
-from hpcdist.checkpoint.format.manifest import StoredPiece
+from hpcdist.checkpoint.format.manifest import Slot, StoredPiece
 from hpcdist.checkpoint.format.shard import WrittenShards
 from hpcdist.checkpoint.format.shard_layout import (
     BlockSource,
     IncomingBlocks,
-    Slot,
     blocks_of,
     first_holders,
     send_blocks,

@@ -83,11 +83,11 @@ DIFFERENT: Final = 2
 
 
 @jit
-def wait_for_word(address: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until the word at ``address`` is at least ``value``, with acquire order; return False after some time."""
+def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
+    """Wait until the counter at ``address`` has reached ``value``; after a time, return False."""
     # First spin, which costs the least time; then offer the core to other ranks; then let Python look for dead ones.
-    # Acquire, against the release store of the writer: its data are visible once its word is.
     left = spins
+    # Acquire, against the release store of the writer: its data are visible once its counter is.
     while load_acquire(address) < value:
         if left > 0:
             pause()
@@ -102,8 +102,8 @@ def wait_for_word(address: int, value: int, spins: int, yields: int) -> bool:
 @jit
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
     """Wait until the flag of every rank has reached ``value``; after a time, return False."""
-    for rank in range(flags.size):  # noqa: SIM110 (compiled)
-        if not wait_for_word(flags[rank] + 8 * word, value, spins, yields):
+    for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
+        if not has_reached(flags[rank] + 8 * word, value, spins, yields):
             return False
     return True
 

@@ -35,14 +35,19 @@ def boot_id() -> str:
         return os.uname().nodename
 
 
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of a process from its state on (field 3 of proc(5)). Raises OSError, also where it has gone."""
+    # "pid (name) state ppid ...": the name may hold anything, what follows the last bracket is regular.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def descendants(pid: int) -> list[int]:
     """Return the living descendants of process ``pid``."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                # "pid (name) state ppid ...": the name may hold blanks and parentheses
-                state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = process_fields(int(entry.name))[:2]
             except OSError:
                 continue  # it has just ended
             if state != "Z":
@@ -63,7 +68,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 def is_stopped(pid: int) -> bool:
     """Whether ``pid`` is stopped (SIGSTOP, SIGTSTP), other than by a debugger."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return process_fields(pid)[0] == "T"
     except OSError:
         return False
 
@@ -82,7 +87,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def parent_of(pid: int) -> int:
     """Return the parent of ``pid``, 0 where it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(process_fields(pid)[1])
     except OSError:
         return 0
 

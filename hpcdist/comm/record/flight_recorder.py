@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
+from hpcdist.comm.launch.environment import process_fields
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
@@ -78,11 +79,10 @@ def size_bytes(capacity: int) -> int:
     return RING + capacity * RECORD.size
 
 
-@dataclass(frozen=True)
-class RecordedEvent:
-    """One operation. Times are wall-clock nanoseconds; ``ended_ns`` is None for an operation that did not end."""
+@dataclass(frozen=True, slots=True)
+class CommunicatorCall:
+    """Call of a communicator. ``peer`` is a rank of it, -1 where there is none; ``site`` is where it was made."""
 
-    index: int
     comm: str
     op: str
     dtype: str
@@ -92,8 +92,6 @@ class RecordedEvent:
     tag: int
     sequence: int
     site: str
-    started_ns: int
-    ended_ns: int | None
 
     @property
     def collective(self) -> bool:
@@ -107,6 +105,15 @@ class RecordedEvent:
         if self.peer >= 0:
             what += f", {'root' if self.collective else 'peer'} {self.peer}"
         return f"{what}, at {self.site}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEvent(CommunicatorCall):
+    """Recorded call. Times are wall-clock nanoseconds; ``ended_ns`` is None for an operation that did not end."""
+
+    index: int
+    started_ns: int
+    ended_ns: int | None
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
         ended = end + offset if end else None
         events.append(
             RecordedEvent(
-                index, comm, op, dtype, count, sent, peer, tag, sequence, texts[SITE][site], start + offset, ended
+                comm, op, dtype, count, sent, peer, tag, sequence, texts[SITE][site], index, start + offset, ended
             )
         )
     return tuple(sorted(events, key=lambda event: event.index))
@@ -257,8 +264,7 @@ def has_ended(pid: int, began: int) -> bool:
 def _process(pid: int) -> tuple[str, int]:
     """Return state and start time; ("", 0) when it has ended. Raises OSError where that cannot be known."""
     try:
-        # The name of the command may contain spaces and brackets: what follows the last bracket is regular.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return "", 0
     return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.comm.launch.environment import boot_id
+from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
 
@@ -80,12 +81,7 @@ def directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 def process_start(pid: int) -> str | None:
     """Return when the process ``pid`` began, in ticks of the kernel; None where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in "ZX" else fields[18]  # a zombie has ended; field 22 of proc(5)
+    return str(start_ticks(pid) or "") or None
 
 
 @contextmanager

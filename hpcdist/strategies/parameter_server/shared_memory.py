@@ -28,7 +28,7 @@ from hpcdist.arrays.intrinsics import store_release
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.node.protocol import LINE_BYTES, wait_for_word
+from hpcdist.collectives.node.protocol import LINE_BYTES, has_reached
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator, Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
@@ -53,7 +53,7 @@ def _samples() -> tuple[int, int]:
 
 _SAMPLE: Final = np.zeros(1, np.int64)
 raise_word.sample(_samples)
-wait_for_word.sample(lambda: (*_samples(), 0, 0))
+has_reached.sample(lambda: (*_samples(), 0, 0))
 
 
 class NodeFlags:
@@ -81,10 +81,10 @@ class NodeFlags:
         MPI progresses meanwhile. Raises CommunicationError when a rank of the node has died.
         """
         address = self._at[rank] + _WORD_BYTES * word
-        if wait_for_word(address, value, self._spins, YIELDS):
+        if has_reached(address, value, self._spins, YIELDS):
             return
         since = time.monotonic()
-        while not wait_for_word(address, value, 0, 1):
+        while not has_reached(address, value, 0, 1):
             self._block.check_alive(since)
             # A server waits as long as a backward takes: the core is for those that compute.
             time.sleep(min(LONGEST_PAUSE_S, PAUSE_SHARE * (time.monotonic() - since)))

@@ -13,9 +13,10 @@ from typing import Final
 
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record import spans as record_spans
-from hpcdist.comm.record.flight_recorder import POINT_TO_POINT, RankRecord
+from hpcdist.comm.record.flight_recorder import CommunicatorCall, RankRecord
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting.hostlist import format_ranges
 
 _NO_SPANS: Final = "the run had telemetry.trace = false, or an earlier version made it"
 NO_STEP: Final = -1
@@ -27,32 +28,18 @@ _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """Recorded call of a communicator on a rank, in ns of one clock. ``peer`` is a rank of the communicator.
+class RecordedCall(CommunicatorCall):
+    """Recorded call on a rank, in ns of one clock.
 
     ``step`` is the one in which it began, `NO_STEP` outside of any that is known. ``is_open``: it had not ended at the
     last heartbeat of the rank, whose time is its ``end_ns`` then.
     """
 
     rank: int
-    comm: str
-    op: str
-    dtype: str
-    count: int
-    sent_bytes: int
-    peer: int
-    tag: int
-    sequence: int
-    site: str
     step: int
     begin_ns: int
     end_ns: int
     is_open: bool = False
-
-    @property
-    def collective(self) -> bool:
-        """Whether all members of the communicator make it."""
-        return self.op not in POINT_TO_POINT
 
     @property
     def behind(self) -> bool:
@@ -209,8 +196,8 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
             continue
         calls.append(
             RecordedCall(
-                record.rank, event.comm, event.op, event.dtype, event.count, event.sent_bytes, event.peer, event.tag,
-                event.sequence, event.site, step, begin, max(begin, end), is_open,
+                event.comm, event.op, event.dtype, event.count, event.sent_bytes, event.peer, event.tag, event.sequence,
+                event.site, record.rank, step, begin, max(begin, end), is_open,
             )
         )  # fmt: skip
     return tuple(calls)
@@ -250,19 +237,9 @@ def select_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tu
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 0-3, 7"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_runs(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(sorted(ranks), ', ')}"
 
 
 def steps_text(steps: Sequence[int]) -> str:
     """Return "step 3", or "steps 5-24"."""
-    return f"step{'s' if len(steps) > 1 else ''} {_runs(steps)}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"step{'s' if len(steps) > 1 else ''} {format_ranges(sorted(steps), ', ')}"

@@ -39,11 +39,11 @@ class Story:
         peer: int = -1,
         comm: str = "world",
     ) -> "Story":
-        kind = RecordedEvent(0, comm, op, "float32", count, 0, peer, 0, 0, "", 0, None).collective
+        kind = RecordedEvent(comm, op, "float32", count, 0, peer, 0, 0, "", 0, 0, None).collective
         sequence = 1 + sum(event.comm == comm and event.collective == kind for event in self.events)
         self.events.append(
             RecordedEvent(
-                len(self.events) + 1, comm, op, "float32", count, 0, peer, 0, sequence, f"train.py:{line} (step)",
+                comm, op, "float32", count, 0, peer, 0, sequence, f"train.py:{line} (step)", len(self.events) + 1,
                 int(start_s * NS), None if end_s is None else int(end_s * NS),
             )
         )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import SchedulerState
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 SLEEP = "touch ready\nfor ((i = 0; i < 600; i++)); do sleep 0.05; done\n"
@@ -123,7 +124,7 @@ def test_another_process_with_the_same_number_is_left_alone(home):
     """The id says when the keeper started, and that is not when this process did."""
     job = f"local-{os.getpid()}-1"
     (home / job).mkdir(parents=True)
-    place = {"host": os.uname().nodename, "boot": local._boot(), "log": "log", "begin_s": 0}
+    place = {"host": os.uname().nodename, "boot": boot_id(), "log": "log", "begin_s": 0}
     (home / job / "job.json").write_text(json.dumps(place))
     assert local.state(job).state == SchedulerState.FAILED
     assert not local.cancel(job) and not (home / job / "cancelled").exists()
