@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from hpcdist.errors import StorageError
+
 SUFFIX: Final = ".new"
 LEFT_S: Final = 3600.0  # an older temporary file belongs to a writer that was killed
 _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
@@ -98,3 +100,11 @@ def sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_folder(file: Path) -> None:
+    """Raise StorageError where ``file`` cannot be written, or replaced, in its folder (local)."""
+    folder = file.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = "may not be written" if folder.is_dir() else "is no directory"
+        raise StorageError(f"{file}: cannot be written: {folder} {reason}")
