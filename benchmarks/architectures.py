@@ -35,9 +35,9 @@ import architectures_report
 from architectures_catalogue import SCENARIOS
 from architectures_study import study
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import HpcdistError
 from hpcdist.planner.cluster import toml_file
+from hpcdist.reporting.figure import check_plot
 from hpcdist.telemetry.provenance import provenance
 
 

@@ -8,8 +8,8 @@ from architectures_catalogue import COUNTS
 from architectures_report import LABELS
 from architectures_study import PARTS, Found, Point
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError
+from hpcdist.reporting.figure import check_plot
 
 BARS: Final = (1024, 16384)
 _STYLE: Final = {  # servers red, allreduce blue, ZeRO green, parts of models purple

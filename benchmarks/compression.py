@@ -37,11 +37,11 @@ import numpy as np
 from compression_file import Records
 from compression_plan import COMMON, CONTENDERS, DENSE, FOUND, Study, Training
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.sweep import results
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import python_path_variables
 from hpcdist.errors import HpcdistError
+from hpcdist.reporting.figure import check_plot
 from hpcdist.telemetry.provenance import provenance
 
 HERE: Final = Path(__file__).resolve().parent

@@ -26,7 +26,7 @@ from hpcdist.arrays.gpu import device
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.bench.step.contenders import cross_entropy, load_torch, torch_twin
-from hpcdist.bench.step.results import StepShape
+from hpcdist.bench.step.request import StepShape
 from hpcdist.errors import HpcdistError, MissingCapabilityError
 from hpcdist.hdf5 import files
 from hpcdist.models.config import ModelConfig

@@ -38,10 +38,10 @@ from large_batch_file import Records
 from large_batch_search import Cell, Ended, Line, Wanted, trials
 from large_batch_tasks import RULES, Task
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.sweep import results
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.reporting.figure import check_plot
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.data import open_source
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 from large_batch_search import Cell
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError
+from hpcdist.reporting.figure import check_plot
 from hpcdist.reporting.units import counted
 
 LAYERWISE: Final = ("lars", "lamb")

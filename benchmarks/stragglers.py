@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.data import report as data_report
+from hpcdist.bench.data import request
 from hpcdist.bench.sweep import results, series
 from hpcdist.bench.sweep.definition import Sweep
 from hpcdist.bench.sweep.results import SweepConfiguration
 from hpcdist.bench.sweep.trial import OK
 from hpcdist.cli.bench.trials import SweepRecipes, remove_leftovers, run_trials, trial_command
+from hpcdist.reporting.figure import check_plot
 
 WORKERS: Final = 4
 FACTOR: Final = 3.0
@@ -36,9 +37,9 @@ CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bsp, 1 backup worker": {"parameter_server.backup_workers": 1},
 }
 SCENARIOS: Final[Mapping[str, Mapping[str, Any]]] = {
-    data_report.CALM: {},
-    "random": data_report.stragglers(range(WORKERS), FACTOR, 1 / 8),
-    "persistent": data_report.stragglers((0,), FACTOR, 1.0),
+    request.CALM: {},
+    "random": request.stragglers(range(WORKERS), FACTOR, 1 / 8),
+    "persistent": request.stragglers((0,), FACTOR, 1.0),
 }
 COMMON: Final = {
     "parallel.strategy": "parameter_server",
@@ -59,7 +60,7 @@ WANTED: Final = (
     ("asp", "random", ("bsp", "random"), 1.35, None),
     ("ssp(3)", "persistent", ("bsp", "persistent"), 0.95, 1.05),
     ("asp", "persistent", ("bsp", "persistent"), 2.2, None),
-    ("bsp, 1 backup worker", "persistent", ("bsp", data_report.CALM), 0.95, None),
+    ("bsp, 1 backup worker", "persistent", ("bsp", request.CALM), 0.95, None),
 )
 
 
@@ -112,8 +113,8 @@ def main() -> None:
         check_plot(options.plot)
     common = {**COMMON, "run.steps": options.steps, "chaos.step_s": options.step_s}
     sweep = Sweep(Path("stragglers"), (WORKERS + 1,), options.repeats, {}, {}, (), ())
-    trials, left_out = data_report.expand(
-        data_report.ExchangeRequest(WORKERS + 1, common, CONTENDERS, SCENARIOS), SweepRecipes(sweep)
+    trials, left_out = request.expand(
+        request.ExchangeRequest(WORKERS + 1, common, CONTENDERS, SCENARIOS), SweepRecipes(sweep)
     )
     if left_out:
         sys.exit("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
@@ -131,7 +132,7 @@ def main() -> None:
         ids = {trial.id for trial in trials}
         found = results.read(path)
         known = results.SweepResults(found.provenance, tuple(one for one in found.configurations if one.id in ids))
-    speeds = {data_report.parts_of(one.name): speed(one, options.transient) for one in known.configurations}
+    speeds = {request.parts_of(one.name): speed(one, options.transient) for one in known.configurations}
     print("\n".join(report(speeds)))
     if options.plot is not None:
         data_report.plot(known, options.plot)

@@ -20,9 +20,10 @@ import numpy as np
 from hpcdist.bench.collectives import results as collectives_results
 from hpcdist.bench.collectives.results import COLD
 from hpcdist.bench.sweep import results
-from hpcdist.bench.sweep.trial import OK
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.table import MISSING, text_of
 
 REGRESSION: Final = "slower"
 IMPROVEMENT: Final = "faster"
@@ -216,12 +217,11 @@ def _sweep(path: Path) -> dict[str, CompareSide]:
     sides = {}
     for configuration in results.read(path).configurations:
         times, sessions = [], []
-        for repeat in configuration.repeats:
-            if repeat.status == OK:
-                step_s = repeat.samples["step_s"][1:]
-                slowest = np.where(np.isnan(step_s), -np.inf, step_s).max(axis=1, initial=-np.inf)
-                times.append(slowest[np.isfinite(slowest)])
-                sessions.append(np.full(len(times[-1]), repeat.number))
+        for repeat in configuration.good:
+            step_s = repeat.samples["step_s"][1:]
+            slowest = np.where(np.isnan(step_s), -np.inf, step_s).max(axis=1, initial=-np.inf)
+            times.append(slowest[np.isfinite(slowest)])
+            sessions.append(np.full(len(times[-1]), repeat.number))
         if sum(map(len, times)):
             name = f"{configuration.name} on {configuration.ranks} ranks"
             sides[name] = CompareSide(np.concatenate(times), np.concatenate(sessions))
@@ -233,50 +233,27 @@ _READERS: Final[Mapping[str, Callable[[Path], dict[str, CompareSide]]]] = {
     results.SCHEMA: _sweep,
 }
 
-_HEAD: Final = ("configuration", "before us", "after us", "ratio", "interval", "n", "verdict")
-
-
-def _cells(comparison: ResultsComparison) -> list[list[str]]:
-    return [
-        [
-            change.name,
-            *_figures(change),
-            f"{change.iterations[0]}/{change.iterations[1]}",
-            change.verdict + (" (reference)" if change.reference else ""),
-        ]
-        for change in comparison.changes
-    ]
-
-
-def _figures(change: MedianChange) -> list[str]:
-    if change.ratio is None or change.before_s is None or change.after_s is None:
-        return ["-"] * 4
-    times = [f"{1e6 * seconds:,.1f}" for seconds in (change.before_s, change.after_s)]
-    return [*times, f"{change.ratio:.3f}", f"{change.low:.3f} - {change.high:.3f}"]
+_COLUMNS: Final[text_table.Columns[MedianChange]] = (
+    ("configuration", lambda change: change.name),
+    ("before us", lambda change: text_of(change.before_s, ",.1f", 1e-6)),
+    ("after us", lambda change: text_of(change.after_s, ",.1f", 1e-6)),
+    ("ratio", lambda change: text_of(change.ratio, ".3f")),
+    ("interval", lambda change: MISSING if change.low is None else f"{change.low:.3f} - {change.high:.3f}"),
+    ("n", lambda change: f"{change.iterations[0]}/{change.iterations[1]}"),
+    ("verdict", lambda change: change.verdict + (" (reference)" if change.reference else "")),
+)
 
 
 def text(comparison: ResultsComparison) -> str:
     """Return the table as lines for people, the largest slowdown first, and below what only one file has."""
-    cells = [list(_HEAD), *_cells(comparison)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
-    left = (0, len(_HEAD) - 1)
-    lines = [
-        "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
-        for row in cells
-    ]
+    lines = text_table.aligned(text_table.rows_of(_COLUMNS, comparison.changes), (0, -1))
     return "\n".join([*lines, *_below(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
     """Return the table as Markdown."""
-    marks = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
-    body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(comparison)]
-    return "\n".join(
-        [
-            *("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)),
-            *(f"\n{line}" for line in _below(comparison)),
-        ]
-    )
+    lines = text_table.markdown(text_table.rows_of(_COLUMNS, comparison.changes))
+    return "\n".join([*lines, *(f"\n{line}" for line in _below(comparison))])
 
 
 def _below(comparison: ResultsComparison) -> list[str]:

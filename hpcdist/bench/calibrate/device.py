@@ -6,7 +6,6 @@ quartile of several rounds, in which all sizes take turns: other processes make 
 It is that of the slowest rank. The dataclasses of all points of a calibration are here, those of links included.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.bench.step.run import TimedRun
+from hpcdist.bench.timing import without_collection
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import UsageError
@@ -271,9 +271,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
     clock = time.perf_counter
     for call in calls if works else ():
         call()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         comm.barrier()
         end_s = clock() + seconds
         while works and len(taken) < MOST_ROUNDS and (len(taken) < LEAST_ROUNDS or clock() < end_s):
@@ -283,9 +281,6 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
                 call()
                 row.append(clock() - begin_s)
             taken.append(row)
-    finally:
-        if collecting:
-            gc.enable()
     comm.barrier()
     own = np.zeros((2, len(calls)))
     if works:

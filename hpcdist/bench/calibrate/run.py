@@ -29,8 +29,8 @@ from hpcdist.bench.calibrate.device import (
     CalibrationRequest,
     ModelPoint,
 )
+from hpcdist.bench.output_file import ResultsFormat
 from hpcdist.comm.communicator import Communicator
-from hpcdist.hdf5 import files
 
 MINUTE_S: Final = 60.0
 LEAST_S: Final = 30.0  # of measuring, below which an average over a minute does not tell it from what was before
@@ -109,54 +109,40 @@ def _worst(loads: Sequence[tuple[float, str, LoadSample]]) -> str:
     return "" if worst is None else f"{worst[1]} where {worst[2].own} are ranks of this calibration"
 
 
-SCHEMA: Final = "hpcdist.calibration"
-VERSION: Final = 1
+FORMAT: Final = ResultsFormat("hpcdist.calibration", 1)
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
     """Write a new file, as a whole or not at all. Raises StorageError."""
-    with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update(
-            {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds, "NX_class": "NXroot"}
-        )
-        file.attrs["busy"] = calibration.busy
+    about = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
+    with FORMAT.edit(path, {**about, "busy": calibration.busy}) as file:
         for dtype, points in calibration.products.items():
-            _table(
-                file.create_group(f"products/{dtype}"),
-                {
-                    "m": [point.m for point in points],
-                    "k": [point.k for point in points],
-                    "n": [point.n for point in points],
-                },
-                [point.seconds for point in points],
-            )
-        _table(
-            file.create_group("moves"),
-            {
-                "operation": [point.operation for point in calibration.moves],
-                "bytes": [point.nbytes for point in calibration.moves],
-            },
-            [point.seconds for point in calibration.moves],
-        )
+            _table(file.create_group(f"products/{dtype}"), _columns(points, m="m", k="k", n="n"), _seconds(points))
+        moves = calibration.moves
+        _table(file.create_group("moves"), _columns(moves, operation="operation", bytes="nbytes"), _seconds(moves))
         for number, model in enumerate(calibration.models):
             group = file.create_group(f"models/{number}")
             shape = {name: value for name, value in asdict(model.config).items() if value is not None}
-            group.attrs.update({**shape, "context": model.context, "samples": model.samples})
-            group.attrs.update({"parameters": model.parameters, "operations": model.operations})
+            names = ("context", "samples", "parameters", "operations")
+            group.attrs.update({**shape, **{name: getattr(model, name) for name in names}})
             rows = [(point.kind, way, getattr(point, way)) for point in model.kinds for way in ("forward", "backward")]
             rows += [("norm", "step", model.norm), ("update", "step", model.update), ("all", "step", model.step)]
-            _table(group, {"kind": [row[0] for row in rows], "way": [row[1] for row in rows]}, [row[2] for row in rows])
-        _table(
-            file.create_group("messages"),
-            {name: [getattr(point, name) for point in calibration.links] for name in ("level", "nbytes", "border")},
-            [point.seconds for point in calibration.links],
-        )
-        names = ("operation", "algorithm", "level", "ranks", "nbytes", "border")
-        _table(
-            file.create_group("collectives"),
-            {name: [getattr(point, name) for point in calibration.collectives] for name in names},
-            [BusySeconds(point.seconds, point.seconds) for point in calibration.collectives],
-        )
+            kinds, ways, seconds = map(list, zip(*rows, strict=True))
+            _table(group, {"kind": kinds, "way": ways}, seconds)
+        links, collectives = calibration.links, calibration.collectives
+        both = {"level": "level", "nbytes": "nbytes", "border": "border"}
+        _table(file.create_group("messages"), _columns(links, **both), _seconds(links))
+        columns = _columns(collectives, operation="operation", algorithm="algorithm", ranks="ranks", **both)
+        _table(file.create_group("collectives"), columns, [BusySeconds(of.seconds, of.seconds) for of in collectives])
+
+
+def _columns(points: Sequence[Any], **fields: str) -> dict[str, list[Any]]:
+    """Return the columns of a table: the ``fields`` of points by the name of the column."""
+    return {name: [getattr(point, field) for point in points] for name, field in fields.items()}
+
+
+def _seconds(points: Sequence[Any]) -> list[BusySeconds]:
+    return [point.seconds for point in points]
 
 
 def _table(group: Any, columns: Mapping[str, Sequence[Any]], seconds: Sequence[BusySeconds]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from hpcdist.bench.timing import slowest_s
 from hpcdist.collectives import allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies import daly_interval
@@ -111,17 +112,17 @@ def run(
     """Measure ``rounds`` saves after one that does not count. Collective over ``comm``."""
     work, steps, followers = SteadyWork(comm, step_s), SavingSteps(), 8
     for number in range(rounds + 1):
-        plain = [_timed(comm, lambda: work.step(np.zeros(2))) for _ in range(max(8, min(followers, 50)))]
+        plain = [slowest_s(comm, lambda: work.step(np.zeros(2))) for _ in range(max(8, min(followers, 50)))]
         begin = time.perf_counter()
 
         def saving() -> None:
             work.step(np.zeros(2))
             saver.begin()
 
-        first = _timed(comm, saving)
+        first = slowest_s(comm, saving)
         beside: list[float] = []
         while saver.is_busy and len(beside) < MOST_FOLLOWERS:
-            beside.append(_timed(comm, lambda: saver.settle(work.step(saver.numbers()))))
+            beside.append(slowest_s(comm, lambda: saver.settle(work.step(saver.numbers()))))
         followers = len(beside)
         if number:
             steps.plain_s += plain
@@ -131,11 +132,3 @@ def run(
         if comm.rank == 0:
             say(f"save {number + 1} of {rounds + 1}: {followers} steps beside it")
     return steps
-
-
-def _timed(comm: Communicator, call: Callable[[], object]) -> float:
-    """Return the time of the slowest rank. Collective."""
-    comm.barrier()
-    begin = time.perf_counter()
-    call()
-    return max(comm.allgather_object(time.perf_counter() - begin))

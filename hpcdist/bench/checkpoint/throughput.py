@@ -8,8 +8,7 @@ A time is that of the slowest rank, from a barrier to its end. What makes the co
 - All read into the memory that they wrote from, whose pages exist. PyTorch's reader allocates memory of its own first,
   as it does for every user.
 - What is read lies in the page cache (as after the death of one rank), or on the disk alone (as in a new job), where
-the
-  kernel was told to drop it; the same files are read both ways, in this order.
+  the kernel was told to drop it; the same files are read both ways, in this order.
 - What is written is removed between two turns, with a sync, outside of the timed part. The order of turns is drawn anew
   in each round, so that a slow minute of the machine affects all contenders.
 - Every reader must return the same bits: compared after every read, outside of the timed part.
@@ -25,9 +24,9 @@ The results file has the time of every round on every rank:
 import importlib.util
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,9 +35,11 @@ import xxhash
 
 from hpcdist.arrays.ranges import split
 from hpcdist.bench.checkpoint.background import SavingSteps
+from hpcdist.bench.output_file import ResultsFormat, SampleColumn, check_on_all_ranks, write_samples
+from hpcdist.bench.timing import own_s
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files
+from hpcdist.reporting.table import aligned
 
 OURS: Final = "hpcdist"
 CACHE: Final = "cache"  # of pages
@@ -103,12 +104,12 @@ def run(
         for turn in order.permutation(len(contenders)):
             contender, folder = contenders[turn], wanted.directory / f"{contenders[turn].name}-{number}"
             _make(comm, folder)
-            times[0, number, turn] = _timed(comm, contender.write, folder)
+            times[0, number, turn] = own_s(comm, partial(contender.write, folder))
             for k, source in enumerate(wanted.reads, start=1):
                 _settle(comm, folder, source)
                 for array in state.values():
                     array.fill(0)
-                times[k, number, turn] = _timed(comm, contender.read, folder)
+                times[k, number, turn] = own_s(comm, partial(contender.read, folder))
                 right = comm.allgather_object(_digest(state) == expected)
                 if not all(right):
                     raise StorageError(f"{contender.name}: rank {right.index(False)} read other bits than it wrote")
@@ -122,13 +123,6 @@ def run(
         )
         for k, contender in enumerate(contenders)
     ]
-
-
-def _timed(comm: Communicator, call: Callable[[Path], object], folder: Path) -> float:
-    comm.barrier()
-    begin = time.perf_counter()
-    call(folder)
-    return time.perf_counter() - begin
 
 
 def _digest(state: State) -> str:
@@ -168,18 +162,19 @@ def _remove(comm: Communicator, folder: Path) -> None:
 
 def check_space(comm: Communicator, directory: Path, nbytes: int) -> None:
     """Raise StorageError, on all ranks, where ``directory`` has no room for ``nbytes`` twice. Collective."""
-    error = ""
-    if comm.rank == 0:
+    cure = "choose another --directory, or fewer --bytes"
+
+    def check() -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             space = os.statvfs(directory)
-            if space.f_bavail * space.f_frsize < 2 * nbytes:
-                error = f"{directory} has {space.f_bavail * space.f_frsize} bytes, {2 * nbytes} are needed"
-        except OSError as failure:
-            error = f"{directory} cannot be written: {failure.strerror}"
-    error = comm.broadcast_object(error)
-    if error:
-        raise StorageError(f"{error}; choose another --directory, or fewer --bytes")
+        except OSError as error:
+            raise StorageError(f"{directory} cannot be written: {error.strerror}; {cure}") from error
+        free = space.f_bavail * space.f_frsize
+        if free < 2 * nbytes:
+            raise StorageError(f"{directory} has {free} bytes, {2 * nbytes} are needed; {cure}")
+
+    check_on_all_ranks(comm, check)
 
 
 def figures(samples: Sequence[CheckpointSamples], nbytes: int) -> dict[str, Any]:
@@ -208,13 +203,13 @@ def figures(samples: Sequence[CheckpointSamples], nbytes: int) -> dict[str, Any]
 
 def text(by_operation: dict[str, Any]) -> str:
     """Return the table of the `figures`."""
-    lines = [f"{'':<21}{'who':<10}{'median ms':>10}{'GB/s':>8}   hpcdist's speed over it (quartiles)"]
-    for what, rows in by_operation.items():
-        for name, row in rows.items():
+    rows = [["", "who", "median ms", "GB/s", "hpcdist's speed over it (quartiles)"]]
+    for what, figures_by_name in by_operation.items():
+        for name, row in figures_by_name.items():
             low, high = row["ratio_quartiles"]
             over = "" if name == OURS else f"{row['ratio']:.2f}x ({low:.2f} - {high:.2f})"
-            lines.append(f"{what:<21}{name:<10}{1e3 * row['median_s']:>10.1f}{row['bytes_per_s'] / 1e9:>8.2f}   {over}")
-    return "\n".join(lines)
+            rows.append([what, name, f"{1e3 * row['median_s']:.1f}", f"{row['bytes_per_s'] / 1e9:.2f}", over])
+    return "\n".join(aligned(rows, (0, 1, -1)))
 
 
 RAW: Final = "raw"
@@ -267,14 +262,6 @@ def torch_missing() -> str:
     return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
 
 
-def torch_begin(comm: Communicator, folder: Path) -> None:
-    """Let the ranks find each other in ``folder``, as PyTorch has it. Collective, once in a process."""
-    import torch.distributed as group
-
-    place = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
-    group.init_process_group("gloo", init_method=f"file://{place}", rank=comm.rank, world_size=comm.size)
-
-
 def torch_checkpoint(comm: Communicator, state: State) -> CheckpointContender:
     """Return PyTorch's distributed checkpoint as a contender (local)."""
     import torch as module
@@ -292,34 +279,24 @@ def torch_checkpoint(comm: Communicator, state: State) -> CheckpointContender:
     return CheckpointContender(TORCH, write, read)
 
 
-SCHEMA: Final = "hpcdist.checkpoint_benchmark"
-VERSION: Final = 2
+FORMAT: Final = ResultsFormat("hpcdist.checkpoint_benchmark", 2)
 
 
 def write_results(
     path: Path, measured: Mapping[int, tuple[Sequence[CheckpointSamples], SavingSteps | None]], about: Mapping[str, Any]
 ) -> None:
     """Write a new file of what was ``measured`` for each number of bytes. Raises StorageError."""
-    with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update({**about, "NX_class": "NXroot"})
+    with FORMAT.edit(path, about) as file:
         for nbytes, (contenders, beside) in measured.items():
             for samples in contenders:
-                _contender(file.create_group(f"{nbytes}/contenders/{samples.name}"), samples)
+                columns = {"write_s": (samples.write_s, _declared("on the disk"))}
+                columns |= {f"read_{name}_s": (of, _declared("in memory")) for name, of in samples.reads_s.items()}
+                write_samples(file.create_group(f"{nbytes}/contenders/{samples.name}"), columns)
             if beside is not None:
                 group = file.create_group(f"{nbytes}/beside")
                 for name, values in asdict(beside).items():
                     group.create_dataset(name, data=np.array(values)).attrs["units"] = "s"
 
 
-def _contender(group: Any, samples: CheckpointSamples) -> None:
-    group.attrs.update({"NX_class": "NXdata", "signal": "write_s", "axes": ["round", "rank"]})
-    rounds, ranks = samples.write_s.shape
-    group.create_dataset("round", data=np.arange(rounds)).make_scale("round")
-    group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
-    times = {"write_s": (samples.write_s, "until all is on the disk")}
-    times |= {f"read_{name}_s": (values, "until all is in memory") for name, values in samples.reads_s.items()}
-    for name, (values, meaning) in times.items():
-        dataset = group.create_dataset(name, data=values)
-        dataset.attrs.update({"units": "s", "long_name": f"from a barrier {meaning}"})
-        dataset.dims[0].attach_scale(group["round"])
-        dataset.dims[1].attach_scale(group["rank"])
+def _declared(where: str) -> SampleColumn:
+    return SampleColumn(f"from a barrier until all is {where}", "round", "rank")

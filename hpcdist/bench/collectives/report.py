@@ -1,11 +1,6 @@
-"""Report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size.
+"""Report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size."""
 
-`check_plot` and `check_folder` are used by all pictures of `hpcdist.bench`: they refuse a file that cannot be written
-before anything is measured for it.
-"""
-
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +16,11 @@ from hpcdist.bench.collectives.results import (
     CollectivesResults,
     bus_factor,
 )
-from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.errors import UsageError
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import MISSING, text_of
 
-MISSING: Final = "-"
 WRONG: Final = "WRONG RESULT"
 
 
@@ -100,18 +97,9 @@ def _row(configuration: CollectivesConfiguration, native_s: float | None) -> Col
     skew = configuration.start_s.max(axis=1)
     moved = key.bytes / median if key.ranks > 1 and not configuration.reference else None
     return CollectivesRow(
-        op=key.op,
-        dtype=key.dtype,
-        ranks=key.ranks,
-        nodes=key.nodes,
-        bytes=key.bytes,
-        algorithm=key.algorithm,
-        buffers=key.buffers,
+        **asdict(key),
         label=key.label,
-        implementation=key.implementation,
-        mpi_library=key.mpi_library,
         reference=configuration.reference,
-        cache=key.cache,
         iterations=len(times),
         median_s=median,
         quartiles_s=(low, high),
@@ -125,54 +113,35 @@ def _row(configuration: CollectivesConfiguration, native_s: float | None) -> Col
     )
 
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[CollectivesRow], str]], ...]] = (
+_COLUMNS: Final[text_table.Columns[CollectivesRow]] = (
     ("op", lambda row: row.op),
     ("dtype", lambda row: row.dtype),
     ("ranks", lambda row: str(row.ranks)),
     ("bytes", lambda row: str(row.bytes)),
     ("algorithm", lambda row: row.label),
-    ("median us", lambda row: _form(row.median_s, 1e-6, ",.1f")),
-    (
-        "(quartiles)",
-        lambda row: f"({_form(row.quartiles_s[0], 1e-6, ',.1f')} - {_form(row.quartiles_s[1], 1e-6, ',.1f')})",
-    ),
-    ("p95", lambda row: _form(row.p95_s, 1e-6, ",.1f")),
+    ("median us", lambda row: _us(row.median_s)),
+    ("(quartiles)", lambda row: f"({_us(row.quartiles_s[0])} - {_us(row.quartiles_s[1])})"),
+    ("p95", lambda row: _us(row.p95_s)),
     ("n", lambda row: str(row.iterations)),
-    ("x native", lambda row: _form(row.x_native, 1.0, ".2f")),
-    ("alg GB/s", lambda row: _form(row.algorithm_bandwidth, 1e9, ".3f")),
-    ("bus GB/s", lambda row: _form(row.bus_bandwidth, 1e9, ".3f")),
+    ("x native", lambda row: text_of(row.x_native, ".2f")),
+    ("alg GB/s", lambda row: text_of(row.algorithm_bandwidth, ".3f", 1e9)),
+    ("bus GB/s", lambda row: text_of(row.bus_bandwidth, ".3f", 1e9)),
 )
-_TEXTS: Final = ("op", "dtype", "algorithm")
+_TEXTS: Final = (0, 1, 4)
 
 
-def _form(value: float | None, scale: float, form: str) -> str:
-    return MISSING if value is None else format(value / scale, form)
-
-
-def _cells(table: Sequence[CollectivesRow]) -> list[list[str]]:
-    body = []
-    for row in table:
-        shown = [show(row) for _, show in _COLUMNS]
-        body.append([*shown[:5], WRONG, *[MISSING] * (len(shown) - 6)] if row.wrong else shown)
-    return body
+def _us(seconds: float) -> str:
+    return text_of(seconds, ",.1f", 1e-6)
 
 
 def text(table: Sequence[CollectivesRow]) -> str:
     """Return the table as lines for people, an empty line between sizes."""
-    cells = [[name for name, _ in _COLUMNS], *_cells(table)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
-    left = [name in _TEXTS for name, _ in _COLUMNS]
-    lines = [
-        "  ".join(f"{cell:{'<' if left[n] else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
-        for row in cells
-    ]
-    shown = [lines[0]]
-    for number, (row, line) in enumerate(zip(table, lines[1:], strict=True)):
-        before = table[number - 1] if number else row
-        if (row.op, row.dtype, row.ranks, row.bytes) != (before.op, before.dtype, before.ranks, before.bytes):
-            shown.append("")
-        shown.append(line)
-    return "\n".join(shown)
+    cells = text_table.rows_of(_COLUMNS, table)
+    for row, line in zip(table, cells[1:], strict=True):
+        if row.wrong:  # its times mean nothing
+            line[5:] = [WRONG, *[MISSING] * (len(line) - 6)]
+    lines = text_table.aligned(cells, _TEXTS)
+    return "\n".join(text_table.spaced(lines, [(row.op, row.dtype, row.ranks, row.bytes) for row in table]))
 
 
 def notes(table: Sequence[CollectivesRow]) -> list[str]:
@@ -202,49 +171,21 @@ def jsonable(results: CollectivesResults) -> dict[str, Any]:
     }
 
 
-def check_plot(file: Path) -> Any:
-    """Return matplotlib's module of figures, if it is there and can write a file of this name and place (local).
-
-    Raises MissingCapabilityError, UsageError, StorageError.
-    """
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
-    known = figure.Figure().canvas.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in known:
-        raise UsageError(f"{file}: matplotlib writes no such files; choose an ending from {', '.join(sorted(known))}")
-    check_folder(file)
-    return figure
-
-
-def check_folder(file: Path) -> None:
-    """Raise StorageError where ``file`` cannot be written, or replaced, in its folder (local)."""
-    folder = file.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise StorageError(f"{file}: cannot be written: {folder} is missing or may not be written")
-
-
 def plot(table: Sequence[CollectivesRow], file: Path) -> None:
     """Draw time and bus bandwidth against the size, one line an algorithm, a row of panels for each operation.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    figures = check_plot(file)
     good = [row for row in table if not row.wrong]
     panels = list(dict.fromkeys((row.op, row.dtype, row.ranks) for row in good))
     if not panels:
         raise UsageError("nothing was measured well, so there is nothing to plot")
     lines = max(len({row.label for row in good if (row.op, row.dtype, row.ranks) == panel}) for panel in panels)
-    figure = figures.Figure(figsize=(15, max(4.5, 0.18 * lines + 1) * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), 2, squeeze=False)
-    for (left, right), panel in zip(axes, panels, strict=True):
-        _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
-        left.set_title(f"{panel[0]}, {panel[1]}, {panel[2]} ranks", fontsize=10)
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, 15, max(4.5, 0.18 * lines + 1) * len(panels)) as figure:
+        axes = figure.subplots(len(panels), 2, squeeze=False)
+        for (left, right), panel in zip(axes, panels, strict=True):
+            _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
+            left.set_title(f"{panel[0]}, {panel[1]}, {panel[2]} ranks", fontsize=10)
 
 
 def _lines(left: Any, right: Any, table: Sequence[CollectivesRow]) -> None:

@@ -21,23 +21,22 @@ S / t is the algorithm bandwidth. Bus bandwidth is what an ideal network would s
         session                   (iteration): number of the process that measured, where several took turns
         time_s, start_s           (iteration, rank)
 
-Configurations are appended when they have been measured, all or nothing (`hpcdist.hdf5.files.edit`): a process that
-is killed loses those under way. A configuration that exists already is extended.
+Configurations are appended when they have been measured; one that exists already is extended.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5 import files
+from hpcdist.bench import output_file
+from hpcdist.bench.output_file import ResultsFormat, SampleColumn
+from hpcdist.errors import UsageError
 from hpcdist.reporting.units import parse_bytes
 
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -49,22 +48,9 @@ _SIZE: Final = r"\d+[KMG]?"
 _TOKEN: Final = re.compile(rf"({_SIZE})(?:-({_SIZE})(?:\s*x(\d+))?)?(?:\s*,\s*|\s+|$)", re.IGNORECASE)
 RANGE_FACTOR: Final = 2
 SCHEMA: Final = "hpcdist.collectives"
-VERSION: Final = 1
-CONFIGURATIONS: Final = "configurations"
+FORMAT: Final = ResultsFormat(SCHEMA, 1, "configurations")
 OURS: Final = "hpcdist"
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
-_CHUNK: Final = 512
-_OF_A_MEASUREMENT: Final = ("reference", "slots", "verified", "wrong")
-_WIDE: Final = ("time_s", "start_s")
-_MEANINGS: Final = {
-    "iteration": ("1", "number of the iteration"),
-    "session": ("1", "number of the process that measured it"),
-    "time_s": ("s", "time from the barrier to the end of the call"),
-    "start_s": (
-        "s",
-        "begin after that of the first rank, which is the skew of the barrier; NaN without a common clock",
-    ),
-}
+_START: Final = "begin after that of the first rank, which is the skew of the barrier; NaN without a common clock"
 
 
 @dataclass(frozen=True)
@@ -142,18 +128,6 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
     return expanded
 
 
-def choice(what: str, names: Sequence[str], known: Iterable[str], among: str = "") -> tuple[str, ...]:
-    """Return ``names`` without doubles. Raises UsageError, which lists the valid ones, for one that is not known.
-
-    ``among`` says of what the valid ones are.
-    """
-    valid = list(known)
-    for name in names:
-        if name not in valid:
-            raise UsageError(f"{what} {name!r} is unknown{among}; choose from {', '.join(valid)}")
-    return tuple(dict.fromkeys(names))
-
-
 def cells(wanted: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
     """Return the cells in the order in which they are measured, the same on all ranks, and what was rounded (local).
 
@@ -221,9 +195,9 @@ class CollectivesConfiguration:
     slots: int
     verified: int
     wrong: str
-    time_s: np.ndarray  # (iteration, rank)
-    start_s: np.ndarray
-    session: np.ndarray  # (iteration,)
+    time_s: Annotated[np.ndarray, SampleColumn("time from the barrier to the end of the call", "iteration", "rank")]
+    start_s: Annotated[np.ndarray, SampleColumn(_START, "iteration", "rank")]
+    session: Annotated[np.ndarray, SampleColumn("number of the process that measured it", "iteration", units="1")]
 
     @property
     def slowest_s(self) -> np.ndarray:
@@ -241,79 +215,27 @@ class CollectivesResults:
     configurations: tuple[CollectivesConfiguration, ...]
 
 
-@contextmanager
-def _edited(path: Path, provenance: Mapping[str, Any]) -> Iterator[Any]:
-    new = not path.exists()
-    with files.edit(path, SCHEMA, VERSION) as file:
-        if new:
-            file.attrs.update({**provenance, "NX_class": "NXroot"})
-            file.create_group(CONFIGURATIONS).attrs["NX_class"] = "NXentry"
-        yield file
-
-
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
     """Put ``configurations`` into the file at ``path``, made with ``provenance`` when missing. Raises StorageError.
 
     Sessions are numbered on from those that a configuration has already.
     """
-    with _edited(path, provenance) as file:
-        groups = file[CONFIGURATIONS]
+    with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
-            if configuration.key.id in groups:
-                _extend(groups[configuration.key.id], configuration)
-            else:
-                _create(groups.create_group(configuration.key.id), configuration)
-
-
-def _create(group: Any, configuration: CollectivesConfiguration) -> None:
-    attributes = {**asdict(configuration.key), **{name: getattr(configuration, name) for name in _OF_A_MEASUREMENT}}
-    group.attrs.update({**attributes, "NX_class": "NXdata", "signal": "time_s", "axes": ["iteration", "rank"]})
-    iterations, ranks = configuration.time_s.shape
-    group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
-    columns = {
-        "iteration": np.arange(iterations),
-        "session": configuration.session,
-        **{n: getattr(configuration, n) for n in _WIDE},
-    }
-    for name, values in columns.items():
-        chunks = (_CHUNK,) if values.ndim == 1 else (_CHUNK, min(ranks, 64))
-        dataset = group.create_dataset(
-            name, data=values, maxshape=(None, *values.shape[1:]), chunks=chunks, compression="gzip", shuffle=True
-        )
-        units, meaning = _MEANINGS[name]
-        dataset.attrs.update({"units": units, "long_name": meaning})
-    group["rank"].attrs.update({"units": "1", "long_name": "rank in the world"})
-    group["iteration"].make_scale("iteration")
-    group["session"].dims[0].attach_scale(group["iteration"])
-    for name in _WIDE:
-        group[name].dims[0].attach_scale(group["iteration"])
-        group[name].dims[1].attach_scale(group["rank"])
-
-
-def _extend(group: Any, configuration: CollectivesConfiguration) -> None:
-    before = group["time_s"].shape[0]
-    after = before + len(configuration.time_s)
-    first = int(group["session"][:].max(initial=-1)) + 1
-    for name, values in {
-        "session": configuration.session + first,
-        **{n: getattr(configuration, n) for n in _WIDE},
-    }.items():
-        group[name].resize(after, axis=0)
-        group[name][before:] = values
-    group["iteration"].resize(after, axis=0)
-    group["iteration"][...] = np.arange(after)
-    group.attrs["verified"] = int(group.attrs["verified"]) + configuration.verified
-    group.attrs["wrong"] = str(group.attrs["wrong"]) or configuration.wrong
+            if configuration.key.id not in groups:
+                output_file.write_record(groups.create_group(configuration.key.id), configuration, grows=True)
+                continue
+            group = groups[configuration.key.id]
+            first = int(group["session"][:].max(initial=-1)) + 1
+            output_file.extend_record(group, replace(configuration, session=configuration.session + first))
+            group.attrs["verified"] = int(group.attrs["verified"]) + configuration.verified
+            group.attrs["wrong"] = str(group.attrs["wrong"]) or configuration.wrong
 
 
 def read(path: Path) -> CollectivesResults:
     """Read a results file. Raises StorageError."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
-            configurations = [_configuration(group) for group in file[CONFIGURATIONS].values()]
-        except files.FAILURES as error:
-            raise StorageError(f"{path}: is damaged: {error}") from error
+    with FORMAT.read(path) as (provenance, groups):
+        configurations = [output_file.read_record(group, CollectivesConfiguration) for group in groups.values()]
     return CollectivesResults(
         provenance, tuple(sorted(configurations, key=lambda configuration: _place(configuration.key)))
     )
@@ -321,14 +243,3 @@ def read(path: Path) -> CollectivesResults:
 
 def _place(key: ConfigurationKey) -> tuple[Any, ...]:
     return (key.op, key.dtype, key.ranks, key.bytes, key.implementation, key.algorithm, key.buffers)
-
-
-def _configuration(group: Any) -> CollectivesConfiguration:
-    attributes = group.attrs
-    key = ConfigurationKey(**{entry.name: _plain(attributes[entry.name]) for entry in fields(ConfigurationKey)})
-    measured = {name: _plain(attributes[name]) for name in _OF_A_MEASUREMENT}
-    return CollectivesConfiguration(key, **measured, **{name: group[name][...] for name in (*_WIDE, "session")})
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -6,7 +6,6 @@ own time, so the figure includes the skew of the barrier; on one node, where the
 recorded beside it.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from hpcdist.bench.collectives.results import (
     ConfigurationKey,
     cells,
 )
+from hpcdist.bench.timing import without_collection
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
@@ -94,15 +94,10 @@ class CellTiming:
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
-        collecting = gc.isenabled()
-        gc.disable()  # a collection would fall into the time of one of the contenders
-        try:
+        with without_collection():
             self._rounds(limits.warmup, order)
             self._rows.clear()
             self._until_enough(limits, order)
-        finally:
-            if collecting:
-                gc.enable()
         for name in self._pools:
             self._verify(name)
         return self._gather()

@@ -1,120 +1,28 @@
-"""Request and report of a comparison of exchanges: contenders and scenarios; table, JSON, and losses over time.
-
-A contender is a set of recipe keys, one for every way in which replicas turn gradients into parameters; it is measured
-in a calm scenario and with stragglers. A contender that this version, or the number of ranks, refuses is left out, and
-the table says why. One contender in one scenario is one configuration of a sweep (`hpcdist.bench.sweep.definition`),
-whose name is the two.
+"""Report of a comparison of exchanges: table, JSON, and losses over time.
 
 Workers may be at different steps, and finish them at different times. So the speed of a run is the mean over its
 workers, of each over its own steps without the first, which compiles: W workers that run together make as many steps,
 of 1/W of a batch each.
 """
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.collectives.report import check_plot
+from hpcdist.bench.data.request import CALM, parts_of
 from hpcdist.bench.sweep import report
-from hpcdist.bench.sweep.definition import RecipeResolver, SweepTrial
-from hpcdist.bench.sweep.report import MISSING
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
-from hpcdist.bench.sweep.trial import OK
-from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, HpcdistError, StorageError, UsageError
+from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, UsageError
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
 
-_SERVED: Final = {"parallel.strategy": "parameter_server"}
-_COLOCATED: Final = {**_SERVED, "parameter_server.placement": "colocated"}
-_BEHIND: Final = {"communication.overlap": "thread"}
-
-
-def _of(strategy: str, **zero: Any) -> dict[str, Any]:
-    """Return the keys of a strategy, with keys of the section zero."""
-    return {"parallel.strategy": strategy, **{f"zero.{key}": value for key, value in zero.items()}}
-
-
-CONTENDERS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "allreduce": _of("allreduce"),
-    "allreduce, overlapped": {**_of("allreduce"), **_BEHIND},
-    "allreduce, delayed": {**_of("allreduce"), **_BEHIND, "communication.delayed": True},
-    "allreduce, shared memory": {**_of("allreduce"), "communication.algorithm": "node_shared"},
-    "zero1": _of("zero1"),
-    "zero1, overlapped": {**_of("zero1"), **_BEHIND},
-    "zero2": _of("zero2"),
-    "zero3": _of("zero3"),
-    "zero3, prefetching": {**_of("zero3", prefetch=1), **_BEHIND},
-    "shared parameters": {**_of("zero1", shared_parameters=True), "communication.algorithm": "node_shared"},
-    "servers, bsp": _SERVED,
-    "servers, bsp, 1 backup worker": {**_SERVED, "parameter_server.backup_workers": 1},
-    "servers, ssp of 3": {**_SERVED, "parameter_server.consistency": "ssp", "parameter_server.staleness": 3},
-    "servers, asp": {**_SERVED, "parameter_server.consistency": "asp"},
-    "colocated servers, bsp": _COLOCATED,
-    "colocated servers, bsp, shared memory": {**_COLOCATED, "parameter_server.transport": "shared"},
-    "colocated servers, bsp, one-sided": {**_COLOCATED, "parameter_server.transport": "rma"},
-    "colocated servers, ssp of 3": {
-        **_COLOCATED,
-        "parameter_server.consistency": "ssp",
-        "parameter_server.staleness": 3,
-    },
-    "colocated servers, asp": {**_COLOCATED, "parameter_server.consistency": "asp"},
-    "gossip on a ring": {**_of("gossip"), "decentralised.graph": "ring"},
-    "gossip, exponential": {**_of("gossip"), "decentralised.graph": "exponential"},
-    "local SGD of 8": {**_of("local_sgd"), "decentralised.period": 8},
-}
-CALM: Final = "calm"
-STRAGGLERS: Final = "stragglers"
-_BETWEEN: Final = " | "
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "communication")
 SMOOTHED: Final = 0.1  # of the steps: what a loss is the mean of
-
-
-@dataclass(frozen=True)
-class ExchangeRequest:
-    """Request: ``contenders`` by name on ``ranks``, with keys ``common`` to all; ``scenarios`` set the rest."""
-
-    ranks: int
-    common: Mapping[str, Any]
-    contenders: Mapping[str, Mapping[str, Any]]
-    scenarios: Mapping[str, Mapping[str, Any]]
-
-
-def expand(wanted: ExchangeRequest, recipes: RecipeResolver) -> tuple[list[SweepTrial], dict[str, str]]:
-    """Return the trials, contender by contender, and why others are left out, by name (local)."""
-    trials: list[SweepTrial] = []
-    left_out: dict[str, str] = {}
-    for contender, own in wanted.contenders.items():
-        scenario_trials = []
-        try:
-            for scenario, chaos in wanted.scenarios.items():
-                settings = {**wanted.common, **own, **chaos}
-                scenario_trials.append(_trial(contender + _BETWEEN + scenario, wanted.ranks, settings, recipes))
-        except HpcdistError as error:
-            left_out[contender] = str(error)
-        else:
-            trials += scenario_trials
-    return trials, left_out
-
-
-def _trial(name: str, ranks: int, settings: Mapping[str, Any], recipes: RecipeResolver) -> SweepTrial:
-    text = recipes.resolve(settings, ranks).text
-    digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
-    return SweepTrial(digest, name, ranks, settings, text)
-
-
-def parts_of(name: str) -> tuple[str, str]:
-    """Return contender and scenario of a trial of this name (local)."""
-    contender, _, scenario = name.partition(_BETWEEN)
-    return contender, scenario
-
-
-def stragglers(ranks: Sequence[int], factor: float, probability: float) -> dict[str, Any]:
-    """Return the settings of the scenario with ``ranks`` that are slow (local)."""
-    chaos = {"slow_ranks": list(ranks), "slow_factor": factor, "slow_probability": probability}
-    return {f"chaos.{key}": value for key, value in chaos.items()}
 
 
 def workers(compute_s: np.ndarray) -> np.ndarray:
@@ -232,16 +140,12 @@ def rows(results: SweepResults) -> list[ExchangeRow]:
     return table
 
 
-def _good(configuration: SweepConfiguration) -> list[TrialRepeat]:
-    return [repeat for repeat in configuration.repeats if repeat.status == OK]
-
-
 def _curves(configuration: SweepConfiguration) -> list[LossCurve]:
-    return [LossCurve.of(repeat) for repeat in _good(configuration)]
+    return [LossCurve.of(repeat) for repeat in configuration.good]
 
 
 def _speed(configuration: SweepConfiguration) -> float | None:
-    return _median(map(_steps_per_s, _good(configuration)))
+    return _median(map(_steps_per_s, configuration.good))
 
 
 def _steps_per_s(repeat: TrialRepeat) -> float:
@@ -250,13 +154,13 @@ def _steps_per_s(repeat: TrialRepeat) -> float:
 
 
 def _row(configuration: SweepConfiguration, moment_s: float | None, first: float | None) -> ExchangeRow:
-    good, curves, speed = _good(configuration), _curves(configuration), _speed(configuration)
+    good, curves, speed = configuration.good, _curves(configuration), _speed(configuration)
     base = report.rows(SweepResults({}, (configuration,)))[0]
     tokens = _median(float(repeat.samples["tokens"][1:].mean()) for repeat in good if len(repeat.samples["tokens"]) > 1)
-    peaks = {kind: _most(good, f"peak_bytes.{kind}") for kind in CATEGORIES}
+    peaks = {kind: max(configuration.figures(f"peak_bytes.{kind}"), default=None) for kind in CATEGORIES}
     contender, scenario = parts_of(configuration.name)
     at_time = [loss_at(curve.times_s, curve.losses, moment_s) for curve in curves if moment_s is not None]
-    failed = [repeat for repeat in configuration.repeats if repeat.status != OK]
+    failed = configuration.failed
     return ExchangeRow(
         contender=contender,
         scenario=scenario,
@@ -265,12 +169,12 @@ def _row(configuration: SweepConfiguration, moment_s: float | None, first: float
         failed=len(failed),
         tokens_per_s=None if speed is None or tokens is None else speed * tokens,
         steps_per_s=speed,
-        dropped=_median(_known(good, "dropped_gradients")),
+        dropped=_median(configuration.figures("dropped_gradients")),
         x_first=None if speed is None or first is None else speed / first,
         bytes_sent_per_step=_sent(good) if _sent(good) is not None else base.bytes_sent_per_step,
-        bytes_loaded_per_step=_median(_known(good, "bytes_loaded_per_step")),
+        bytes_loaded_per_step=_median(configuration.figures("bytes_loaded_per_step")),
         peak_bytes={kind: most for kind, most in peaks.items() if most is not None} or None,
-        pss_bytes=_median(_known(good, "pss_bytes.sum")),
+        pss_bytes=_median(configuration.figures("pss_bytes.sum")),
         loss_at_steps=_median(float(curve.losses[-1]) for curve in curves if curve.losses.size),
         val_loss=base.val_loss,
         loss_at_time=_median(at_time),
@@ -286,21 +190,9 @@ def _sent(good: Sequence[TrialRepeat]) -> float | None:
     return _median(float(bytes_.mean()) for bytes_ in most if bytes_.size)
 
 
-def _known(good: Sequence[TrialRepeat], name: str) -> list[float]:
-    return [value for repeat in good if (value := repeat.summary.get(name)) is not None]
-
-
-def _most(good: Sequence[TrialRepeat], name: str) -> float | None:
-    return max(_known(good, name), default=None)
-
-
 def _median(values: Any) -> float | None:
     known = [value for value in values if value is not None and np.isfinite(value)]
     return float(np.median(known)) if known else None
-
-
-def _form(scale: float, form: str) -> Callable[[float | None], str]:
-    return lambda value: MISSING if value is None else format(value / scale, form)
 
 
 def _peaks(row: ExchangeRow) -> str:
@@ -309,16 +201,16 @@ def _peaks(row: ExchangeRow) -> str:
     return " ".join(f"{row.peak_bytes.get(kind, 0.0) / 2**20:.1f}" for kind in CATEGORIES)
 
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[ExchangeRow], str]], ...]] = (
+_COLUMNS: Final[text_table.Columns[ExchangeRow]] = (
     ("contender", lambda row: row.contender),
-    ("tokens/s", lambda row: _form(1, ",.0f")(row.tokens_per_s)),
-    ("x first", lambda row: _form(1, ".2f")(row.x_first)),
-    ("MB sent a step", lambda row: _form(1e6, ",.3f")(row.bytes_sent_per_step)),
+    ("tokens/s", lambda row: text_of(row.tokens_per_s, ",.0f")),
+    ("x first", lambda row: text_of(row.x_first, ".2f")),
+    ("MB sent a step", lambda row: text_of(row.bytes_sent_per_step, ",.3f", 1e6)),
     ("MiB par grad opt act comm", _peaks),
-    ("PSS MiB", lambda row: _form(2**20, ",.0f")(row.pss_bytes)),
-    ("loss, equal steps", lambda row: _form(1, ".4f")(row.loss_at_steps)),
-    ("validation", lambda row: _form(1, ".4f")(row.val_loss)),
-    ("loss, equal time", lambda row: _form(1, ".4f")(row.loss_at_time)),
+    ("PSS MiB", lambda row: text_of(row.pss_bytes, ",.0f", 2**20)),
+    ("loss, equal steps", lambda row: text_of(row.loss_at_steps, ".4f")),
+    ("validation", lambda row: text_of(row.val_loss, ".4f")),
+    ("loss, equal time", lambda row: text_of(row.loss_at_time, ".4f")),
     ("status", lambda row: f"{row.ok} ok" + (f", {row.failed} FAILED" if row.failed else "")),
 )
 
@@ -328,14 +220,7 @@ def text(table: Sequence[ExchangeRow], left_out: Mapping[str, str]) -> str:
     lines: list[str] = []
     for scenario in dict.fromkeys(row.scenario for row in table):
         shown = [row for row in table if row.scenario == scenario and not row.refused]
-        cells = [[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in shown)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
-        ends = (0, len(_COLUMNS) - 1)
-        lines += [scenario] + [
-            "  ".join(f"{cell:{'<' if n in ends else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
-            for row in cells
-        ]
-        lines.append("")
+        lines += [scenario, *text_table.aligned(text_table.rows_of(_COLUMNS, shown), (0, -1)), ""]
     lines += [f"{row.contender}, {row.scenario}: {row.reason}" for row in table if row.failed and not row.refused]
     unknown = [row.contender for row in table if row.ok and row.bytes_sent_per_step is None]
     if unknown:
@@ -374,7 +259,6 @@ def plot(results: SweepResults, file: Path) -> None:
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    figures = check_plot(file)
     curves = {
         configuration.name: known[0]
         for configuration in results.configurations
@@ -383,23 +267,19 @@ def plot(results: SweepResults, file: Path) -> None:
     if not curves:
         raise UsageError("no trial has ended well, so there is nothing to plot")
     scenarios = sorted(dict.fromkeys(parts_of(name)[1] for name in curves), key=lambda name: name != CALM)
-    figure = figures.Figure(figsize=(14, 5 * len(scenarios)), layout="constrained")
-    axes = figure.subplots(len(scenarios), 2, squeeze=False, sharey="row")
-    for (left, right), scenario in zip(axes, scenarios, strict=True):
-        for number, (name, curve) in enumerate((n, c) for n, c in curves.items() if parts_of(n)[1] == scenario):
-            style = {
-                "label": parts_of(name)[0],
-                "color": f"C{number % 10}",
-                "linestyle": ("-", "--", ":")[number // 10 % 3],
-            }
-            left.plot(curve.times_s, curve.losses, linewidth=1, **style)
-            right.plot(np.arange(2, len(curve.losses) + 2), curve.losses, linewidth=1, **style)
-        left.set_title(scenario, fontsize=10)
-        left.set_xlabel("time since the first step (s)")
-        right.set_xlabel("step")
-        left.set_ylabel("training loss (nats, smoothed)")
-        right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, 14, 5 * len(scenarios)) as figure:
+        axes = figure.subplots(len(scenarios), 2, squeeze=False, sharey="row")
+        for (left, right), scenario in zip(axes, scenarios, strict=True):
+            for number, (name, curve) in enumerate((n, c) for n, c in curves.items() if parts_of(n)[1] == scenario):
+                style = {
+                    "label": parts_of(name)[0],
+                    "color": f"C{number % 10}",
+                    "linestyle": ("-", "--", ":")[number // 10 % 3],
+                }
+                left.plot(curve.times_s, curve.losses, linewidth=1, **style)
+                right.plot(np.arange(2, len(curve.losses) + 2), curve.losses, linewidth=1, **style)
+            left.set_title(scenario, fontsize=10)
+            left.set_xlabel("time since the first step (s)")
+            right.set_xlabel("step")
+            left.set_ylabel("training loss (nats, smoothed)")
+            right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -1,5 +1,5 @@
 """Benchmark of pipeline schedules: measured, simulated and closed-form bubbles, and timelines.
 
-Imports `bench.collectives.report` for its check of picture files. Begin with `run.run` (measures) and
-`schedules.simulate_schedule` (on paper, `hpcdist schedule`).
+Imports no other benchmark. Begin with `request.PipelineRequest`, `run.run` (measures) and `schedules.simulate_schedule`
+(on paper, `hpcdist schedule`).
 """

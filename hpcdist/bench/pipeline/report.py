@@ -1,22 +1,24 @@
 """Report of a benchmark of pipelines: a table, JSON, bubbles against micro-batches, and measured timelines."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.collectives.report import check_plot
-from hpcdist.bench.pipeline.results import CONTENDERS, MeasuredCase, PipelineResults
+from hpcdist.bench.pipeline.request import CONTENDERS
+from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
 from hpcdist.bench.pipeline.run import RECEIVES
 from hpcdist.bench.pipeline.schedules import PassBar, TimelinePanel
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import UsageError
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import text_of
 from hpcdist.strategies.schedule.operations import COMPUTE
 from hpcdist.strategies.schedule.simulate.lists import PASSES
 from hpcdist.strategies.schedule.simulate.program import AGAIN
 
-MISSING: Final = "-"
 FIRST: Final = "1f1b"  # what the others' speed is compared with
 
 
@@ -132,47 +134,32 @@ def _shortest_receive_s(measured: MeasuredCase) -> float:
     return min(taken, default=0.0)
 
 
-def _percent(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.1%}"
-
-
-_COLUMNS: Final[tuple[tuple[str, Callable[[PipelineRow], str]], ...]] = (
+_COLUMNS: Final[text_table.Columns[PipelineRow]] = (
     ("schedule", lambda row: row.schedule),
     ("m", lambda row: str(row.microbatches)),
-    ("ms a step", lambda row: f"{1e3 * row.step_s:,.1f}"),
+    ("ms a step", lambda row: text_of(row.step_s, ",.1f", 1e-3)),
     ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
-    ("x 1f1b", lambda row: MISSING if row.x_1f1b is None else f"{row.x_1f1b:.3f}"),
-    ("bubble", lambda row: _percent(row.measured)),
-    ("simulated", lambda row: _percent(row.simulated)),
-    ("replayed", lambda row: _percent(row.replayed)),
-    ("closed form", lambda row: _percent(row.closed)),
-    ("overhead", lambda row: _percent(row.overhead)),
-    ("us an operation", lambda row: f"{row.operation_us:.0f}"),
-    ("x ideal", lambda row: f"{row.x_ideal:.3f}"),
-    ("of bound", lambda row: f"{row.of_bound:.3f}"),
+    ("x 1f1b", lambda row: text_of(row.x_1f1b, ".3f")),
+    ("bubble", lambda row: text_of(row.measured, ".1%")),
+    ("simulated", lambda row: text_of(row.simulated, ".1%")),
+    ("replayed", lambda row: text_of(row.replayed, ".1%")),
+    ("closed form", lambda row: text_of(row.closed, ".1%")),
+    ("overhead", lambda row: text_of(row.overhead, ".1%")),
+    ("us an operation", lambda row: text_of(row.operation_us, ".0f")),
+    ("x ideal", lambda row: text_of(row.x_ideal, ".3f")),
+    ("of bound", lambda row: text_of(row.of_bound, ".3f")),
 )
+_NOTE: Final = """
+bubble: what the rank with the longest span waits in receives; simulated: with the mean times of its passes;
+replayed: with each pass of the same step. x ideal: speed over that of as many ranks that work alone, in
+turns with it; of bound: that over (1 - simulated bubble)"""
 
 
 def text(table: Sequence[PipelineRow], left_out: Mapping[str, str]) -> str:
     """Return the table as lines for people, an empty line between numbers of micro-batches."""
-    cells = [[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
-    ]
-    shown = lines[:1]
-    for number, (row, line) in enumerate(zip(table, lines[1:], strict=True)):
-        if row.microbatches != table[max(0, number - 1)].microbatches:
-            shown.append("")
-        shown.append(line)
-    shown += [
-        "",
-        "bubble: what the rank with the longest span waits in receives; simulated: with the mean times of its passes;",
-        "replayed: with each pass of the same step. x ideal: speed over that of as many ranks that work alone, in",
-        "turns with it; of bound: that over (1 - simulated bubble)",
-    ]
-    shown += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    return "\n".join(shown)
+    lines = text_table.aligned(text_table.rows_of(_COLUMNS, table))
+    shown = text_table.spaced(lines, [row.microbatches for row in table])
+    return "\n".join([*shown, _NOTE, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
 
 
 def jsonable(results: PipelineResults, left_out: Mapping[str, str]) -> dict[str, Any]:
@@ -186,43 +173,38 @@ def plot(results: PipelineResults, file: Path) -> None:
 
     Raises MissingCapabilityError without matplotlib, UsageError for no case, StorageError.
     """
-    figures = check_plot(file)
     names = [name for name in CONTENDERS if any(measured.case.schedule == name for measured in results.cases)]
     if not names:
         raise UsageError("nothing was measured, so there is nothing to plot")
-    figure = figures.Figure(figsize=(2.6 * len(names) + 1, 4.2), layout="constrained")
-    axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for number, (axis, name) in enumerate(zip(axes, names, strict=True)):
-        line = sorted(
-            (measured for measured in results.cases if measured.case.schedule == name),
-            key=lambda measured: measured.case.microbatches,
-        )
-        at = [measured.case.microbatches for measured in line]
-        low, middle, high = (
-            np.array([np.percentile(100 * bubbles(measured), q) for measured in line]) for q in (25, 50, 75)
-        )
-        axis.errorbar(
-            at, middle, yerr=[middle - low, high - middle], fmt="o", color="black", capsize=3, label="measured"
-        )
-        axis.plot(at, [100 * measured.simulated for measured in line], "-", color="C0", label="simulated")
-        known = [
-            (measured.case.microbatches, 100 * measured.closed) for measured in line if measured.closed is not None
-        ]
-        if known:
-            axis.plot(*zip(*known, strict=True), "--", color="C1", label="closed form")
-        axis.set_title(name, fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(at, [str(count) for count in at])
-        axis.set_xlabel("micro-batches")
-        axis.grid(True, alpha=0.3)
-        if not number:
-            axis.set_ylabel("bubble (% of the longest span)")
-            axis.legend(fontsize=8)
-    axes[0].set_ylim(bottom=0)  # of all, which share it: the last word on the scale
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, 2.6 * len(names) + 1, 4.2) as figure:
+        axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+        for number, (axis, name) in enumerate(zip(axes, names, strict=True)):
+            line = sorted(
+                (measured for measured in results.cases if measured.case.schedule == name),
+                key=lambda measured: measured.case.microbatches,
+            )
+            at = [measured.case.microbatches for measured in line]
+            low, middle, high = (
+                np.array([np.percentile(100 * bubbles(measured), q) for measured in line]) for q in (25, 50, 75)
+            )
+            axis.errorbar(
+                at, middle, yerr=[middle - low, high - middle], fmt="o", color="black", capsize=3, label="measured"
+            )
+            axis.plot(at, [100 * measured.simulated for measured in line], "-", color="C0", label="simulated")
+            known = [
+                (measured.case.microbatches, 100 * measured.closed) for measured in line if measured.closed is not None
+            ]
+            if known:
+                axis.plot(*zip(*known, strict=True), "--", color="C1", label="closed form")
+            axis.set_title(name, fontsize=10)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(at, [str(count) for count in at])
+            axis.set_xlabel("micro-batches")
+            axis.grid(True, alpha=0.3)
+            if not number:
+                axis.set_ylabel("bubble (% of the longest span)")
+                axis.legend(fontsize=8)
+        axes[0].set_ylim(bottom=0)  # of all, which share it: the last word on the scale
 
 
 def panels(results: PipelineResults) -> list[TimelinePanel]:

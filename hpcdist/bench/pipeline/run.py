@@ -15,8 +15,7 @@ and the overhead: the part of that span that is neither computing nor waiting. A
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +24,9 @@ import numpy as np
 from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.pipeline.results import MeasuredCase, PipelineCase, PipelineRequest, PipelineShape, cases
+from hpcdist.bench.pipeline.request import PipelineCase, PipelineRequest, PipelineShape, cases
+from hpcdist.bench.pipeline.results import MeasuredCase
+from hpcdist.bench.timing import without_collection
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import NonFiniteError
@@ -188,23 +189,11 @@ def run(comm: Communicator, wanted: PipelineRequest, done: Sequence[str], keep: 
         together = [case for case in todo if case.microbatches == microbatches]
         if comm.rank == 0:
             say(f"{microbatches} micro-batches: {', '.join(case.schedule for case in together)}")
-        with _collected():
+        with without_collection():
             measured = _measure(comm, wanted, together, seconds, link_s)
+        gc.collect()  # the models that have been measured
         if comm.rank == 0:
             keep(measured)
-
-
-@contextmanager
-def _collected() -> Iterator[None]:
-    """Collect garbage at the end, and none meanwhile: it would hit one of those that take turns."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-        gc.collect()  # the models that have been measured
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
@@ -200,39 +202,29 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 def text(rows: Sequence[SimulatedSchedule]) -> str:
     """Return the table for people."""
-    head = ("schedule", "chunks", "bubble", "closed form", "makespan", "makespan rate", "live", "held", "path computes")
-    cells = [head, *(_cells(simulated) for simulated in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
-    ]
-    lines += [
-        "",
-        "bubble: idle share of the longest stage's own span; makespan rate: idle share of all ranks' time",
-        "live, held: most micro-batches of a chunk at once, by rank: until B or I, and on to W",
-    ]
-    return "\n".join(lines)
-
-
-def _cells(simulated: SimulatedSchedule) -> tuple[str, ...]:
-    figures = jsonable(simulated)
-    return (
-        simulated.name,
-        str(simulated.written.chunks),
-        f"{simulated.timeline.bubble:.2%}",
-        "-" if simulated.closed is None else f"{simulated.closed:.2%}",
-        f"{simulated.timeline.makespan_s:.6g} s",
-        f"{simulated.timeline.makespan_rate:.2%}",
-        _by_rank([memory.peak.live for memory in simulated.memory]),
-        _by_rank([memory.peak.held for memory in simulated.memory]),
-        f"{figures['critical_path']['computes_s']:.6g} s",
-    )
+    return "\n".join([*text_table.aligned(text_table.rows_of(_COLUMNS, rows)), _NOTE])
 
 
 def _by_rank(counts: Sequence[int]) -> str:
     if len(counts) <= _SHOWN_RANKS:
         return " ".join(map(str, counts))
     return f"{min(counts)} .. {max(counts)}"
+
+
+_COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
+    ("schedule", lambda of: of.name),
+    ("chunks", lambda of: str(of.written.chunks)),
+    ("bubble", lambda of: f"{of.timeline.bubble:.2%}"),
+    ("closed form", lambda of: text_of(of.closed, ".2%")),
+    ("makespan", lambda of: f"{of.timeline.makespan_s:.6g} s"),
+    ("makespan rate", lambda of: f"{of.timeline.makespan_rate:.2%}"),
+    ("live", lambda of: _by_rank([memory.peak.live for memory in of.memory])),
+    ("held", lambda of: _by_rank([memory.peak.held for memory in of.memory])),
+    ("path computes", lambda of: f"{jsonable(of)['critical_path']['computes_s']:.6g} s"),
+)
+_NOTE: Final = """
+bubble: idle share of the longest stage's own span; makespan rate: idle share of all ranks' time
+live, held: most micro-batches of a chunk at once, by rank: until B or I, and on to W"""
 
 
 @dataclass(frozen=True)
@@ -299,21 +291,15 @@ def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    figures = check_plot(file)
-    high = sum(0.8 + 0.3 * min(panel.ranks, 24) for panel in panels)
-    figure = figures.Figure(figsize=(_WIDE, high + 0.6), layout="constrained")
-    ratios = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
-    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": ratios})[:, 0]
+    heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     used = sorted({bar.work for panel in panels for bar in panel.bars})
-    for axis, shown in zip(axes, panels, strict=True):
-        _panel(axis, shown, end_s)
-    axes[-1].set_xlabel("time (s)")
-    _legend(figure, used, any(panel.path for panel in panels))
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, _WIDE, sum(heights) + 0.6) as figure:
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axis, shown in zip(axes, panels, strict=True):
+            _panel(axis, shown, end_s)
+        axes[-1].set_xlabel("time (s)")
+        _legend(figure, used, any(panel.path for panel in panels))
 
 
 def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:

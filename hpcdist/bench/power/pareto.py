@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.sweep import results
-from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep import series
+from hpcdist.bench.sweep.definition import SweepTrial, labels
 from hpcdist.bench.sweep.series import SeriesItem
-from hpcdist.bench.sweep.trial import FAILED, TrialOutcome
+from hpcdist.bench.sweep.trial import TrialOutcome
 from hpcdist.errors import ConfigurationError, UsageError
 
 AS_FOUND: Final = "as found"
@@ -89,11 +89,7 @@ def expand(axes: PowerAxes, resolve: Resolve) -> list[SweepTrial]:
 def _name(
     axes: PowerAxes, settings: Mapping[str, Any], threads: int | None, limit_w: float | None, clock_mhz: float | None
 ) -> str:
-    leaves = [key.rpartition(".")[2] for key in settings]
-    words = [
-        f"{leaf if leaves.count(leaf) == 1 else key}={value}"
-        for (key, value), leaf in zip(settings.items(), leaves, strict=True)
-    ]
+    words = labels(settings)
     words += [] if threads is None else [f"{THREADS}={threads}"]
     words += [] if limit_w is None else [f"{limit_w:g} W"]
     words += [] if clock_mhz is None else [f"{clock_mhz:g} MHz"]
@@ -108,15 +104,12 @@ def plan(trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: b
     Each repeat is a random order (of ``seed``), and every second one that of the repeat before, backwards: so a drift
     of the machine hits all configurations alike. Raises StorageError where ``path`` is there and holds no results.
     """
-    known = results.statuses(path) if path.exists() else {}
-    items = []
-    for repeat in range(repeats):
-        order = np.random.Generator(np.random.Philox(key=[seed, repeat // 2])).permutation(len(trials))
-        for position in map(int, order if repeat % 2 == 0 else order[::-1]):
-            status = known.get((trials[position].id, repeat), "")
-            known_status = "" if status == FAILED and retry_failed else status
-            items.append(SeriesItem(trials[position], position, repeat, known_status))
-    return items
+
+    def order(repeat: int) -> np.ndarray:
+        drawn = np.random.Generator(np.random.Philox(key=[seed, repeat // 2])).permutation(len(trials))
+        return drawn if repeat % 2 == 0 else drawn[::-1]
+
+    return series.plan(trials, repeats, path, retry_failed, order=order)
 
 
 def figures(outcome: TrialOutcome) -> dict[str, float | str | None]:

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.collectives.report import check_plot
 from hpcdist.bench.power import pareto
 from hpcdist.bench.power.pareto import BEHIND, EstimateInterval, ParetoCandidate
 from hpcdist.bench.power.report import DEVICES, PowerReport
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import UsageError
+from hpcdist.reporting.figure import drawing
 
 _TOKENS: Final = 1e6
 _FRONT: Final = "#1f6f8b"
@@ -32,38 +32,33 @@ def plot(report: PowerReport, file: Path) -> None:
     curves have the same energy-delay product everywhere. Raises MissingCapabilityError without matplotlib, UsageError
     where nothing has both time and energy, and StorageError when the file cannot be written.
     """
-    figures = check_plot(file)
     if not report.candidates:
         raise UsageError("no configuration has both time and energy, so there is nothing to draw")
     verdicts = pareto.verdicts(report.candidates)
     joules = [_of(candidate, "energy") for candidate in report.candidates]
     scale, prefix = _prefix([value.value for value in joules])
     seconds = [_of(candidate, "time") for candidate in report.candidates]
-    figure = figures.Figure(figsize=(8.5, 6.0), layout="constrained")
-    axes = figure.subplots()
-    _style(axes)
-    points = [(time.value, energy.value / scale) for time, energy in zip(seconds, joules, strict=True)]
-    _frame(axes, seconds, joules, scale)
-    _curves(axes)
-    _front(axes, [point for point, verdict in zip(points, verdicts, strict=True) if verdict == pareto.FRONT])
-    for n, candidate in enumerate(report.candidates):
-        colour = _CHOSEN if candidate.name == report.chosen.name else _BEHIND if verdicts[n] == BEHIND else _FRONT
-        _bars(axes, seconds[n], joules[n], scale, colour)
-        marker = "*" if candidate.name == report.chosen.name else "o"
-        size = 220 if marker == "*" else 55
-        hollow = verdicts[n] == pareto.NEAR and marker == "o"
-        axes.scatter(*points[n], s=size, marker=marker, zorder=4, linewidths=1.5, edgecolors=colour,
-                     facecolors="white" if hollow else colour)  # fmt: skip
-    axes.set_xlabel("time of a million tokens (s)")
-    axes.set_ylabel(f"energy of a million tokens ({prefix}J)")
-    _legend(axes, report, verdicts)
-    _titles(axes, report)
-    figure.draw_without_rendering()  # which settles where the points are
-    _names(axes, points, [candidate.name for candidate in report.candidates])
-    try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, 8.5, 6.0, dpi=150) as figure:
+        axes = figure.subplots()
+        _style(axes)
+        points = [(time.value, energy.value / scale) for time, energy in zip(seconds, joules, strict=True)]
+        _frame(axes, seconds, joules, scale)
+        _curves(axes)
+        _front(axes, [point for point, verdict in zip(points, verdicts, strict=True) if verdict == pareto.FRONT])
+        for n, candidate in enumerate(report.candidates):
+            colour = _CHOSEN if candidate.name == report.chosen.name else _BEHIND if verdicts[n] == BEHIND else _FRONT
+            _bars(axes, seconds[n], joules[n], scale, colour)
+            marker = "*" if candidate.name == report.chosen.name else "o"
+            size = 220 if marker == "*" else 55
+            hollow = verdicts[n] == pareto.NEAR and marker == "o"
+            axes.scatter(*points[n], s=size, marker=marker, zorder=4, linewidths=1.5, edgecolors=colour,
+                         facecolors="white" if hollow else colour)  # fmt: skip
+        axes.set_xlabel("time of a million tokens (s)")
+        axes.set_ylabel(f"energy of a million tokens ({prefix}J)")
+        _legend(axes, report, verdicts)
+        _titles(axes, report)
+        figure.draw_without_rendering()  # which settles where the points are
+        _names(axes, points, [candidate.name for candidate in report.candidates])
 
 
 def _of(candidate: ParetoCandidate, what: str) -> EstimateInterval:

@@ -12,9 +12,9 @@ import numpy as np
 
 from hpcdist.bench.power import pareto
 from hpcdist.bench.power.pareto import GROUP, EstimateInterval, ParetoCandidate, PowerRecommendation
-from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
-from hpcdist.bench.sweep.trial import OK
+from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.errors import UsageError
+from hpcdist.reporting.table import MISSING, aligned, text_of
 from hpcdist.reporting.units import counted
 
 SEED: Final = "power_seed"  # what the results file says of the sweep
@@ -109,33 +109,24 @@ def _label(name: str, ranks: int, among: Sequence[PowerRow | SweepConfiguration]
     return f"{name} on {counted(ranks, 'rank')}" if len({row.ranks for row in among}) > 1 else name
 
 
-def _good(configuration: SweepConfiguration) -> list[TrialRepeat]:
-    return [repeat for repeat in configuration.repeats if repeat.status == OK]
-
-
 def _of(repeat: TrialRepeat, name: str) -> Any:
     return repeat.summary.get(f"{GROUP}.{name}")
 
 
 def _candidate(configuration: SweepConfiguration, name: str) -> ParetoCandidate | None:
-    pairs = {repeat.number: (_of(repeat, "s_per_token"), _of(repeat, "j_per_token")) for repeat in _good(configuration)}
+    good = configuration.good
+    pairs = {repeat.number: (_of(repeat, "s_per_token"), _of(repeat, "j_per_token")) for repeat in good}
     known = {number: pair for number, pair in pairs.items() if all(value is not None and value > 0 for value in pair)}
-    capped = any(
-        _of(repeat, asked) is not None for repeat in _good(configuration) for asked in ("limit_w", "clock_mhz")
-    )
+    capped = any(_of(repeat, asked) is not None for repeat in good for asked in ("limit_w", "clock_mhz"))
     return ParetoCandidate(name, known, capped) if known else None
 
 
 def _row(configuration: SweepConfiguration, verdict: str) -> PowerRow:
-    good = _good(configuration)
-    bad = [repeat for repeat in configuration.repeats if repeat.status != OK]
-    joules = {
-        name.removeprefix(f"{GROUP}.").removesuffix("_j"): _median(good, name.removeprefix(f"{GROUP}."))
-        for name in sorted({name for repeat in good for name in repeat.summary})
-        if name.startswith(f"{GROUP}.")
-        and name.endswith("_j")
-        and name[len(GROUP) + 1 :] not in ("training_j", "total_j")
-    }
+    good, bad = configuration.good, configuration.failed
+    prefix = f"{GROUP}."
+    names = sorted({name.removeprefix(prefix) for repeat in good for name in repeat.summary if name.startswith(prefix)})
+    kinds = [name for name in names if name.endswith("_j") and name not in ("training_j", "total_j")]
+    joules = {name.removesuffix("_j"): middle for name in kinds if (middle := _median(good, name)) is not None}
     reasons = {"failed": bad[-1].reason} if bad else {}
     why = next((str(_of(repeat, "energy_reason")) for repeat in good if _of(repeat, "energy_reason")), "")
     figures = {name: _median(good, name) for name in ("limit_w", "clock_mhz", "mean_w", "edp_js", "total_j")}
@@ -148,12 +139,12 @@ def _row(configuration: SweepConfiguration, verdict: str) -> PowerRow:
         ok=len(good),
         failed=len(bad),
         step_s=_steps(good),
-        tokens_per_s=_middle([repeat.summary.get("tokens_per_s") for repeat in good]),
+        tokens_per_s=_middle(configuration.figures("tokens_per_s")),
         s_per_token=_interval(good, "s_per_token"),
         j_per_token=_interval(good, "j_per_token"),
-        joules={name: value for name, value in joules.items() if value is not None},
-        train_loss=_middle([repeat.summary.get("train_loss") for repeat in good]),
-        val_loss=_middle([repeat.summary.get("val_loss") for repeat in good]),
+        joules=joules,
+        train_loss=_middle(configuration.figures("train_loss")),
+        val_loss=_middle(configuration.figures("val_loss")),
         verdict=verdict,
         reasons=reasons | ({"energy": why} if why else {}),
         **figures,
@@ -190,7 +181,7 @@ def _notes(results: SweepResults, rows: Sequence[PowerRow]) -> tuple[list[str], 
                 by_reason.setdefault(row.reasons[name], []).append(label(row, rows))
         for reason, whose in by_reason.items():
             lines.append(f"{what}: {'all' if len(whose) == len(rows) > 1 else ', '.join(whose)}: {reason}")
-    good = [repeat for configuration in results.configurations for repeat in _good(configuration)]
+    good = [repeat for configuration in results.configurations for repeat in configuration.good]
     kinds = {str(_of(repeat, "kinds")) for repeat in good if _of(repeat, "j_per_token") is not None}
     limited = results.provenance.get(LIMITED, "")
     if len(kinds) > 1:
@@ -228,7 +219,6 @@ def _beyond(rows: Sequence[PowerRow], limited: str, devices: int) -> list[str]:
     return lines
 
 
-MISSING: Final = "-"
 _PREFIXES: Final = ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 
@@ -258,19 +248,8 @@ def text(path: Path, report: PowerReport) -> str:
 
 def table(report: PowerReport) -> list[str]:
     """Return head and rows as aligned lines; a column that no row fills is left out."""
-    columns = _columns(report)
-    cells = [
-        [name for name, _ in columns],
-        *([show for _, shown in columns for show in [shown[n]]] for n in range(len(report.rows))),
-    ]
-    filled = [n for n in range(len(columns)) if any(row[n] != MISSING for row in cells[1:])]
-    cells = [[row[n] for n in filled] for row in cells]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(filled))]
-    left = {0, len(filled) - 1, len(filled) - 2}
-    return [
-        "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
-        for row in cells
-    ]
+    columns = [[title, *cells] for title, cells in _columns(report) if any(cell != MISSING for cell in cells)]
+    return aligned(list(zip(*columns, strict=True)), (0, -2, -1))
 
 
 def _columns(report: PowerReport) -> list[tuple[str, list[str]]]:
@@ -282,22 +261,19 @@ def _columns(report: PowerReport) -> list[tuple[str, list[str]]]:
     return [
         ("configuration", [row.name for row in rows]),
         ("ranks", [str(row.ranks) if several else MISSING for row in rows]),
-        ("W in force", [_shown(row.in_force_w, "g") for row in rows]),
-        ("step ms", [_shown(row.step_s, ".2f", 1e3) for row in rows]),
-        ("tokens/s", [_shown(row.tokens_per_s, ",.0f") for row in rows]),
-        ("mean W", [_shown(row.mean_w, ".1f") for row in rows]),
+        ("W in force", [text_of(row.in_force_w, "g") for row in rows]),
+        ("step ms", [text_of(row.step_s, ".2f", 1e-3) for row in rows]),
+        ("tokens/s", [text_of(row.tokens_per_s, ",.0f") for row in rows]),
+        ("mean W", [text_of(row.mean_w, ".1f") for row in rows]),
         (f"{unit}/token", joules),
-        ("run J", [_shown(row.total_j, ",.1f") for row in rows]),
-        *((f"{kind} J", [_shown(row.joules.get(kind), ",.1f") for row in rows]) for kind in kinds if len(kinds) > 1),
-        ("EDP J s", [_shown(row.edp_js, ".4g") for row in rows]),
+        ("run J", [text_of(row.total_j, ",.1f") for row in rows]),
+        *((f"{kind} J", [text_of(row.joules.get(kind), ",.1f") for row in rows]) for kind in kinds if len(kinds) > 1),
+        ("EDP J s", [text_of(row.edp_js, ".4g") for row in rows]),
         ("time", [_against(report, row, base, "time") for row in rows]),
         ("energy", [_against(report, row, base, "energy") for row in rows]),
-        ("train loss", [_shown(row.train_loss, ".4f") for row in rows]),
+        ("train loss", [text_of(row.train_loss, ".4f") for row in rows]),
         ("front", [row.verdict or MISSING for row in rows]),
-        (
-            "status",
-            [", ".join([f"{row.ok} ok"] * (row.ok > 0) + [f"{row.failed} failed"] * (row.failed > 0)) for row in rows],
-        ),
+        ("status", [status_text(row.ok, row.failed) for row in rows]),
     ]
 
 
@@ -315,10 +291,6 @@ def _spread(value: EstimateInterval) -> str:
         return ""
     percent = (value.high - value.low) / 2 / value.value * 100
     return " +-100 % or more" if percent >= 100 else f" +-{percent:.2g} %"
-
-
-def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
-    return MISSING if value is None else format(value * scale, form)
 
 
 def _against(report: PowerReport, row: PowerRow, base: ParetoCandidate | None, what: str) -> str:

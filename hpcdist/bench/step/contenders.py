@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.step.results import COMPILED, StepSample, StepShape, token_type
+from hpcdist.bench.step.request import COMPILED, StepShape
+from hpcdist.bench.step.results import StepSample, token_type
+from hpcdist.bench.timing import begin_torch_group
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.model import Model
@@ -157,13 +159,9 @@ def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
 
     Every rank has to have PyTorch: one that raises here leaves the others waiting.
     """
-    library = load_torch()
-    library.set_num_threads(threads)
+    load_torch().set_num_threads(threads)
     if comm.size > 1:
-        place = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
-        library.distributed.init_process_group(
-            "gloo", init_method=f"file://{place}", rank=comm.rank, world_size=comm.size
-        )
+        begin_torch_group(comm, folder)
 
 
 def try_compile() -> None:

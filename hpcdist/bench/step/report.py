@@ -1,19 +1,19 @@
 """Report of a benchmark of training steps: speeds, phases, operations, losses and memory; text, JSON, picture."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.collectives.report import check_plot
-from hpcdist.bench.step.results import COMPARED, EAGER, PHASES, SAME, StepCase, StepResults
-from hpcdist.errors import StorageError
+from hpcdist.bench.output_file import plain
+from hpcdist.bench.step.request import COMPARED, EAGER, PHASES, SAME
+from hpcdist.bench.step.results import StepCase, StepResults
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
-
-MISSING: Final = "-"
 
 
 @dataclass(frozen=True)
@@ -84,28 +84,17 @@ def _row(results: StepResults, case: StepCase, eager: StepCase | None) -> StepTa
     )
 
 
-def _form(value: float | None, form: str, scale: float = 1.0) -> str:
-    return MISSING if value is None else format(scale * value, form)
-
-
-_COLUMNS: Final[tuple[tuple[str, Callable[[StepTableRow], str]], ...]] = (
+_COLUMNS: Final[text_table.Columns[StepTableRow]] = (
     ("", lambda row: row.name),
-    ("ms a step", lambda row: _form(row.step_s, ",.1f", 1e3)),
+    ("ms a step", lambda row: text_of(row.step_s, ",.1f", 1e-3)),
     ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
-    ("tokens/s", lambda row: _form(row.tokens_per_s, ",.0f")),
-    ("x eager", lambda row: _form(row.x_eager, ".3f")),
+    ("tokens/s", lambda row: text_of(row.tokens_per_s, ",.0f")),
+    ("x eager", lambda row: text_of(row.x_eager, ".3f")),
     ("(CPU time)", lambda row: "" if row.x_eager_cpu is None else f"({row.x_eager_cpu:.3f})"),
-    ("GFLOP/s", lambda row: _form(row.flops_per_s, ".1f", 1e-9)),
-    ("MFU", lambda row: _form(row.mfu, ".1%")),
-    *((f"{name} ms", lambda row, name=name: _form(row.phases_s[name], ".1f", 1e3)) for name in PHASES),
+    ("GFLOP/s", lambda row: text_of(row.flops_per_s, ".1f", 1e9)),
+    ("MFU", lambda row: text_of(row.mfu, ".1%")),
+    *((f"{name} ms", lambda row, name=name: text_of(row.phases_s[name], ".1f", 1e-3)) for name in PHASES),
 )
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return [
-        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
-    ]
 
 
 def text(results: StepResults) -> str:
@@ -123,7 +112,7 @@ def text(results: StepResults) -> str:
         f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
         f"numpy's BLAS: {about['blas']}",
         "",
-        *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
+        *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
         "x eager: the median, over turns next to each other, of PyTorch eager's time over that of the line",
         "",
         *_operations(results),
@@ -155,7 +144,7 @@ def _operations(results: StepResults) -> list[str]:
             parts = [1e3 * taken[kind, way] for way in ways if (kind, way) in taken]
             row.append(" + ".join(f"{part:.1f}" for part in parts) if parts else MISSING)
         cells.append(row)
-    return [*_aligned(cells), ""]
+    return [*text_table.aligned(cells), ""]
 
 
 def _losses(table: Sequence[StepTableRow], results: StepResults) -> list[str]:
@@ -181,10 +170,6 @@ def _memory(table: Sequence[StepTableRow]) -> list[str]:
     ]
 
 
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
-
-
 def jsonable(results: StepResults) -> dict[str, Any]:
     """Return the report as JSON values; what there is not is null."""
     taken = {case.name: {" ".join(key): value for key, value in operations(case).items()} for case in results.cases}
@@ -192,7 +177,7 @@ def jsonable(results: StepResults) -> dict[str, Any]:
         "provenance": dict(results.provenance),
         "shape": asdict(results.shape),
         "peak_flops_per_s": peak_flops_per_s(results),
-        "rows": [_without_nan(asdict(row)) for row in rows(results)],
+        "rows": [{name: plain(value) for name, value in asdict(row).items()} for row in rows(results)],
         "operations_s": taken,
         "left_out": dict(results.left_out),
     }
@@ -200,20 +185,11 @@ def jsonable(results: StepResults) -> dict[str, Any]:
 
 def plot(results: StepResults, file: Path) -> None:
     """Draw it. Raises MissingCapabilityError without matplotlib, UsageError, StorageError."""
-    figures = check_plot(file)
     profiled = any(case.operation_s for case in results.cases)
-    apart = len(results.cases) > 1
-    figure = figures.Figure(figsize=(5.5 * (1 + profiled + apart), 5.0), layout="constrained")
-    axes = list(figure.subplots(1, 1 + profiled + apart, squeeze=False)[0])
-    _draw_phases(axes.pop(0), results)
-    if profiled:
-        _draw_operations(axes.pop(0), results)
-    if apart:
-        _draw_losses(axes.pop(0), results)
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    panels = [_draw_phases, *[_draw_operations] * profiled, *[_draw_losses] * (len(results.cases) > 1)]
+    with drawing(file, 5.5 * len(panels), 5.0) as figure:
+        for axis, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            draw(axis, results)
 
 
 def _draw_phases(axis: Any, results: StepResults) -> None:

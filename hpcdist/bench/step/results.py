@@ -1,6 +1,6 @@
-"""Request and results file of a benchmark of training steps: gpt, data, contenders; every phase of every step.
+"""Results file of a benchmark of training steps: every phase of every step, and the batches of tokens.
 
-The file is HDF5:
+It is HDF5:
 
 /                            provenance, shape of the model, parameters and operations of a sample
 /phases                      names of the phases
@@ -13,16 +13,21 @@ The file is HDF5:
     operations               names of kinds and ways, operation_s (operation, step)
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 
-from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5 import files
+from hpcdist.bench import output_file
+from hpcdist.bench.output_file import ResultsFormat, SampleColumn
+from hpcdist.bench.step.request import PHASES, StepRequest, StepShape
+
+FORMAT: Final = ResultsFormat("hpcdist.step", 1)
+CHOICES: Final = 4  # of successors of each token: a text that can be learnt
+_SEPARATOR: Final = " | "
+_RATES: Final = SampleColumn("fastest product of square float32 matrices, by turn and rank", units="1/s")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class StepSample:
     """Measurements of a step on one rank, from a barrier to its end.
 
     ``loss`` is the mean over the tokens of the whole batch, or of this rank's (``own_loss``). ``phases`` has seconds by
-    the names of `hpcdist.bench.step.results.PHASES`; what is missing was not told apart.
+    the names of `hpcdist.bench.step.request.PHASES`; what is missing was not told apart.
     """
 
     loss: float
@@ -38,66 +43,6 @@ class StepSample:
     step_s: float
     cpu_s: float
     phases: Mapping[str, float]
-
-
-# name -> what it is
-OURS: Final = "hpcdist"
-RECOMPUTING: Final = "hpcdist, recomputing"
-WRAPPED_TORCH: Final = "wrapped PyTorch"
-WRAPPED_JAX: Final = "wrapped JAX"
-EAGER: Final = "PyTorch eager"
-COMPILED: Final = "torch.compile"
-CONTENDERS: Final = {
-    OURS: "the built-in model; several ranks reduce gradients by the algorithm that shares memory, where they can",
-    RECOMPUTING: "the same, which keeps the input of a block and computes the rest of it again in backward",
-    WRAPPED_TORCH: "the PyTorch model through hpcdist.adapters.torch.model, trained as the built-in one",
-    WRAPPED_JAX: "the same model as functions of JAX, through hpcdist.adapters.jax.model",
-    EAGER: "the PyTorch model as one trains it in PyTorch: AdamW (fused), clipping; several ranks by DDP over gloo",
-    COMPILED: "the same behind torch.compile",
-}
-PHASES: Final = ("forward", "backward", "communication", "clipping", "update")
-COMPARED: Final = 100  # steps over which losses have to agree
-SAME: Final = 1e-4  # relative
-CHOICES: Final = 4  # of successors of each token: a text that can be learnt
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Shape of a gpt, and the samples of each rank in a step."""
-
-    layers: int = 4
-    hidden: int = 256
-    heads: int = 4
-    context: int = 256
-    samples: int = 8
-    vocabulary: int = 256
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """Request of the caller; ``steps`` are timed, after ``warmup`` that are only compared."""
-
-    shape: StepShape
-    names: tuple[str, ...]
-    ranks: int
-    steps: int
-    warmup: int
-    profiled: int
-    seed: int = 0
-    threads: int = 1
-
-    @property
-    def every(self) -> int:
-        """Steps of a contender that are not profiled."""
-        return self.steps + self.warmup
-
-
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the contenders of these names, all for none. Raises UsageError."""
-    for name in names:
-        if name not in CONTENDERS:
-            raise UsageError(f"--only {name!r} is unknown; choose from {', '.join(map(repr, CONTENDERS))}")
-    return tuple(name for name in CONTENDERS if not names or name in names)
 
 
 def token_type(shape: StepShape) -> "np.dtype[Any]":
@@ -123,13 +68,6 @@ def batches(wanted: StepRequest, steps: int) -> Iterator[np.ndarray]:
         yield tokens
 
 
-SCHEMA: Final = "hpcdist.step"
-VERSION: Final = 1
-_SEPARATOR: Final = " | "
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
-_BYTES: Final = ("activation_bytes", "activation_closed_bytes")
-
-
 @dataclass(frozen=True)
 class StepCase:
     """One contender. Times are (step, rank), phases (step, rank, phase); what was not measured is NaN or None.
@@ -138,10 +76,10 @@ class StepCase:
     """
 
     name: str
-    step_s: np.ndarray
-    cpu_s: np.ndarray
-    phase_s: np.ndarray
-    loss: np.ndarray
+    step_s: Annotated[np.ndarray, SampleColumn("from a barrier to the end of the step")]
+    cpu_s: Annotated[np.ndarray, SampleColumn("time of the processor in it, all threads of the rank")]
+    phase_s: Annotated[np.ndarray, SampleColumn("its phases, by /phases")]
+    loss: Annotated[np.ndarray, SampleColumn("mean over the batch", units="nats")]
     operation_s: Mapping[tuple[str, str], np.ndarray]
     activation_bytes: float | None
     activation_closed_bytes: float | None
@@ -160,64 +98,32 @@ class StepResults:
 
 def write(path: Path, results: StepResults) -> None:
     """Write a new file, as a whole or not at all. Raises StorageError."""
-    with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update({**results.provenance, **asdict(results.shape), "NX_class": "NXroot"})
+    with FORMAT.edit(path, {**results.provenance, **asdict(results.shape)}) as file:
         file.create_dataset("phases", data=list(PHASES))
         file.create_group("left_out").attrs.update(results.left_out)
-        for library, rate in results.matmul_flops_per_s.items():
-            file.create_dataset(f"matmul_flops_per_s/{library}", data=rate).attrs.update(
-                {"units": "1/s", "long_name": "fastest product of square float32 matrices, by turn and rank"}
-            )
+        rates = {library: (rate, _RATES) for library, rate in results.matmul_flops_per_s.items()}
+        output_file.write_samples(file.create_group("matmul_flops_per_s"), rates)
         for number, case in enumerate(results.cases):
-            _write(file.create_group(f"cases/{number}"), case)
-
-
-def _write(group: Any, case: StepCase) -> None:
-    sizes = {name: math.nan if (value := getattr(case, name)) is None else value for name in _BYTES}
-    group.attrs.update({"name": case.name, **sizes, "NX_class": "NXdata", "signal": "step_s"})
-    for name, meaning in (
-        ("step_s", "from a barrier to the end of the step"),
-        ("cpu_s", "time of the processor in it, all threads of the rank"),
-        ("phase_s", "its phases, by /phases"),
-    ):
-        group.create_dataset(name, data=getattr(case, name)).attrs.update({"units": "s", "long_name": meaning})
-    group.create_dataset("loss", data=case.loss).attrs.update({"units": "nats", "long_name": "mean over the batch"})
-    names = [_SEPARATOR.join(key) for key in case.operation_s]
-    if names:
-        group.create_dataset("operations", data=names)
-        taken = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
-        taken.attrs.update({"units": "s", "long_name": "in a step that is timed operation by operation, on rank 0"})
+            group = file.create_group(f"cases/{number}")
+            output_file.write_record(group, case)
+            if case.operation_s:
+                group.create_dataset("operations", data=[_SEPARATOR.join(key) for key in case.operation_s])
+                taken = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
+                taken.attrs.update({"units": "s", "long_name": "in a step timed operation by operation, on rank 0"})
 
 
 def read(path: Path) -> StepResults:
     """Read a results file. Raises StorageError."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            about = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
-            shape = StepShape(**{field.name: about.pop(field.name) for field in fields(StepShape)})
-            cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
-            rates = {name: dataset[...] for name, dataset in file["matmul_flops_per_s"].items()}
-            left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
-        except files.FAILURES as error:
-            raise StorageError(f"{path}: is damaged: {error}") from error
+    with FORMAT.read(path) as (about, file):
+        shape = StepShape(**{field.name: about.pop(field.name) for field in fields(StepShape)})
+        cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
+        rates = {name: dataset[...] for name, dataset in file["matmul_flops_per_s"].items()}
+        left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
     return StepResults(about, shape, rates, cases, left_out)
 
 
 def _read(group: Any) -> StepCase:
     names = group["operations"].asstr()[...].tolist() if "operations" in group else []
     keys = [tuple(name.split(_SEPARATOR)) for name in names]
-    sizes = {name: None if math.isnan(value := float(group.attrs[name])) else value for name in _BYTES}
-    return StepCase(
-        name=str(group.attrs["name"]),
-        step_s=group["step_s"][...],
-        cpu_s=group["cpu_s"][...],
-        phase_s=group["phase_s"][...],
-        loss=group["loss"][...],
-        operation_s={(kind, way): group["operation_s"][number] for number, (kind, way) in enumerate(keys)},
-        activation_bytes=sizes["activation_bytes"],
-        activation_closed_bytes=sizes["activation_closed_bytes"],
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    taken = {(kind, way): group["operation_s"][number] for number, (kind, way) in enumerate(keys)}
+    return output_file.read_record(group, StepCase, operation_s=taken)

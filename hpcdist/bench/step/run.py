@@ -6,7 +6,6 @@ the built-in models make steps whose operations are timed one by one. `TimedRun`
 in training, with its phases and kinds of operation timed.
 """
 
-import gc
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +24,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.bench.pipeline.run import OperationTimer
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun
-from hpcdist.bench.step.results import (
+from hpcdist.bench.step.request import (
     COMPILED,
     EAGER,
     OURS,
@@ -33,13 +32,11 @@ from hpcdist.bench.step.results import (
     RECOMPUTING,
     WRAPPED_JAX,
     WRAPPED_TORCH,
-    StepCase,
     StepRequest,
-    StepResults,
-    StepSample,
     StepShape,
-    batches,
 )
+from hpcdist.bench.step.results import StepCase, StepResults, StepSample, batches
+from hpcdist.bench.timing import without_collection
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
@@ -154,7 +151,7 @@ class TimedRun:
 
 
 def _phase(operation: Operation) -> str:
-    """Return the phase, by its name in `hpcdist.bench.step.results.PHASES`, that an operation belongs to."""
+    """Return the phase, by its name in `hpcdist.bench.step.request.PHASES`, that an operation belongs to."""
     if operation.kind is Kind.FORWARD:
         return "backward" if operation.recompute else "forward"
     if operation.kind is Kind.AGREE:
@@ -204,14 +201,9 @@ def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say
             raise UsageError("nobody can take part: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
         if comm.rank == 0:
             say(f"{wanted.every} turns of {', '.join(runs)}")
-        collecting = gc.isenabled()
-        gc.disable()  # it would hit one of those that take turns
-        try:
+        with without_collection():
             samples, rates = _turns(comm, wanted, runs)
             profiles = _profiles(comm, wanted, runs)
-        finally:
-            if collecting:
-                gc.enable()
     cases = [_case(comm, wanted, contender, samples[name], profiles.get(name, [])) for name, contender in runs.items()]
     products = {library: np.array(comm.allgather_object(own)).T for library, own in rates.items()}
     if comm.rank:

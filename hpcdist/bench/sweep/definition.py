@@ -36,6 +36,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import counted
 
 TABLES: Final = ("sweep", "recipe", "axes", "trial", "exclude")
@@ -185,7 +186,7 @@ def _candidates(sweep: Sweep, recipes: RecipeResolver) -> Iterator[TrialCandidat
         for chosen in itertools.product(*sweep.axes.values()):
             choice = dict(zip(sweep.axes, chosen, strict=True))
             settings = {**variant.settings, **choice}
-            name = " ".join([*([variant.name] if variant.name else []), *_labels(choice)]) or "base"
+            name = " ".join([*([variant.name] if variant.name else []), *labels(choice)]) or "base"
             values = recipes.convert(settings)
             for ranks in variant.ranks or sweep.ranks:
                 yield TrialCandidate(name, variant.name, ranks, settings, values)
@@ -194,9 +195,14 @@ def _candidates(sweep: Sweep, recipes: RecipeResolver) -> Iterator[TrialCandidat
 def _trial(candidate: TrialCandidate, recipes: RecipeResolver) -> SweepTrial:
     name, _, ranks, settings, _ = candidate
     try:
-        text = recipes.resolve(settings, ranks).text
+        return resolved(name, ranks, settings, recipes)
     except ConfigurationError as error:
         raise ConfigurationError(f"trial {name!r} on {ranks} ranks: {error}") from error
+
+
+def resolved(name: str, ranks: int, settings: Mapping[str, Any], recipes: RecipeResolver) -> SweepTrial:
+    """Return the trial of ``settings`` on ``ranks``. Raises ConfigurationError where they cannot be trained so."""
+    text = recipes.resolve(settings, ranks).text
     digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
     return SweepTrial(digest, name, ranks, settings, text)
 
@@ -245,7 +251,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
         raise ConfigurationError(f"{place}: {error}") from error
 
 
-def _labels(choice: Mapping[str, Any]) -> list[str]:
+def labels(choice: Mapping[str, Any]) -> list[str]:
     """Return key=value of each axis, the key without its section where no other axis has the same."""
     leaves = [key.rpartition(".")[2] for key in choice]
     short = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(choice, leaves, strict=True)}
@@ -336,11 +342,7 @@ def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any
 def trial_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the trials as a table; the name, which may hold spaces, comes last."""
     titles = ("index", "id", "ranks", "repeats", "name")
-    cells = [titles, *(tuple(str(row[title]) for title in titles) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(titles) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in cells
-    )
+    return "\n".join(aligned([titles, *([str(row[title]) for title in titles] for row in rows)], (-1,)))
 
 
 _SECTION: Final = re.compile(r"\[(\w+)\]", re.ASCII)

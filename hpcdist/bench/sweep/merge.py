@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.bench.output_file import attach_scales, plain
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.trial import FAILED, OK
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5 import files
 
 _LINKS: Final = ("CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST")  # how HDF5 ties samples to their scales
 _OF_A_TRIAL: Final = ("name", "ranks", "recipe")  # what one id cannot have two of
@@ -96,15 +96,14 @@ def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeS
 
 def _read(path: Path) -> _Part:
     results.read(path)  # it is whole
-    with files.open_read(path, results.SCHEMA, results.VERSION) as file:
-        provenance = {name: str(value) for name, value in file.attrs.items() if name not in results.NOT_PROVENANCE}
+    with results.FORMAT.read(path) as (provenance, groups):
         trials, repeats = {}, {}
-        for trial, group in file[results.TRIALS].items():
-            trials[trial] = {name: _plain(group.attrs[name]) for name in (*_OF_A_TRIAL, "position")}
+        for trial, group in groups.items():
+            trials[trial] = {name: plain(group.attrs[name]) for name in (*_OF_A_TRIAL, "position")}
             for name, member in group.items():
                 attributes = {key: str(member.attrs[key]) for key in _OF_A_REPEAT}
                 repeats[trial, name] = _Repeat(path=path, digest=_digest(member), **attributes)
-    return _Part(path, provenance, trials, repeats)
+    return _Part(path, {name: str(value) for name, value in provenance.items()}, trials, repeats)
 
 
 def _chosen(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
@@ -173,19 +172,17 @@ def _write(
     trials: Mapping[str, Mapping[str, Any]],
     repeats: Mapping[_Key, _Repeat],
 ) -> None:
-    results.prepare(output, provenance)
-    with files.edit(output, results.SCHEMA, results.VERSION) as file:
-        file.attrs.update(provenance)
+    with results.FORMAT.edit(output, provenance) as groups:
+        groups.parent.attrs.update(provenance)
         for trial, attributes in trials.items():
-            file.require_group(f"{results.TRIALS}/{trial}").attrs.update(attributes)
+            groups.require_group(trial).attrs.update(attributes)
         for path in dict.fromkeys(repeat.path for repeat in repeats.values()):
-            with files.open_read(path, results.SCHEMA, results.VERSION) as source:
+            with results.FORMAT.read(path) as (_, source):
                 for (trial, name), repeat in repeats.items():
                     if repeat.path == path:
-                        group = file[results.TRIALS][trial]
-                        if name in group:
-                            del group[name]
-                        _copy(source[results.TRIALS][trial][name], group.create_group(name))
+                        if name in groups[trial]:
+                            del groups[trial][name]
+                        _copy(source[trial][name], groups[trial].create_group(name))
 
 
 def _copy(source: Any, target: Any) -> None:
@@ -197,7 +194,8 @@ def _copy(source: Any, target: Any) -> None:
         else:
             target.create_dataset(name, data=member[...]).attrs.update(_attributes(member))
     if results.RANK in target:
-        results.attach_scales(target)
+        samples = {name: member.ndim for name, member in target.items() if name not in (results.SUMMARY, results.RANK)}
+        attach_scales(target, {name: results.SCALES[:dims] for name, dims in samples.items()})
 
 
 def _attributes(member: Any) -> dict[str, Any]:
@@ -215,13 +213,9 @@ def _digest(repeat: Any) -> str:
     members = {"": repeat, **dict(repeat.items())}
     for name in sorted(members):
         member = members[name]
-        attributes = sorted((key, _plain(value)) for key, value in _attributes(member).items())
+        attributes = sorted((key, plain(value)) for key, value in _attributes(member).items())
         digest.update(repr((name, attributes)).encode())
         if hasattr(member, "shape"):
             values = member[...]
             digest.update(repr((values.dtype.str, values.shape)).encode() + values.tobytes())
     return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

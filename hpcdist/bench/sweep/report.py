@@ -1,6 +1,6 @@
 """Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a picture."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.bench.sweep import results
-from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
-from hpcdist.bench.sweep.trial import OK
-from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-
-MISSING: Final = "-"
+from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
+from hpcdist.errors import UsageError
+from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.table import MISSING, text_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class SweepRow:
     @property
     def status(self) -> str:
         """Numbers of repeats by the way they ended."""
-        counts = [f"{self.ok} ok"] if self.ok else []
-        return ", ".join([*counts, f"{self.failed} failed"] if self.failed else counts)
+        return status_text(self.ok, self.failed)
 
 
 def rows(results: SweepResults) -> list[SweepRow]:
@@ -52,19 +51,18 @@ def rows(results: SweepResults) -> list[SweepRow]:
 
 
 def _row(configuration: SweepConfiguration) -> SweepRow:
-    good = [repeat for repeat in configuration.repeats if repeat.status == OK]
-    bad = [repeat for repeat in configuration.repeats if repeat.status != OK]
-    rates = _summaries(good, "tokens_per_s")
+    good, bad = configuration.good, configuration.failed
+    rates = configuration.figures("tokens_per_s")
     steps = _pooled(good, "step_s", first=1)
     figures: dict[str, Any] = {
         "tokens_per_s": {"median": _median(rates), "min": min(rates), "max": max(rates)} if rates else None,
-        "step_s": {"median": _median(steps), "p95": _percentile(steps, 95), "p99": _percentile(steps, 99)}
+        "step_s": dict(zip(("median", "p95", "p99"), np.percentile(steps, (50, 95, 99)).tolist(), strict=True))
         if len(steps)
         else None,
         # A rank that serves without steps of its own has no such column; the run's summary knows.
-        "bytes_sent_per_step": _sent(good) or _median(_summaries(good, "bytes_sent_per_step")),
-        "peak_bytes": max(filter(None, map(_peak, good)), default=None),
-        **{name: _median(_summaries(good, name)) for name in ("train_loss", "val_loss", "energy_j")},
+        "bytes_sent_per_step": _sent(good) or _median(configuration.figures("bytes_sent_per_step")),
+        "peak_bytes": max(filter(None, configuration.figures("peak_bytes_total")), default=None),
+        **{name: _median(configuration.figures(name)) for name in ("train_loss", "val_loss", "energy_j")},
     }
     reasons = {name: _reason(name, good) for name, value in figures.items() if value is None and good}
     if bad:
@@ -81,10 +79,6 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
     if reasons:
         return str(summary[reasons[0]])
     return "the run did not measure it" if name in summary else "the summary of the run has no such figure"
-
-
-def _summaries(good: Iterable[TrialRepeat], name: str) -> list[float]:
-    return [value for repeat in good if (value := repeat.summary.get(name)) is not None]
 
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
@@ -110,21 +104,8 @@ def _sent(good: Sequence[TrialRepeat]) -> float | None:
     return _median(_pooled(good, "sent_bytes"))
 
 
-def _peak(repeat: TrialRepeat) -> float | None:
-    value: float | None = repeat.summary.get("peak_bytes_total")
-    return value
-
-
 def _median(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.median(values)) if len(values) else None
-
-
-def _percentile(values: np.ndarray, percent: float) -> float:
-    return float(np.percentile(values, percent))
-
-
-def _form(scale: float, form: str) -> Callable[[float | None], str]:
-    return lambda value: MISSING if value is None else format(value / scale, form)
 
 
 def _range(rates: Mapping[str, float] | None) -> str:
@@ -135,15 +116,15 @@ def _times(step_s: Mapping[str, float] | None) -> str:
     return MISSING if step_s is None else " / ".join(f"{1e3 * value:.1f}" for value in step_s.values())
 
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[SweepRow], str]], ...]] = (
+_COLUMNS: Final[text_table.Columns[SweepRow]] = (
     ("configuration", lambda row: row.name),
     ("ranks", lambda row: str(row.ranks)),
     ("tokens/s median [range]", lambda row: _range(row.tokens_per_s)),
     ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
-    ("MB sent a step (max over ranks)", lambda row: _form(1e6, ",.3f")(row.bytes_sent_per_step)),
-    ("peak MiB a rank", lambda row: _form(2**20, ",.1f")(row.peak_bytes)),
-    ("train loss", lambda row: _form(1, ".4f")(row.train_loss)),
-    ("energy J", lambda row: _form(1, ",.1f")(row.energy_j)),
+    ("MB sent a step (max over ranks)", lambda row: text_of(row.bytes_sent_per_step, ",.3f", 1e6)),
+    ("peak MiB a rank", lambda row: text_of(row.peak_bytes, ",.1f", 2**20)),
+    ("train loss", lambda row: text_of(row.train_loss, ".4f")),
+    ("energy J", lambda row: text_of(row.energy_j, ",.1f")),
     ("status", lambda row: row.status),
 )
 
@@ -157,31 +138,17 @@ def text(path: Path, results: SweepResults) -> str:
         f"results    {path}",
         *(f"{name:10} {results.provenance[key]}" for name, key in _HEAD if key in results.provenance),
     ]
-    cells = _cells(table)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+    lines = text_table.aligned(text_table.rows_of(_COLUMNS, table), (0, -1))
     return "\n".join([*head, "", *lines, "", *notes(results, table)]).rstrip()
 
 
 _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
 
 
-def _cells(table: Iterable[SweepRow]) -> list[list[str]]:
-    return [[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    last = len(row) - 1
-    return [f"{cell:{'<' if n in (0, last) else '>'}{widths[n]}}" for n, cell in enumerate(row)]
-
-
 def markdown(results: SweepResults) -> str:
     """Return the table as Markdown, with the notes below it."""
     table = rows(results)
-    head, *body = _cells(table)
-    marks = ["---", *["---:"] * (len(head) - 2), "---"]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
-    lines = ["| " + " | ".join(row) + " |" for row in (head, marks, *escaped)]
+    lines = text_table.markdown(text_table.rows_of(_COLUMNS, table))
     return "\n".join([*lines, *(f"\n{note}" for note in notes(results, table))])
 
 
@@ -214,26 +181,16 @@ def plot(results: SweepResults, file: Path) -> None:
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
     known = [row for row in rows(results) if row.tokens_per_s is not None]
     if not known:
         raise UsageError("no trial has ended well, so there is nothing to plot")
     panels = {ranks: [row for row in known if row.ranks == ranks] for ranks in sorted({row.ranks for row in known})}
     counts = [len(panel) for panel in panels.values()]
-    figure = Figure(figsize=(8, 1.2 * len(panels) + 0.3 * sum(counts)), layout="constrained")
-    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
-    for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
-        _bars(axis, ranks, panel)
-    axes[-1].set_xlabel("tokens/s (median and range of the repeats)")
-    try:
-        figure.savefig(file, dpi=120)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise UsageError(f"{file}: {error}") from error
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+    with drawing(file, 8, 1.2 * len(panels) + 0.3 * sum(counts)) as figure:
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+        for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
+            _bars(axis, ranks, panel)
+        axes[-1].set_xlabel("tokens/s (median and range of the repeats)")
 
 
 def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:

@@ -5,7 +5,7 @@
     /trials/<id>/repeat-<n>      status, exit_code, reason, wall_s, ...; iteration, rank, step_s (iteration, rank), ...
     /trials/<id>/repeat-<n>/summary
 
-The file is opened, appended to and closed for each trial, all or nothing (`hpcdist.hdf5.files.edit`).
+The file is opened, appended to and closed for each trial, all or nothing (`hpcdist.bench.output_file`).
 """
 
 import fcntl
@@ -20,19 +20,24 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import __version__
+from hpcdist.bench import output_file
+from hpcdist.bench.output_file import ResultsFormat, SampleColumn, plain
 from hpcdist.bench.sweep.definition import SweepTrial
-from hpcdist.bench.sweep.trial import ITERATION, TrialOutcome
+from hpcdist.bench.sweep.trial import ITERATION, OK, TrialOutcome
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
+from hpcdist.reporting.atomic import check_folder
 
 SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
 TRIALS: Final = "trials"
+FORMAT: Final = ResultsFormat(SCHEMA, VERSION, TRIALS)
 SUMMARY: Final = "summary"
 RANK: Final = "rank"  # the scale of what is measured on each rank
+SCALES: Final = (ITERATION, RANK)
 LOCK: Final = ".lock"  # the file beside the results while a sweep runs, whose name ends so
 _REPEAT: Final = "repeat-"
-NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+check_place: Final = check_folder  # of results that may be there, and are appended to
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,25 @@ class SweepConfiguration:
     ranks: int
     recipe: str
     repeats: tuple[TrialRepeat, ...]
+
+    @property
+    def good(self) -> list[TrialRepeat]:
+        """Repeats that ended well."""
+        return [repeat for repeat in self.repeats if repeat.status == OK]
+
+    @property
+    def failed(self) -> list[TrialRepeat]:
+        """Repeats that did not."""
+        return [repeat for repeat in self.repeats if repeat.status != OK]
+
+    def figures(self, name: str) -> list[Any]:
+        """Return a figure of the summaries of the good repeats that measured it."""
+        return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
+
+
+def status_text(ok: int, failed: int) -> str:
+    """Return the numbers of repeats by the way they ended."""
+    return ", ".join([f"{ok} ok"] * (ok > 0) + [f"{failed} failed"] * (failed > 0))
 
 
 @dataclass(frozen=True)
@@ -105,22 +129,13 @@ def _lock(name: Path) -> int:
         os.close(held)
 
 
-def check_place(path: Path) -> None:
-    """Raise StorageError when results could not be written at ``path``; changes nothing."""
-    folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        reason = "may not be written" if folder.is_dir() else "is no directory"
-        raise StorageError(f"{path}: cannot be written: {folder} {reason}")
-
-
 def prepare(path: Path, provenance: Mapping[str, str]) -> None:
     """Make the file at ``path``, or see that the one there is a results file. Raises StorageError."""
     if path.exists():
         files.open_read(path, SCHEMA, VERSION).close()
         return
-    with files.edit(path, SCHEMA, VERSION) as file:
-        file.attrs.update({**provenance, "NX_class": "NXroot"})
-        file.create_group(TRIALS).attrs["NX_class"] = "NXentry"
+    with FORMAT.edit(path, provenance):
+        pass
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
@@ -130,43 +145,26 @@ def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: T
     """
     if not path.exists():
         raise StorageError(f"{path}: cannot be written: it has been removed while the sweep ran")
-    with files.edit(path, SCHEMA, VERSION) as file:
-        group = file.require_group(f"{TRIALS}/{trial.id}")
+    with FORMAT.edit(path, {}) as groups:
+        group = groups.require_group(trial.id)
         group.attrs.update({"name": trial.name, "ranks": trial.ranks, "recipe": trial.recipe, "position": position})
         name = f"{_REPEAT}{repeat}"
         if name in group:
             del group[name]
-        _write(group.create_group(name), trial.ranks, outcome, git_commit)
+        _write(group.create_group(name), outcome, git_commit)
 
 
-def _write(group: Any, ranks: int, outcome: TrialOutcome, git_commit: str) -> None:
-    attributes = {
-        name: getattr(outcome, name) for name in ("status", "started_utc", "exit_code", "reason", "stderr_tail")
-    }
-    group.attrs.update(
-        {**attributes, "wall_s": outcome.wall_s, "git_commit": git_commit, "mpi_library": outcome.mpi_library}
-    )
-    group.attrs["hpcdist_version"] = __version__
+def _write(group: Any, outcome: TrialOutcome, git_commit: str) -> None:
+    output_file.write_record(group, outcome)
+    group.attrs.update({"git_commit": git_commit, "hpcdist_version": __version__})
     if not outcome.samples:
         return
-    group.attrs.update({"NX_class": "NXdata", "signal": "step_s", "axes": [ITERATION, "rank"]})
     group.create_group(SUMMARY).attrs.update(dict(_flat(outcome.summary)))
-    group.create_dataset(RANK, data=np.arange(ranks))
-    for name, sample in outcome.samples.items():
-        dataset = group.create_dataset(name, data=sample.values)
-        dataset.attrs.update({"units": sample.units, "long_name": sample.meaning})
-    attach_scales(group)
-
-
-def attach_scales(group: Any) -> None:
-    """Make iteration and rank the scales of all samples in the group of a repeat."""
-    scales = (ITERATION, RANK)
-    for name in scales:
-        group[name].make_scale(name)
-    for name, member in group.items():
-        if name not in (SUMMARY, *scales):
-            for dim, scale in zip(member.dims, scales, strict=False):
-                dim.attach_scale(group[scale])
+    columns = {
+        name: (sample.values, SampleColumn(sample.meaning, *SCALES[: sample.values.ndim], units=sample.units))
+        for name, sample in sorted(outcome.samples.items(), key=lambda item: item[0] != "step_s")  # what a viewer shows
+    }
+    output_file.write_samples(group, columns)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -191,41 +189,24 @@ def statuses(path: Path) -> dict[tuple[str, int], str]:
 
 def read(path: Path) -> SweepResults:
     """Read a results file; its sweep may be under way. Raises StorageError."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in NOT_PROVENANCE}
-            groups = sorted(file[TRIALS].values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
-            return SweepResults(provenance, tuple(_configuration(group) for group in groups))
-        except files.FAILURES as error:
-            raise StorageError(f"{path}: is damaged: {error}") from error
+    with FORMAT.read(path) as (provenance, trials):
+        groups = sorted(trials.values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
+        return SweepResults(provenance, tuple(_configuration(group) for group in groups))
 
 
 def _configuration(group: Any) -> SweepConfiguration:
     repeats = [_repeat(int(name.removeprefix(_REPEAT)), member) for name, member in group.items()]
-    return SweepConfiguration(
-        group.name.rpartition("/")[2],
-        str(group.attrs["name"]),
-        int(group.attrs["ranks"]),
-        str(group.attrs["recipe"]),
-        tuple(sorted(repeats, key=lambda repeat: repeat.number)),
-    )
+    repeats.sort(key=lambda repeat: repeat.number)
+    name = group.name.rpartition("/")[2]
+    return output_file.read_record(group, SweepConfiguration, id=name, repeats=tuple(repeats))
 
 
 def _repeat(number: int, group: Any) -> TrialRepeat:
-    attributes = group.attrs
-    return TrialRepeat(
-        number,
-        str(attributes["status"]),
-        int(attributes["exit_code"]),
-        str(attributes["reason"]),
-        float(attributes["wall_s"]),
-        str(attributes["git_commit"]),
-        str(attributes.get("hpcdist_version", "")),
-        {name: _plain(value) for name, value in group[SUMMARY].attrs.items()} if SUMMARY in group else {},
-        {name: member[...] for name, member in group.items() if name not in (SUMMARY, RANK)},
+    return output_file.read_record(
+        group,
+        TrialRepeat,
+        number=number,
+        hpcdist_version=str(group.attrs.get("hpcdist_version", "")),
+        summary={name: plain(value) for name, value in group[SUMMARY].attrs.items()} if SUMMARY in group else {},
+        samples={name: member[...] for name, member in group.items() if name not in (SUMMARY, RANK)},
     )
-
-
-def _plain(value: Any) -> Any:
-    plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    return None if isinstance(plain, float) and math.isnan(plain) else plain

@@ -1,7 +1,7 @@
 """Run the trials of a sweep one after the other: the remaining ones, their order, and the time budget."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -40,23 +40,29 @@ class SweepTally:
 
 
 def plan(
-    trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
+    trials: Sequence[SweepTrial],
+    repeats: int,
+    path: Path,
+    retry_failed: bool,
+    only: int | None = None,
+    order: Callable[[int], Iterable[int]] | None = None,
 ) -> list[SeriesItem]:
     """Return all trials in the order in which they are run: repeat by repeat, every second one backwards.
 
-    So a machine that becomes slower with time does so for all configurations alike. With ``only`` they are the repeats
-    of the trial at that position, which it keeps. Raises StorageError when the file at ``path`` exists and is none of
-    results.
+    So a machine that becomes slower with time does so for all configurations alike. ``order`` gives the positions of
+    another order, by repeat. With ``only`` they are the repeats of the trial at that position, which it keeps. Raises
+    StorageError when the file at ``path`` exists and is none of results.
     """
     known = results.statuses(path) if path.exists() else {}
+    places = range(len(trials))
+    order = order or (lambda repeat: places if repeat % 2 == 0 else reversed(places))
     items = []
     for repeat in range(repeats):
-        numbered = list(enumerate(trials))
-        for position, trial in numbered if repeat % 2 == 0 else reversed(numbered):
-            if only not in (None, position):
-                continue
-            status = known.get((trial.id, repeat), "")
-            items.append(SeriesItem(trial, position, repeat, "" if status == FAILED and retry_failed else status))
+        for position in map(int, order(repeat)):
+            if only in (None, position):
+                status = known.get((trials[position].id, repeat), "")
+                status = "" if status == FAILED and retry_failed else status
+                items.append(SeriesItem(trials[position], position, repeat, status))
     return items
 
 
@@ -122,7 +128,7 @@ def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:
 def _walls(path: Path) -> dict[str, list[float]]:
     """Return how long the good trials in the file took, by id: how long a failure took says nothing of the next."""
     return {
-        configuration.id: [repeat.wall_s for repeat in configuration.repeats if repeat.status == OK]
+        configuration.id: [repeat.wall_s for repeat in configuration.good]
         for configuration in results.read(path).configurations
     }
 

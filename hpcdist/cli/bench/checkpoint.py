@@ -3,13 +3,14 @@
 Every rank that a launcher started runs it.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpcdist.cli.bench import skeleton
+from hpcdist.cli.bench.skeleton import Outputs, count_option
 from hpcdist.errors import OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
@@ -37,9 +38,9 @@ def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str
     show_default="256M",
     help="Size of the state of all ranks together; may be given several times.",
 )
-@click.option("--tensors", type=click.IntRange(min=1), default=24, help="Tensors that a rank has of it.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, help="Rounds; contenders take turns in each.")
-@click.option("--warmup", type=click.IntRange(min=0), default=1, help="Rounds before, which are not kept.")
+@count_option("--tensors", default=24, help="Tensors that a rank has of it.")
+@count_option("--rounds", default=5, help="Rounds; contenders take turns in each.")
+@count_option("--warmup", least=0, default=1, help="Rounds before, which are not kept.")
 @click.option(
     "--directory",
     type=click.Path(file_okay=False, path_type=Path),
@@ -61,27 +62,22 @@ def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.option(
     "--mtbf-hours", type=click.FloatRange(min=0.01), default=24.0, help="Of failures, for the interval of Daly."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the state and the order of turns.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="New HDF5 file for all times.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
-def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any) -> None:
+@count_option("--seed", least=0, default=0, help="Of the state and the order of turns.")
+@skeleton.output_options("New HDF5 file for all times.")
+def command(**options: Any) -> None:
     """Write and read back a state by checkpoints, beside raw files of the same bytes by the same ranks.
 
     Start it on several ranks: `hpcdist run -n 2 bench checkpoint`, or under mpirun or srun. Times are those of the
     slowest rank, digests, manifest and fsync included; ratios are medians over the rounds, in which all take turns.
     """
-    from hpcdist.bench import output_file
     from hpcdist.bench.checkpoint import background, throughput
-    from hpcdist.comm import start
-    from hpcdist.hdf5 import files
 
-    session = start.start()
+    outputs = Outputs.of(options)
+    session = skeleton.begin(outputs.check)
     comm, directory = session.comm, options["directory"]
-    output_file.check_on_all_ranks(comm, lambda: None if output is None else files.check_place(output))
     new = comm.broadcast_object(not directory.exists() if comm.rank == 0 else None)
     throughput.check_space(comm, directory, max(options["sizes"]))
-    say = (lambda line: click.echo(line, err=True)) if comm.rank == 0 else (lambda line: None)
+    say = skeleton.print_progress if comm.rank == 0 else (lambda line: None)
     reads = throughput.READS if options["read"] == "both" else (options["read"],)
     request = throughput.CheckpointRequest(directory, options["rounds"], options["warmup"], reads, options["seed"])
     meeting = _torch_group(comm, directory, options["with_torch"], say)
@@ -99,12 +95,12 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
             figures.append({"bytes": held, "speeds": throughput.figures(samples, held)})
             if beside is not None:
                 figures[-1]["beside"] = beside.figures(3600 * options["mtbf_hours"])
-        comm.barrier()
+        origin = skeleton.origin(session, outputs.anonymous)
         if comm.rank == 0:
             about = _about(session, options)
-            _show(about, figures, as_json)
-            if output is not None:
-                throughput.write_results(output, samples_of, about | _provenance(session, anonymous))
+            outputs.show(lambda: {**about, "sizes": figures}, lambda: _text(about, figures), lambda file: None)
+            if outputs.file is not None:
+                throughput.write_results(outputs.file, samples_of, about | origin)
     finally:
         if comm.rank == 0:
             shutil.rmtree(directory if new else directory / "beside", ignore_errors=True)
@@ -113,6 +109,7 @@ def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any)
 
 def _torch_group(comm: "Communicator", directory: Path, with_torch: bool, say: Any) -> bool:
     """Let the ranks meet as PyTorch has it; return whether they could. Collective."""
+    from hpcdist.bench import timing
     from hpcdist.bench.checkpoint import throughput
 
     missing = throughput.torch_missing() if with_torch else "--no-torch"
@@ -120,7 +117,7 @@ def _torch_group(comm: "Communicator", directory: Path, with_torch: bool, say: A
     if missing:
         say(f"torch.distributed.checkpoint is left out: {missing}")
         return False
-    throughput.torch_begin(comm, directory)
+    timing.begin_torch_group(comm, directory)
     return True
 
 
@@ -170,22 +167,15 @@ def _about(session: "Session", options: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": session.comm.size, **settings, "file_system": file_system(options["directory"]).kind}
 
 
-def _show(about: dict[str, Any], figures: list[dict[str, Any]], as_json: bool) -> None:
+def _text(about: dict[str, Any], figures: list[dict[str, Any]]) -> str:
     from hpcdist.bench.checkpoint import background, throughput
     from hpcdist.reporting.units import counted, format_bytes
 
-    if as_json:
-        click.echo(json.dumps({**about, "sizes": figures}))
-        return
+    ranks, rounds, tensors = (counted(about[name], name[:-1]) for name in ("ranks", "rounds", "tensors"))
+    lines = []
     for row in figures:
-        ranks, rounds, tensors = (counted(about[name], name[:-1]) for name in ("ranks", "rounds", "tensors"))
-        click.echo(f"{format_bytes(row['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
-        click.echo(throughput.text(row["speeds"]))
+        lines.append(f"{format_bytes(row['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
+        lines.append(throughput.text(row["speeds"]))
         if "beside" in row:
-            click.echo(background.text(row["beside"]))
-
-
-def _provenance(session: "Session", anonymous: bool) -> dict[str, Any]:
-    from hpcdist.telemetry.provenance import provenance
-
-    return provenance(mpi_library=session.library, anonymous=anonymous)
+            lines.append(background.text(row["beside"]))
+    return "\n".join(lines)

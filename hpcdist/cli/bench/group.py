@@ -4,30 +4,31 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.bench import checkpoint, collectives, data, pipeline, step
+from hpcdist.cli.bench import checkpoint, collectives, data, pipeline, skeleton, step
 from hpcdist.cli.bench.power import command as power_command
-from hpcdist.cli.bench.trials import SweepRecipes, check_alone, remove_leftovers, run_trials, trial_command
-from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
-from hpcdist.reporting.units import counted
+from hpcdist.cli.bench.skeleton import file_option
+from hpcdist.cli.bench.trials import (
+    SweepRecipes,
+    check_alone,
+    exit_code,
+    item_line,
+    run_series,
+    tally_line,
+    trial_command,
+)
+from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.sweep.definition import Sweep, SweepTrial
     from hpcdist.bench.sweep.series import SeriesItem
     from hpcdist.bench.sweep.trial import Command
 
 
 @click.command("merge")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="HDF5 file that the results are put into; it keeps what it has.",
-)
+@file_option("-o", "--output", required=True, help="HDF5 file that the results are put into; it keeps what it has.")
 @click.option("--mixed", is_flag=True, help="Take trials of different commits of hpcdist.")
 @click.argument("parts", metavar="FILE...", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
 def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
@@ -42,8 +43,8 @@ def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
     with results.locked(output):
         merged = merge.merge(output, parts, mixed=mixed)
     for difference in merged.differences:
-        click.echo(f"hpcdist bench merge: the trials differ in {difference}", err=True)
-    click.echo(f"{merged.ok} ok, {merged.failed} failed; `hpcdist report {output}`", err=True)
+        skeleton.print_progress(f"hpcdist bench merge: the trials differ in {difference}")
+    skeleton.print_progress(f"{merged.ok} ok, {merged.failed} failed; `hpcdist report {output}`")
 
 
 def _threshold(context: click.Context, parameter: click.Parameter, value: str) -> float:
@@ -65,16 +66,7 @@ def _threshold(context: click.Context, parameter: click.Parameter, value: str) -
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the draws: the same seed, the same intervals.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
-def compare(
-    before: Path,
-    after: Path,
-    threshold: float,
-    confidence: float,
-    resamples: int,
-    seed: int,
-    as_json: bool,
-    markdown: bool,
-) -> int:
+def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_options: Any) -> int:
     """Say what of AFTER is slower or faster than in BEFORE: two results of `hpcdist bench collectives`, or of a sweep.
 
     The ratio is that of the medians of the slowest rank's times, with a bootstrap interval over the iterations; the
@@ -88,7 +80,7 @@ def compare(
 
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
-    rule = comparing.CompareRule(threshold, confidence, resamples, seed)
+    rule = comparing.CompareRule(**rule_options)
     comparison = comparing.compare(before, after, rule)
     if as_json:
         click.echo(json.dumps(comparing.jsonable(comparison, rule)))
@@ -103,7 +95,7 @@ def compare(
     wrong = sum(change.verdict == comparing.WRONG for change in comparison.regressions)
     counts = f"{wrong} wrong in the second, {total - judged} without a verdict"
     slower = len(comparison.regressions) - wrong
-    click.echo(f"{slower} of {total} slower by more than {100 * threshold:g} %, {counts}", err=True)
+    click.echo(f"{slower} of {total} slower by more than {100 * rule.threshold:g} %, {counts}", err=True)
     return FAILURE if comparison.regressions else OK
 
 
@@ -112,51 +104,26 @@ def command() -> None:
     """Measure configurations of a training, its steps, power, exchanges, pipelines, collectives, checkpoints."""
 
 
-command.add_command(collectives.command)
-command.add_command(data.command)
-command.add_command(pipeline.command)
-command.add_command(checkpoint.command)
+for _module in (collectives, data, pipeline, checkpoint, power_command, step):
+    command.add_command(_module.command)
 command.add_command(merge)
-command.add_command(power_command.command)
-command.add_command(step.command)
 
 
 @command.command()
 @click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("results.h5"),
-    help="HDF5 file that the results are appended to.",
-)
+@file_option("-o", "--output", default=Path("results.h5"), help="HDF5 file that the results are appended to.")
 @click.option("--trial", "wanted", metavar="TRIAL", help="Run this one alone: its number from 0, its id or its name.")
-@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
-@click.option(
-    "--budget-s",
-    type=click.FloatRange(min=1.0),
-    help="Seconds after which a trial under way is ended; what is left waits for the next call.",
-)
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
-@click.option("--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string.")
-@click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
+@skeleton.limit_option
+@skeleton.budget_option
+@skeleton.ranks_per_node_option
+@skeleton.run_args_option
+@skeleton.retry_option
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
 @click.option("--dry-run", is_flag=True, help="Print the trials and the command of each, and start nothing.")
 @click.option("--list", "listing", is_flag=True, help="Print number, id, ranks and name of the trials, and no more.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: one JSON object.")
 def sweep(
-    sweep_file: Path,
-    output: Path,
-    wanted: str | None,
-    limit_s: float,
-    budget_s: float | None,
-    ranks_per_node: int | None,
-    run_args: str,
-    retry_failed: bool,
-    anonymous: bool,
-    dry_run: bool,
-    listing: bool,
-    as_json: bool,
+    sweep_file: Path, output: Path, wanted: str | None, listing: bool, as_json: bool, dry_run: bool, **options: Any
 ) -> int:
     """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
 
@@ -171,55 +138,37 @@ def sweep(
     if as_json and not listing:
         raise UsageError("--json prints what --list does; add --list, or see `hpcdist report --json` for results")
     check_alone()
-    definition, trials = _trials(sweep_file)
-    only = _position(trials, wanted, sweep_file)
-    if listing:
-        _list(definition, trials, only, as_json)
+    from hpcdist.bench.sweep import definition
+
+    measured = definition.read(sweep_file)
+    trials = definition.expand(measured, SweepRecipes(measured))
+    only = None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
+    if listing:  # needs neither MPI nor HDF5
+        rows = definition.trial_rows(trials, measured)
+        rows = rows if only is None else [rows[only]]
+        click.echo(json.dumps({"sweep": str(sweep_file), "trials": rows}) if as_json else definition.trial_table(rows))
         return OK
     from hpcdist.bench.sweep import results, series
 
-    line = trial_command(ranks_per_node, run_args)
+    line = trial_command(options["ranks_per_node"], options["run_args"])
     results.check_place(output)
+
+    def plan() -> "list[SeriesItem]":
+        return series.plan(trials, measured.repeats, output, options["retry_failed"], only)
+
     if dry_run:
-        _show(series.plan(trials, definition.repeats, output, retry_failed, only), line)
+        _show(plan(), line)
         return OK
-    with results.locked(output):
-        remove_leftovers(output)
-        items = series.plan(trials, definition.repeats, output, retry_failed, only)
-        tally = run_trials(items, output, series.SeriesLimits(limit_s, budget_s or float("inf")), anonymous, line)
-    hint = "; --retry-failed runs the failed again" if tally.failed else ""
-    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{hint}", err=True)
-    return REQUEUE if tally.left else FAILURE if tally.failed else OK
-
-
-def _trials(sweep_file: Path) -> "tuple[Sweep, list[SweepTrial]]":
-    from hpcdist.bench.sweep import definition as sweeps
-
-    sweep = sweeps.read(sweep_file)
-    return sweep, sweeps.expand(sweep, SweepRecipes(sweep))
-
-
-def _position(trials: "list[SweepTrial]", wanted: str | None, sweep_file: Path) -> int | None:
-    from hpcdist.bench.sweep import definition
-
-    return None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
-
-
-def _list(sweep: "Sweep", trials: "list[SweepTrial]", only: int | None, as_json: bool) -> None:
-    """Print what the trials are; needs neither MPI nor HDF5."""
-    from hpcdist.bench.sweep import definition
-
-    rows = definition.trial_rows(trials, sweep)
-    rows = rows if only is None else [rows[only]]
-    click.echo(json.dumps({"sweep": str(sweep.path), "trials": rows}) if as_json else definition.trial_table(rows))
+    limits = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
+    tally = run_series(output, plan, limits, options["anonymous"], line)
+    skeleton.print_progress(tally_line(tally, f"; `hpcdist report {output}`"))
+    return exit_code(tally, tally.failed > 0)
 
 
 def _show(items: "list[SeriesItem]", line: "Command") -> None:
     """Print the trials in their order, and below the command of each."""
     for number, item in enumerate(items, 1):
-        state = f"recorded: {item.status}" if item.status else "to run"
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
-        where = f"{item.trial.id} {item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
-        click.echo(f"[{number}/{len(items)}] {where} ({state}): {settings}")
+        click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
     for ranks in sorted({item.trial.ranks for item in items}):
         click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))

@@ -3,64 +3,40 @@
 It runs on every rank that a launcher started, or starts them itself.
 """
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.cli.bench.pipeline import rank_arguments
+from hpcdist.cli.bench import skeleton
+from hpcdist.cli.bench.skeleton import Outputs, count_option
 from hpcdist.errors import FAILURE, OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.step.results import StepRequest, StepResults
+    from hpcdist.bench.step.request import StepRequest
 
 
 @click.command("step")
-@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Replicas of the model.  [default: 1]")
+@count_option("-n", "--ranks", help="Replicas of the model.  [default: 1]")
 @click.option("--only", "names", multiple=True, metavar="NAME", help="Contender; may be repeated.  [default: all]")
-@click.option("--layers", type=click.IntRange(min=1), default=4, help="Blocks of the gpt.")
-@click.option("--hidden", type=click.IntRange(min=1), default=256, help="Its width.")
-@click.option("--heads", type=click.IntRange(min=1), default=4, help="Heads of its attention.")
-@click.option("--context", type=click.IntRange(min=1), default=256, help="Tokens of a sample.")
-@click.option("--vocabulary", type=click.IntRange(min=2), default=256, help="Tokens that there are.")
-@click.option("--samples", type=click.IntRange(min=1), default=8, help="Samples of each rank in a step.")
-@click.option("--steps", type=click.IntRange(min=1), default=40, help="Steps of each contender that are timed.")
-@click.option("--warmup", type=click.IntRange(min=1), default=3, help="Steps before; their losses are compared, too.")
-@click.option("--profiled", type=click.IntRange(min=0), default=5, help="Steps after, timed operation by operation.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, help="Threads of each rank.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of parameters, batches and the order of turns.")
-@click.option("--list", "list_only", is_flag=True, help="Print who there is, and start nothing.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="New HDF5 file for every phase of each step.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw them (.png, .pdf, .svg).")
-@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
+@count_option("--layers", default=4, help="Blocks of the gpt.")
+@count_option("--hidden", default=256, help="Its width.")
+@count_option("--heads", default=4, help="Heads of its attention.")
+@count_option("--context", default=256, help="Tokens of a sample.")
+@count_option("--vocabulary", least=2, default=256, help="Tokens that there are.")
+@count_option("--samples", default=8, help="Samples of each rank in a step.")
+@count_option("--steps", default=40, help="Steps of each contender that are timed.")
+@count_option("--warmup", default=3, help="Steps before; their losses are compared, too.")
+@count_option("--profiled", least=0, default=5, help="Steps after, timed operation by operation.")
+@count_option("--threads", default=1, help="Threads of each rank.")
+@count_option("--seed", least=0, default=0, help="Of parameters, batches and the order of turns.")
+@skeleton.list_option
+@skeleton.output_options("New HDF5 file for every phase of each step.", "Draw them")
 @click.pass_context
 def command(
-    call: click.Context,
-    /,
-    ranks: int | None,
-    names: tuple[str, ...],
-    steps: int,
-    warmup: int,
-    profiled: int,
-    threads: int,
-    seed: int,
-    list_only: bool,
-    output: Path | None,
-    as_json: bool,
-    plot: Path | None,
-    anonymous: bool,
-    **shape: int,
+    call: click.Context, /, ranks: int | None, names: tuple[str, ...], list_only: bool, threads: int, **options: Any
 ) -> int:
     """Measure training steps of a gpt beside PyTorch, with the same parameters on the same batches.
 
@@ -72,99 +48,59 @@ def command(
     Exit code 0 when all was measured, 1 when losses differ by more than 1e-4 of themselves within the first 100 steps,
     2 for usage, 74 when a file cannot be written, which is tried first; another one when a rank failed.
     """
-    from hpcdist.bench.step import results
-    from hpcdist.comm.doctor.facts import THREADS
-    from hpcdist.comm.launch import environment
+    from hpcdist.bench.step.request import CONTENDERS, StepRequest, StepShape
 
     if list_only:
-        for name, meaning in results.CONTENDERS.items():
+        for name, meaning in CONTENDERS.items():
             click.echo(f"{name}: {meaning}")
         return OK
-    launched = environment.launch_environment()
-    there = launched.size if launched is not None and launched.size > 1 else None
-    if there is not None and ranks not in (None, there):
-        raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
-    size = results.StepShape(**shape)
-    if size.hidden % size.heads:
-        raise UsageError(f"--hidden {size.hidden} is not a multiple of --heads {size.heads}")
-    count = there or ranks or 1
-    request = results.StepRequest(size, results.chosen(names), count, steps, warmup, profiled, seed, threads)
-    outputs = StepOutputs(output, as_json, plot, anonymous)
+    from hpcdist.comm.doctor.facts import THREADS
+
+    outputs = Outputs.of(options)
+    count, started = skeleton.world(ranks, 1)
+    lengths = {name: options.pop(name) for name in ("steps", "warmup", "profiled", "seed")}
+    shape = StepShape(**options)
+    if shape.hidden % shape.heads:
+        raise UsageError(f"--hidden {shape.hidden} is not a multiple of --heads {shape.heads}")
+    taking_part = skeleton.chosen("--only", names, CONTENDERS) or tuple(CONTENDERS)
     inherited = os.environ.get(THREADS)
     if inherited not in (None, str(threads)) and count > 1:
         raise UsageError(
             f"--threads {threads}, but {THREADS}={inherited}: the ranks would use that; unset it, or make it equal"
         )
-    if there is None and (count > 1 or inherited != str(threads)):
-        _check_places(outputs)
-        return _start(count, threads, call)
-    return _measure(request, outputs)
+    if started or (count == 1 and inherited == str(threads)):
+        return _measure(StepRequest(shape, taking_part, count, threads=threads, **lengths), outputs)
+    outputs.check()
+    if count > 1:
+        return skeleton.start_ranks(count, call, "--cpus-per-task", str(threads))
+    return _start_again(threads, call)
 
 
-@dataclass(frozen=True)
-class StepOutputs:
-    """Destinations of the results."""
-
-    file: Path | None
-    as_json: bool
-    plot: Path | None
-    anonymous: bool
-
-
-def _start(ranks: int, threads: int, call: click.Context) -> int:
-    """Start the ranks, with so many threads each, and return their exit code."""
-    from hpcdist.cli import run
+def _start_again(threads: int, call: click.Context) -> int:
+    """Start one process with so many threads, and return its exit code."""
     from hpcdist.comm.launch.mpirun import common_settings
 
-    line = ["bench", "step", *rank_arguments(call)]
-    if ranks == 1:
-        environment = {**os.environ, **common_settings(threads, {})}
-        return subprocess.run([sys.executable, "-P", "-m", "hpcdist", *line], env=environment, check=False).returncode
-    line = ["-n", str(ranks), "--cpus-per-task", str(threads), "--grace", "5", *line]
-    code: int = run.command.main(args=line, prog_name="hpcdist run", standalone_mode=False)
-    return code
+    line = [sys.executable, "-P", "-m", "hpcdist", "bench", "step", *skeleton.rank_arguments(call)]
+    environment = {**os.environ, **common_settings(threads, {})}
+    return subprocess.run(line, env=environment, check=False).returncode
 
 
-def _measure(request: "StepRequest", outputs: StepOutputs) -> int:
+def _measure(request: "StepRequest", outputs: Outputs) -> int:
     """Measure, show and write. Collective over the world; leaves with the exit code."""
-    from hpcdist.bench import output_file
-    from hpcdist.bench.step import results, run
-    from hpcdist.bench.step.results import COMPARED, SAME
-    from hpcdist.comm import start
-    from hpcdist.telemetry.provenance import provenance
+    from hpcdist.bench.step import report, results, run
+    from hpcdist.bench.step.request import COMPARED, SAME
 
-    session = start.start()
-    comm = session.comm
-    output_file.check_on_all_ranks(comm, lambda: _check_places(outputs))
-    hosts = list(dict.fromkeys(comm.allgather_object(session.place.host)))
-    origin: dict[str, Any] = {**provenance(mpi_library=session.library, hosts=hosts, anonymous=outputs.anonymous)}
-    measured = run.run(comm, request, origin, lambda line: click.echo(line, err=True))
+    session = skeleton.begin(outputs.check)
+    about = skeleton.origin(session, outputs.anonymous)
+    measured = run.run(session.comm, request, about, skeleton.print_progress)
     code = OK
     if measured is not None:
         if outputs.file is not None:
             results.write(outputs.file, measured)
-        _show(measured, outputs)
+        outputs.show(
+            lambda: report.jsonable(measured), lambda: report.text(measured), lambda file: report.plot(measured, file)
+        )
         apart = run.differences(measured, COMPARED)
         code = OK if all(difference <= SAME for difference in apart.values()) else FAILURE  # NaN is no agreement
-    session.leave(comm.broadcast_object(code))
+    session.leave(session.comm.broadcast_object(code))
     return OK
-
-
-def _check_places(outputs: StepOutputs) -> None:
-    """Raise what is in the way of the files."""
-    from hpcdist.bench.collectives import report
-    from hpcdist.hdf5 import files
-
-    if outputs.file is not None:
-        files.check_place(outputs.file)
-    if outputs.plot is not None:
-        report.check_plot(outputs.plot)
-
-
-def _show(measured: "StepResults", outputs: StepOutputs) -> None:
-    """Print the report, and draw it (on rank 0)."""
-    from hpcdist.bench.step import report
-
-    click.echo(json.dumps(report.jsonable(measured)) if outputs.as_json else report.text(measured))
-    if outputs.plot is not None:
-        report.plot(measured, outputs.plot)

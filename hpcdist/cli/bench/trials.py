@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from hpcdist.errors import UsageError
+from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.sweep.definition import ResolvedTrial, Sweep, SweepTrial
@@ -170,6 +171,44 @@ def run_trials(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_series(
+    output: Path,
+    plan: "Callable[[], list[SeriesItem]]",
+    limits: "SeriesLimits",
+    anonymous: bool,
+    line: "Command",
+    attributes: Mapping[str, str] | None = None,
+    line_for: "Callable[[SweepTrial], Command] | None" = None,
+    around: "Callable[[Sequence[SeriesItem], Measure], Measure] | None" = None,
+) -> "SweepTally":
+    """Run what ``plan`` says, as `run_trials` does, while nobody else writes ``output``."""
+    from hpcdist.bench.sweep import results
+
+    with results.locked(output):
+        remove_leftovers(output)
+        items = plan()
+        wrapped = None if around is None else functools.partial(around, items)
+        return run_trials(items, output, limits, anonymous, line, attributes, line_for, wrapped)
+
+
+def tally_line(tally: "SweepTally", where: str = "") -> str:
+    """Return the numbers of trials in words."""
+    hint = "; --retry-failed runs the failed again" if tally.failed else ""
+    return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
+
+
+def item_line(item: "SeriesItem") -> str:
+    """Return a repeat of a trial in words, and whether it is to be run."""
+    state = f"recorded: {item.status}" if item.status else "to run"
+    place = f"{item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
+    return f"{item.trial.id} {place} ({state})"
+
+
+def exit_code(tally: "SweepTally", failed: bool) -> int:
+    """Return the exit code of a sweep; ``failed`` says whether any trial counts as such."""
+    return REQUEUE if tally.left else FAILURE if failed else OK
 
 
 def _stop(number: int, frame: object) -> None:

@@ -90,8 +90,9 @@ def command(
     NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v; several are drawn below each other. Each is proven free of
     deadlock first. Nothing is trained and no MPI is needed.
     """
-    from hpcdist.bench.collectives.report import check_folder, check_plot
     from hpcdist.bench.pipeline import schedules
+    from hpcdist.reporting.atomic import check_folder
+    from hpcdist.reporting.figure import check_plot
 
     if recipe is not None or overrides:
         _show_stages(recipe, overrides, to_stderr=as_json)

@@ -4,21 +4,24 @@ Limits are set around each trial and restored afterwards, also by --restore afte
 `energy.power_limits`).
 """
 
-import json
+import functools
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from hpcdist.cli.bench import skeleton
 from hpcdist.cli.bench.power import axes as power_axes
 from hpcdist.cli.bench.power.axes import CPU, GPU, LimitedDevices, check_energy_is_measured
-from hpcdist.cli.bench.trials import check_alone, remove_leftovers, run_options, run_trials
-from hpcdist.errors import FAILURE, MISSING_CAPABILITY, OK, REQUEUE, MissingCapabilityError, UsageError
-from hpcdist.reporting.units import counted
+from hpcdist.cli.bench.skeleton import Outputs, count_option
+from hpcdist.cli.bench.trials import check_alone, exit_code, item_line, run_options, run_series, tally_line
+from hpcdist.errors import MISSING_CAPABILITY, OK, MissingCapabilityError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.sweep.definition import SweepTrial
@@ -28,19 +31,9 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 OBJECTIVES: Final = ("energy", "edp", "ed2p", "time")
 
 
-@dataclass(frozen=True)
-class PowerOutput:
-    """Form of the results that are printed."""
-
-    objective: str
-    max_slowdown: float | None
-    as_json: bool
-    plot: Path | None
-
-
 @click.command("power")
 @click.argument("recipe", metavar="[RECIPE]", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option("-n", "--ranks", type=click.IntRange(min=1), help="Ranks of each trial.  [default: 1]")
+@count_option("-n", "--ranks", help="Ranks of each trial.  [default: 1]")
 @click.option("--limits", metavar="W,W,...", help="Power limits of each device, in watts.")
 @click.option("--clocks", metavar="MHZ,...", help="Frequencies at which the clocks of GPUs are locked.")
 @click.option("--on", type=click.Choice([GPU, CPU]), help="Whose --limits.  [default: gpu where the trials hold any]")
@@ -55,32 +48,25 @@ class PowerOutput:
     "--dry-run", is_flag=True, help="Print devices, what they take, and the trials; change and start nothing."
 )
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("power.h5"),
-    show_default=True,
-    help="HDF5 file that the results are appended to.",
-)
-@click.option(
     "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Trials of each configuration."
 )
 @click.option("--warmup/--no-warmup", default=True, help="Train once before the first trial, which is not kept.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the order of the trials.  [default: a new one, kept]")
+@count_option("--seed", least=0, help="Of the order of the trials.  [default: a new one, kept]")
 @click.option(
     "--objective", type=click.Choice(OBJECTIVES), default="edp", show_default=True, help="What is to be small."
 )
 @click.option("--max-slowdown", type=float, metavar="FACTOR", help="Recommend nothing that takes longer, e.g. 1.1.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw time against energy (.png, .pdf).")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
-@click.option(
-    "--budget-s", type=click.FloatRange(min=1.0), help="Seconds after which the rest waits for the next call."
+@skeleton.output_options(
+    "HDF5 file that the results are appended to.",
+    "Draw time against energy",
+    default=Path("power.h5"),
+    hides="hosts and devices",
 )
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
-@click.option("--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string.")
-@click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
-@click.option("--anonymous", is_flag=True, help="Leave the names of hosts and devices out of the results.")
+@skeleton.limit_option
+@skeleton.budget_option
+@skeleton.ranks_per_node_option
+@skeleton.run_args_option
+@skeleton.retry_option
 def command(**options: Any) -> int:
     """Train RECIPE under each power limit or clock, or with each value of a key, and tell which takes least energy.
 
@@ -97,39 +83,29 @@ def command(**options: Any) -> int:
     are left for the next call.
     """
     power_axes.check_options(options)
-    shown = PowerOutput(options["objective"], options["max_slowdown"], options["as_json"], options["plot"])
     if options["restore"]:
-        return _restore()
-    _check_shown(shown)
-    if options["show"]:
-        _report(options["output"], shown)
-        return OK
-    check_alone()
-    return _sweep(options, shown)
+        from hpcdist.energy.power_limits import apply, journal
 
-
-def _restore() -> int:
-    from hpcdist.energy.power_limits import apply, journal
-
-    return OK if apply.put_back(journal.directory(), click.echo) else MISSING_CAPABILITY
-
-
-def _check_shown(shown: PowerOutput) -> None:
-    """Refuse, before anything is measured, what could not be shown."""
-    from hpcdist.bench.collectives.report import check_plot
+        return OK if apply.put_back(journal.directory(), click.echo) else MISSING_CAPABILITY
     from hpcdist.bench.power import pareto
 
-    pareto.recommend([], shown.objective, shown.max_slowdown)
-    if shown.plot is not None:
-        check_plot(shown.plot)
+    outputs = Outputs.of(options)
+    pareto.recommend([], options["objective"], options["max_slowdown"])  # refuses, before anything is measured
+    outputs.check_plot()
+    if options["show"]:
+        _report(outputs, options)
+        return OK
+    check_alone()
+    return _sweep(options, outputs)
 
 
-def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
+def _sweep(options: dict[str, Any], outputs: Outputs) -> int:
     """Measure what the ``options`` say, show it, and return the exit code."""
     from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep import results, series
 
-    output: Path = options["output"]
+    output = outputs.file
+    assert output is not None, "it has a default"
     axes = power_axes.sweep_axes(options)
     recipes = power_axes.PowerRecipes(options["recipe"], options["overrides"])
     base = recipes.resolve({}, None)
@@ -138,26 +114,26 @@ def _sweep(options: dict[str, Any], shown: PowerOutput) -> int:
     line_for = _trial_commands(options, axes.threads)
     results.check_place(output)
     with LimitedDevices(axes, base, options["on"]) as devices:
-        seed, attributes = _provenance_of_sweep(options, devices, base.energy.sources)
+        names = devices.names(outputs.anonymous)
+        seed, attributes = _provenance_of_sweep(output, options["seed"], devices.kind, names, base.energy.sources)
+
+        def plan() -> "list[SeriesItem]":
+            return pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed)
+
         if options["dry_run"]:
-            _show(pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed), devices, line_for)
+            _show(plan(), devices, line_for)
             return OK
         if devices.kind:
             if not options["change_limits"]:
                 raise UsageError(_refusal(axes, devices))
             devices.permitted()
-        with results.locked(output):
-            remove_leftovers(output)
-            items = pareto.plan(trials, options["repeats"], output, options["retry_failed"], seed)
-            bounds = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
-            around = _with_limits(devices, items, options["warmup"])
-            tally = run_trials(
-                items, output, bounds, options["anonymous"], line_for(trials[0]), attributes, line_for, around
-            )
-    hint = "; --retry-failed runs the failed again" if tally.failed else ""
-    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left, in {output}{hint}", err=True)
-    _report(output, shown)
-    return REQUEUE if tally.left else FAILURE if tally.failed else OK
+        limits = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
+        around = functools.partial(_with_limits, devices, options["warmup"])
+        line = line_for(trials[0])
+        tally = run_series(output, plan, limits, outputs.anonymous, line, attributes, line_for, around)
+    skeleton.print_progress(tally_line(tally, f", in {output}"))
+    _report(outputs, options)
+    return exit_code(tally, tally.failed > 0)
 
 
 def _refusal(axes: Any, devices: LimitedDevices) -> str:
@@ -170,8 +146,6 @@ def _refusal(axes: Any, devices: LimitedDevices) -> str:
 
 def _trial_commands(options: dict[str, Any], threads: Sequence[int]) -> "Callable[[SweepTrial], Command]":
     """Return what makes the command of a trial."""
-    import functools
-
     from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep import trial
 
@@ -187,19 +161,17 @@ def _trial_commands(options: dict[str, Any], threads: Sequence[int]) -> "Callabl
     return line_for
 
 
-def _provenance_of_sweep(options: dict[str, Any], devices: LimitedDevices, sources: str) -> tuple[int, dict[str, str]]:
+def _provenance_of_sweep(
+    output: Path, wanted: int | None, kind: str, names: str, sources: str
+) -> tuple[int, dict[str, str]]:
     """Return the seed of the order, and what the results file says of the sweep.
 
     Raises UsageError where the file there is not of such a sweep, or one of other devices.
     """
-    import os
-
     from hpcdist.bench.power import report
     from hpcdist.bench.sweep import results
 
-    output: Path = options["output"]
-    names = devices.names(options["anonymous"])
-    seed = int.from_bytes(os.urandom(4), "little") if options["seed"] is None else options["seed"]
+    seed = int.from_bytes(os.urandom(4), "little") if wanted is None else wanted
     if output.exists():
         known = results.read(output).provenance
         if report.SEED not in known:
@@ -207,54 +179,43 @@ def _provenance_of_sweep(options: dict[str, Any], devices: LimitedDevices, sourc
         before = known.get(report.DEVICES, "")
         if names and before and before != names:
             raise UsageError(f"{output} was measured on {before}, and this is {names}; choose another --output")
-        if options["seed"] is None:
+        if wanted is None:
             seed = int(known[report.SEED])
-    attributes = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: devices.kind}
+    attributes = {report.SEED: str(seed), report.DEVICES: names, report.LIMITED: kind}
     declared = {report.DECLARED: "declared"} if sources == "declared" else {}
     return seed, {**attributes, **declared}
 
 
-def _with_limits(
-    devices: LimitedDevices, items: "Sequence[SeriesItem]", warmup: bool
-) -> "Callable[[Measure], Measure]":
-    """Return what sets the limits around what measures a trial, after a warm-up before the first of all."""
-    from contextlib import ExitStack
-    from dataclasses import replace
-
+def _with_limits(devices: LimitedDevices, warmup: bool, items: "Sequence[SeriesItem]", measure: "Measure") -> "Measure":
+    """Return ``measure`` with the limits of a trial set around it, after a warm-up before the first of all."""
     from hpcdist.bench.power import pareto
     from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome
 
     left = [warmup and any(not item.status for item in items)]
 
-    def around(measure: "Measure") -> "Measure":
-        def measured(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
-            if left.pop() if left else False:
-                outcome = measure(of, limit_s)
-                click.echo(f"warm-up: {outcome.wall_s:.1f} s{_failure(outcome)}", err=True)
-            limit_w, clock_mhz = pareto.limits_of(of)
-            with ExitStack() as stack:
-                try:
-                    in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
-                except MissingCapabilityError as error:
-                    return TrialOutcome(FAILED, power_axes.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
-                outcome = measure(of, limit_s)
-                after = devices.in_force()
-            if outcome.status != OK:
-                return outcome
-            trouble = _invalid_reason(outcome, in_force, after) if devices.kind else ""
-            if trouble:
-                return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
-            figures = {**pareto.figures(outcome), "in_force_w": in_force}
-            figures |= {name: of.settings.get(name) for name in (pareto.LIMIT, pareto.CLOCK, pareto.THREADS)}
-            return replace(outcome, summary={**outcome.summary, pareto.GROUP: figures})
+    def measured(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
+        if left.pop() if left else False:
+            outcome = measure(of, limit_s)
+            failure = f", FAILED, {outcome.reason}" if outcome.reason else ""
+            skeleton.print_progress(f"warm-up: {outcome.wall_s:.1f} s{failure}")
+        limit_w, clock_mhz = pareto.limits_of(of)
+        with ExitStack() as stack:
+            try:
+                in_force = stack.enter_context(devices.limited(limit_w, clock_mhz))
+            except MissingCapabilityError as error:
+                return TrialOutcome(FAILED, power_axes.utc_now(), 0.0, 0, f"its limits could not be set: {error}")
+            outcome = measure(of, limit_s)
+            after = devices.in_force()
+        if outcome.status != OK:
+            return outcome
+        trouble = _invalid_reason(outcome, in_force, after) if devices.kind else ""
+        if trouble:
+            return replace(outcome, status=FAILED, reason=trouble, summary={}, samples={})
+        figures = {**pareto.figures(outcome), "in_force_w": in_force}
+        figures |= {name: of.settings.get(name) for name in (pareto.LIMIT, pareto.CLOCK, pareto.THREADS)}
+        return replace(outcome, summary={**outcome.summary, pareto.GROUP: figures})
 
-        return measured
-
-    return around
-
-
-def _failure(outcome: "TrialOutcome") -> str:
-    return f", FAILED, {outcome.reason}" if outcome.reason else ""
+    return measured
 
 
 def _invalid_reason(outcome: "TrialOutcome", before: float | None, after: float | None) -> str:
@@ -272,24 +233,22 @@ def _show(items: "Sequence[SeriesItem]", devices: LimitedDevices, line_for: "Cal
     for described in devices.described():
         click.echo(described)
     for number, item in enumerate(items, 1):
-        state = f"recorded: {item.status}" if item.status else "to run"
-        place = f"{item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
-        click.echo(f"[{number}/{len(items)}] {item.trial.id} {place} ({state})")
+        click.echo(f"[{number}/{len(items)}] {item_line(item)}")
     lines = [shlex.join(line_for(item.trial)(item.trial.ranks, Path("RECIPE"), Path("RUN_DIR"))) for item in items]
     for line in dict.fromkeys(lines):
         click.echo(line)
 
 
-def _report(output: Path, shown: PowerOutput) -> None:
+def _report(outputs: Outputs, options: dict[str, Any]) -> None:
     """Print, and draw, what the results say."""
-    from hpcdist.bench.power import report
+    from hpcdist.bench.power import plot, report
     from hpcdist.bench.sweep import results
 
-    summary = report.report(results.read(output), shown.objective, shown.max_slowdown)
-    click.echo(json.dumps(report.jsonable(summary)) if shown.as_json else report.text(output, summary))
-    if shown.plot is not None:
-        from hpcdist.bench.power import plot
-
-        plot.plot(summary, shown.plot)
-        if not shown.as_json:
-            click.echo(f"plot: {shown.plot}")
+    assert outputs.file is not None, "it has a default"
+    summary = report.report(results.read(outputs.file), options["objective"], options["max_slowdown"])
+    path = outputs.file
+    outputs.show(
+        lambda: report.jsonable(summary), lambda: report.text(path, summary), lambda file: plot.plot(summary, file)
+    )
+    if outputs.plot is not None and not outputs.as_json:
+        click.echo(f"plot: {outputs.plot}")

@@ -22,6 +22,7 @@ from hpcdist.cli.runs.report import report
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, StorageError, UsageError
+from hpcdist.reporting.figure import check_plot
 
 LIBRARY = "Threads 1.0"
 
@@ -359,9 +360,9 @@ def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
     with pytest.raises(UsageError, match="nothing"):
         collectives_report.plot([], picture)
     with pytest.raises(StorageError, match="cannot be written"):
-        collectives_report.check_plot(tmp_path / "missing" / "c.svg")
+        check_plot(tmp_path / "missing" / "c.svg")
     with pytest.raises(UsageError, match="choose an ending from .*png"):
-        collectives_report.check_plot(tmp_path / "c.h5")
+        check_plot(tmp_path / "c.h5")
 
 
 def test_shares_of_an_algorithm_are_verified_by_its_own_cut():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench.data import report
+from hpcdist.bench.data import report, request
 from hpcdist.bench.data import report as reports
-from hpcdist.bench.data.report import CONTENDERS
+from hpcdist.bench.data.request import CONTENDERS
 from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import Sweep, SweepTrial
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
@@ -29,16 +29,19 @@ def _no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[SweepTrial], dict[str, str]]:
-    scenarios = {report.CALM: {}, report.STRAGGLERS: report.stragglers((0,), 3.0, 0.125)}
-    wanted = report.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
-    return report.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
+    scenarios = {request.CALM: {}, request.STRAGGLERS: request.stragglers((0,), 3.0, 0.125)}
+    wanted = request.ExchangeRequest(ranks, {"run.steps": 5}, contenders, scenarios)
+    return request.expand(wanted, SweepRecipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
 
 
 def test_every_contender_takes_part_and_is_another_run() -> None:
     trials, left_out = expand(CONTENDERS)
     assert left_out == {}
     assert len({trial.id for trial in trials}) == len(trials) == 2 * len(CONTENDERS)
-    assert [report.parts_of(trial.name) for trial in trials[:2]] == [("allreduce", "calm"), ("allreduce", "stragglers")]
+    assert [request.parts_of(trial.name) for trial in trials[:2]] == [
+        ("allreduce", "calm"),
+        ("allreduce", "stragglers"),
+    ]
     calm, late = (recipes.load(_written(trial)).recipe for trial in trials[:2])
     assert calm.run == late.run and calm.run.steps == 5 and not calm.chaos.on
     assert late.chaos.slow_ranks == (0,) and late.chaos.slow_probability == 0.125
@@ -56,7 +59,7 @@ def test_who_is_refused_is_left_out_with_the_reason() -> None:
     trials, left_out = expand(
         {"unknown": {"no.such": 1}, "wrong": {"run.steps": -1}, "good": {}, "few": CONTENDERS["servers, bsp"]}, ranks=1
     )
-    assert [report.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
+    assert [request.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
     assert "no.such" in left_out["unknown"] and "run.steps = -1" in left_out["wrong"]
     assert "at least 1 must compute" in left_out["few"]
 
@@ -201,7 +204,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def test_the_command_lists_contenders_and_refuses_what_it_does_not_know() -> None:
     code, shown = invoke("--list", "--contender", "zero1")
     assert (code, shown) == (0, 'zero1: parallel.strategy="zero1"\n')
-    with pytest.raises(UsageError, match="choose from: allreduce; "):
+    with pytest.raises(UsageError, match="choose from 'allreduce', "):
         invoke("--contender", "zero9")
     with pytest.raises(UsageError, match="at least 1 must compute"):
         invoke("-n", "1", "--contender", "servers, asp")

@@ -12,17 +12,11 @@ from click.testing import CliRunner
 
 from hpcdist.bench.pipeline import report as reports
 from hpcdist.bench.pipeline import results, run
-from hpcdist.bench.pipeline.results import (
-    CONTENDERS,
-    MeasuredCase,
-    PipelineCase,
-    PipelineRequest,
-    PipelineResults,
-    PipelineShape,
-)
+from hpcdist.bench.pipeline.request import CONTENDERS, PipelineCase, PipelineRequest, PipelineShape, cases
+from hpcdist.bench.pipeline.results import MeasuredCase, PipelineResults
 from hpcdist.bench.pipeline.run import PipelineSample, place_units
 from hpcdist.bench.pipeline.schedules import trace
-from hpcdist.cli.bench import pipeline
+from hpcdist.cli.bench import pipeline, skeleton
 from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
@@ -106,13 +100,13 @@ def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
 
 
 def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
-    found, left_out = results.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
+    found, left_out = cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
     assert len(found) == 2 * len(CONTENDERS) - 2
     assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
     assert "8 chunks" in left_out["interleaved, 4 micro-batches"].replace("2 x 4", "8")
     assert len({one.id for one in found}) == len(found)
     with pytest.raises(UsageError, match="choose from gpipe, 1f1b"):
-        results.chosen(["sequential"])
+        skeleton.chosen("--schedule", ["sequential"], CONTENDERS)
 
 
 def test_stages_are_cut_by_what_their_schedule_computes() -> None:
@@ -203,10 +197,10 @@ def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) ->
     lines = []
 
     def start(ranks: int, call: click.Context) -> int:
-        lines.append((ranks, pipeline.rank_arguments(call)))
+        lines.append((ranks, skeleton.rank_arguments(call)))
         return 0
 
-    monkeypatch.setattr(pipeline, "_start", start)
+    monkeypatch.setattr(skeleton, "start_ranks", start)
     given = ["--schedule", "1f1b", "--schedule", "zb-h1", "--microbatches", "5", "--json", "-o", "x.h5", "--steps", "4"]
     assert CliRunner().invoke(command, ["pipeline", "-n", "3", *given]).exit_code == 0
     ranks, line = lines[0]

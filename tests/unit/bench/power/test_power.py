@@ -21,6 +21,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.definition import SweepTrial
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.bench.sweep.trial import FAILED, OK, TrialOutcome, TrialSample
+from hpcdist.cli.bench import trials
 from hpcdist.cli.bench.power import axes as power_axes
 from hpcdist.cli.bench.power import command
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError, UsageError
@@ -514,7 +515,7 @@ def call(*arguments, **environment):
 
 
 def test_nothing_is_changed_without_the_flag(recipe, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "run_trials", lambda *arguments: pytest.fail("a trial was started"))
+    monkeypatch.setattr(trials, "run_trials", lambda *arguments: pytest.fail("a trial was started"))
     output = tmp_path / "power.h5"
     done = call(recipe, "--limits", "90,100", "-o", output)
     assert isinstance(done.exception, UsageError)
@@ -555,12 +556,12 @@ def fake_sweep(monkeypatch, package, seen, end=None):
             energy_j_by_phase={"training": 2 * watts}, seconds_by_phase={"training": 4.0 if watts > 90 else 4.2}
         )
 
-    real = command.run_trials
+    real = trials.run_trials
 
     def run(items, output, limits, anonymous, line, told, line_for, around):
         return real(items, output, limits, anonymous, line, told, line_for, lambda inner: around(measure))
 
-    monkeypatch.setattr(command, "run_trials", run)
+    monkeypatch.setattr(trials, "run_trials", run)
 
 
 def test_a_sweep_over_limits_of_a_processor(recipe, package, tmp_path, monkeypatch):

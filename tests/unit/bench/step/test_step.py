@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from hpcdist.bench.step import report, run
 from hpcdist.bench.step import results as step_results
-from hpcdist.bench.step.results import (
+from hpcdist.bench.step.request import (
     CONTENDERS,
     EAGER,
     OURS,
@@ -22,11 +22,10 @@ from hpcdist.bench.step.results import (
     RECOMPUTING,
     WRAPPED_JAX,
     WRAPPED_TORCH,
-    StepCase,
     StepRequest,
-    StepResults,
     StepShape,
 )
+from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.cli.bench import step
 from hpcdist.cli.bench.group import command
 from hpcdist.comm.communicator import Communicator

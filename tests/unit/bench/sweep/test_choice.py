@@ -98,6 +98,19 @@ def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
     assert not list(sweep_file.parent.glob("results.h5*"))
 
 
+@pytest.mark.parametrize("benchmark", ["data", "pipeline", "step"])
+def test_the_list_of_a_benchmark_loads_no_numpy(benchmark):
+    code = (
+        "import sys\nfrom hpcdist.cli.main import main\n"
+        f"try:\n    main(['bench', {benchmark!r}, '--list'])\n"
+        "except SystemExit as leaving:\n    assert leaving.code == 0\n"
+        f"print('loaded:', *[name for name in {('numpy', *NOT_FOR_A_LIST)!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *listed, loaded = done.stdout.splitlines()
+    assert len(listed) > 5 and loaded.strip() == "loaded:"
+
+
 def test_the_list_as_text_and_of_one(sweep_file, capsys):
     code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list")
     head, *rows = (line.split() for line in out.splitlines())

@@ -146,7 +146,7 @@ def test_plot(found, ending):
 
 def test_plot_fails_clearly(found, tmp_path, monkeypatch):
     read = report.read(found[0])
-    with pytest.raises(UsageError, match="not supported"):
+    with pytest.raises(UsageError, match="choose an ending"):
         report.plot(read, tmp_path / "bars.nonsense")
     with pytest.raises(StorageError, match="cannot be written"):
         report.plot(read, tmp_path / "missing" / "bars.png")

@@ -63,7 +63,7 @@ def test_axes_multiply_with_trials_and_ranks(expand):
 def test_equal_leaves_of_two_sections_are_told_apart(expand):
     (trial,) = expand("[sweep]\nranks=1\n[axes]\nmodel.kind=['gpt']\noptimizer.name=['sgd']\n")
     assert trial.name == "kind=gpt name=sgd"
-    labels = definition._labels({"a.x": 1, "b.x": 2, "b.y": 3})
+    labels = definition.labels({"a.x": 1, "b.x": 2, "b.y": 3})
     assert labels == ["a.x=1", "b.x=2", "y=3"]
 
 
