@@ -143,7 +143,8 @@ def read_record(group: Any, kind: type[Record], **known: Any) -> Record:
         elif is_dataclass(hint):
             values[name] = read_record(group, typing.cast(type, hint))
         else:
-            values[name] = plain(group.attrs[name])
+            value = plain(group.attrs[name])
+            values[name] = float(value) if float in _alternatives(hint) and value is not None else value
     return kind(**values)
 
 
@@ -157,14 +158,17 @@ def _declared(kind: type) -> dict[str, SampleColumn]:
     return {name: get_args(hint)[1] for name, hint in _hints(kind).items() if get_origin(hint) is Annotated}
 
 
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
 def _attributes(record: Any) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for name, hint in _hints(type(record)).items():
         value = getattr(record, name)
-        alternatives = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if is_dataclass(hint):
             attributes |= _attributes(value)
-        elif set(alternatives) <= {*_SCALARS, type(None)}:
+        elif set(_alternatives(hint)) <= {*_SCALARS, type(None)}:
             attributes[name] = math.nan if value is None else value
     return attributes
 

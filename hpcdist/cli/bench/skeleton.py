@@ -63,7 +63,7 @@ budget_option = seconds_option(
 )
 ranks_per_node_option = count_option("--ranks-per-node", help="Ranks on each node.  [default: the launcher's]")
 retry_option = click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
-list_option = click.option("--list", "list_only", is_flag=True, help="Print what would be measured, and start nothing.")
+list_option = click.option("--list", "list_only", is_flag=True, help="Print what can be measured, and start nothing.")
 run_args_option = click.option(
     "--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string."
 )
