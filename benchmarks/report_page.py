@@ -98,8 +98,7 @@ def events(steps: int) -> list[SimpleNamespace]:
 def energy(file: h5py.File, rows: int, rng: np.random.Generator) -> None:
     """Put samples of 16 nodes with 4 GPUs each into the file, in the order in which nodes bring them."""
     for name in ("sources", "samples"):
-        if f"{monitor_tables.GROUP}/{name}" not in file:
-            datasets.create(file, f"{monitor_tables.GROUP}/{name}", monitor_tables.TABLES[name])
+        monitor_tables.TABLES[name].create(file)
     nodes, gpus = 16, 4
     where = {
         "session": np.zeros(64, np.int64),

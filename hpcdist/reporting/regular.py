@@ -11,7 +11,7 @@ import stat
 import struct
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from hpcdist.errors import HpcdistError, StorageError
@@ -106,3 +106,27 @@ def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> An
         return json.loads(read(path, most_bytes))
     except RecursionError:
         raise ValueError("its values lie too deep in one another") from None
+
+
+def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+    """Return the value of the JSON file at ``path``; None where it cannot be read, or holds no JSON."""
+    try:
+        return json_value(path, most_bytes)
+    except (OSError, ValueError):
+        return None
+
+
+def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of the file at ``path``, none where it is missing. Raises OSError as `read`.
+
+    Lines of other programs, and lines torn by a crash, are skipped.
+    """
+    try:
+        lines = read(path, most_bytes).split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                yield value

@@ -13,60 +13,22 @@ Where there is no source, there are only the last two. Files of earlier versions
 only; an append to them adds the others. `hpcdist.energy.accounts.energy_metrics` reads them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import numpy as np
 
 from hpcdist.energy.monitor.sampler import DrainedSamples
 from hpcdist.energy.monitor.windows import PhaseWindow
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
-from hpcdist.hdf5 import datasets
 from hpcdist.hdf5.datasets import Column
+from hpcdist.hdf5.tables import MetricsTable
 
 GROUP: Final = "energy"
 _WHERE: Final = (
     Column("session", "i8", "1", "which start of the run, from 0"),
     Column("node", "i8", "1", "index of the node in the job"),
     Column("source", "i8", "1", "index of the source in its node and session, as in energy/sources"),
-)
-SOURCES: Final = (
-    *_WHERE,
-    Column("kind", "S8", "1", "gpu, cpu, dram, or node: all of it"),
-    Column("name", "S96", "1", "UUID of a GPU, name of a RAPL zone, file of a Cray"),
-)
-ABOUT: Final = (
-    *_WHERE,
-    Column("model", "S96", "1", "name of the device, as its driver has it"),
-    Column("ranks", "i8", "1", "ranks of this job that use it; 0: it belongs to the whole node"),
-    Column("power_field", "S16", "1", "of its power: instant, average, or usage where the driver does not say which"),
-    Column("power_scope", "S16", "1", "whose power it is: gpu, module, node, cpu, dram"),
-    Column("note", "S240", "1", "shared, MIG, integrated power, changed power cap"),
-    Column("declared", "i8", "1", "1: its joules come from a declared model, and were not measured"),
-)
-SAMPLES: Final = (
-    Column("t_mono_ns", "i8", "ns", "monotonic clock of the node"),
-    *_WHERE,
-    Column("energy_mj", "i8", "mJ", "cumulative energy counter, wraps unrolled"),
-)
-POWERS: Final = (
-    Column("t_mono_ns", "i8", "ns", "monotonic clock of the node"),
-    *_WHERE,
-    Column("power_mw", "i8", "mW", "power, as energy/about says of the source"),
-)
-GAPS: Final = (
-    Column("t_mono_ns", "i8", "ns", "the sample before which the energy is not known; monotonic clock of the node"),
-    *_WHERE,
-)
-WINDOWS: Final = (
-    Column("begin_mono_ns", "i8", "ns", "monotonic clock of the node"),
-    Column("end_mono_ns", "i8", "ns", "monotonic clock of the node"),
-    *_WHERE,
-    Column("phase", "S32", "1", "training, checkpoint, validation"),
-    Column("own_s", "f8", "s", "duration without the windows inside"),
-    Column("energy_j", "f8", "J", "energy without the windows inside; NaN where an edge could not be read"),
 )
 _NODE: Final = (
     Column("t_mono_ns", "i8", "ns", "monotonic clock of the node"),
@@ -85,27 +47,51 @@ _MEANINGS: Final = {
     "sent_bytes": "bytes sent over the interfaces since this start, by whomever",
     "received_bytes": "bytes received likewise",
 }
-UTILISATION: Final = (
-    *_NODE,
-    *(Column(name, "f8", "By" if name in BYTES else "1", _MEANINGS[name]) for name in COLUMNS),
-)
-SAMPLER: Final = (
-    *_NODE,
-    Column("busy_s", "f8", "s", "time of a processor that reading took since this start"),
-    Column("lasted_s", "f8", "s", "time since this start"),
-)
-TABLES: Final = {
-    "sources": SOURCES,
-    "about": ABOUT,
-    "samples": SAMPLES,
-    "powers": POWERS,
-    "gaps": GAPS,
-    "windows": WINDOWS,
-    "utilisation": UTILISATION,
-    "sampler": SAMPLER,
+_COLUMNS: Final[Mapping[str, tuple[Column, ...]]] = {
+    "sources": (
+        *_WHERE,
+        Column("kind", "S8", "1", "gpu, cpu, dram, or node: all of it"),
+        Column("name", "S96", "1", "UUID of a GPU, name of a RAPL zone, file of a Cray"),
+    ),
+    "about": (
+        *_WHERE,
+        Column("model", "S96", "1", "name of the device, as its driver has it"),
+        Column("ranks", "i8", "1", "ranks of this job that use it; 0: it belongs to the whole node"),
+        Column("power_field", "S16", "1", "of its power: instant, average, or usage where the driver does not say"),
+        Column("power_scope", "S16", "1", "whose power it is: gpu, module, node, cpu, dram"),
+        Column("note", "S240", "1", "shared, MIG, integrated power, changed power cap"),
+        Column("declared", "i8", "1", "1: its joules come from a declared model, and were not measured"),
+    ),
+    "samples": (
+        _NODE[0],
+        *_WHERE,
+        Column("energy_mj", "i8", "mJ", "cumulative energy counter, wraps unrolled"),
+    ),
+    "powers": (_NODE[0], *_WHERE, Column("power_mw", "i8", "mW", "power, as energy/about says of the source")),
+    "gaps": (
+        Column("t_mono_ns", "i8", "ns", "the sample before which the energy is not known; monotonic clock of the node"),
+        *_WHERE,
+    ),
+    "windows": (
+        Column("begin_mono_ns", "i8", "ns", "monotonic clock of the node"),
+        Column("end_mono_ns", "i8", "ns", "monotonic clock of the node"),
+        *_WHERE,
+        Column("phase", "S32", "1", "training, checkpoint, validation"),
+        Column("own_s", "f8", "s", "duration without the windows inside"),
+        Column("energy_j", "f8", "J", "energy without the windows inside; NaN where an edge could not be read"),
+    ),
+    "utilisation": (
+        *_NODE,
+        *(Column(name, "f8", "By" if name in BYTES else "1", _MEANINGS[name]) for name in COLUMNS),
+    ),
+    "sampler": (
+        *_NODE,
+        Column("busy_s", "f8", "s", "time of a processor that reading took since this start"),
+        Column("lasted_s", "f8", "s", "time since this start"),
+    ),
 }
+TABLES: Final = {name: MetricsTable(f"{GROUP}/{name}", columns) for name, columns in _COLUMNS.items()}
 _OF_NODES: Final = ("utilisation", "sampler")
-_OF_SOURCES: Final = tuple(name for name in TABLES if name not in _OF_NODES)
 
 
 @dataclass(frozen=True)
@@ -129,69 +115,42 @@ class NodeRows:
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     """Append the rows of ``nodes`` to an open file (local). The sources of a session are written once."""
-    tables = [*(_OF_SOURCES if any(node.sources for node in nodes) else ()), *_OF_NODES]
-    for name in tables:
-        if f"{GROUP}/{name}" not in file:
-            datasets.create(file, f"{GROUP}/{name}", TABLES[name])
-    known = "sources" not in tables or session in datasets.read(file, f"{GROUP}/sources")["session"]
+    has_sources = any(node.sources for node in nodes)
+    for name, table in TABLES.items():
+        if has_sources or name in _OF_NODES:
+            table.create(file)
+    known = not has_sources or session in TABLES["sources"].read(file)["session"]
     for node in nodes:
-        if not known:
-            _extend(file, "sources", session, node.node, _sources(node))
-            _extend(file, "about", session, node.node, _about(node))
-        drained = node.drained
-        for table, rows, column in (("samples", drained.samples, "energy_mj"), ("powers", drained.powers, "power_mw")):
-            values = {"t_mono_ns": rows[:, 0], "source": rows[:, 1], column: rows[:, 2]}
-            _extend(file, table, session, node.node, values)
-        _extend(file, "gaps", session, node.node, {"t_mono_ns": drained.gaps[:, 0], "source": drained.gaps[:, 1]})
-        _extend(file, "windows", session, node.node, _windows(node))
-        looked = {name: drained.shares[:, place] for place, name in enumerate(COLUMNS)} if len(drained.looks) else {}
-        _extend(file, "utilisation", session, node.node, {"t_mono_ns": drained.looks, **looked})
-        cost = {"t_mono_ns": node.now_ns, "busy_s": node.busy_s, "lasted_s": node.lasted_s}
-        if node.lasted_s:
-            _extend(file, "sampler", session, node.node, {name: np.array([value]) for name, value in cost.items()})
+        for name, rows in _rows(node, new=not known):
+            TABLES[name].append(file, session=session, node=node.node, **rows)
 
 
-def _extend(file: Any, table: str, session: int, node: int, rows: Mapping[str, np.ndarray]) -> None:
-    count = len(next(iter(rows.values())))
-    if count:
-        datasets.extend(
-            file, f"{GROUP}/{table}", {**rows, "session": np.full(count, session), "node": np.full(count, node)}
-        )
-
-
-def _sources(node: NodeRows) -> dict[str, np.ndarray]:
-    return {
-        "source": np.arange(len(node.sources)),
-        "kind": _words(8, (kind for kind, _, _ in node.sources)),
-        "name": _words(96, (name for _, name, _ in node.sources)),
-    }
-
-
-def _about(node: NodeRows) -> dict[str, np.ndarray]:
-    abouts = [about for _, _, about in node.sources]
-    return {
-        "source": np.arange(len(abouts)),
-        "model": _words(96, (about.model for about in abouts)),
-        "ranks": np.array([about.ranks for about in abouts], np.int64),
-        "power_field": _words(16, (about.power_field for about in abouts)),
-        "power_scope": _words(16, (about.power_scope for about in abouts)),
-        "note": _words(240, (about.note for about in abouts)),
-        "declared": np.array([about.declared for about in abouts], np.int64),
-    }
-
-
-def _words(most: int, words: Iterable[str]) -> np.ndarray:
-    return np.array([word.encode("ascii", "replace") for word in words], f"S{most}")
-
-
-def _windows(node: NodeRows) -> dict[str, np.ndarray]:
-    """Return one row for each window and source."""
-    rows = [(window, source) for window in node.windows for source in range(len(node.sources))]
-    return {
-        "begin_mono_ns": np.array([window.begin_ns for window, _ in rows], np.int64),
-        "end_mono_ns": np.array([window.end_ns for window, _ in rows], np.int64),
-        "source": np.array([source for _, source in rows], np.int64),
-        "phase": np.array([window.phase for window, _ in rows], "S32"),
-        "own_s": np.array([window.own_ns / 1e9 for window, _ in rows]),
-        "energy_j": np.array([window.mj[source] / 1e3 for window, source in rows]),
-    }
+def _rows(node: NodeRows, new: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a node by table; those of its sources where the session is ``new``."""
+    if new:
+        abouts = [about for _, _, about in node.sources]
+        indices = range(len(abouts))
+        kinds, names = ([source[place] for source in node.sources] for place in (0, 1))
+        yield "sources", {"source": indices, "kind": kinds, "name": names}
+        traits = ("model", "ranks", "power_field", "power_scope", "note", "declared")
+        yield "about", {"source": indices, **{name: [getattr(about, name) for about in abouts] for name in traits}}
+    drained = node.drained
+    for table, rows, column in (("samples", drained.samples, "energy_mj"), ("powers", drained.powers, "power_mw")):
+        yield table, {"t_mono_ns": rows[:, 0], "source": rows[:, 1], column: rows[:, 2]}
+    yield "gaps", {"t_mono_ns": drained.gaps[:, 0], "source": drained.gaps[:, 1]}
+    of_windows = [(window, source) for window in node.windows for source in range(len(node.sources))]
+    yield (
+        "windows",
+        {
+            "begin_mono_ns": [window.begin_ns for window, _ in of_windows],
+            "end_mono_ns": [window.end_ns for window, _ in of_windows],
+            "source": [source for _, source in of_windows],
+            "phase": [window.phase for window, _ in of_windows],
+            "own_s": [window.own_ns / 1e9 for window, _ in of_windows],
+            "energy_j": [window.mj[source] / 1e3 for window, source in of_windows],
+        },
+    )
+    if len(drained.looks):
+        yield "utilisation", {"t_mono_ns": drained.looks, **dict(zip(COLUMNS, drained.shares.T, strict=True))}
+    if node.lasted_s:
+        yield "sampler", {"t_mono_ns": node.now_ns, "busy_s": node.busy_s, "lasted_s": node.lasted_s}

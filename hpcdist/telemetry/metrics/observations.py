@@ -14,35 +14,41 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hpcdist.hdf5 import datasets
 from hpcdist.hdf5.datasets import Column
+from hpcdist.hdf5.tables import MetricsTable, texts
 
 GROUP: Final = "observations"
-NAMES: Final = f"{GROUP}/names"
-ROWS: Final = f"{GROUP}/rows"
-NOTES: Final = f"{GROUP}/notes"
 OWN_TABLES: Final = ("step", "evaluation")  # kinds of events that have tables of their own
 THINNED: Final = ("memory", "collectives", "utilisation", "energy")
 EVERY_NS: Final = 60 * 10**9  # apart at least; in the first hours of a start
 PART: Final = 100  # so small a part of the time that it has lasted
 NAME_BYTES: Final = 96
 TEXT_BYTES: Final = 400
-_NAMES: Final = (Column("name", f"S{NAME_BYTES}", "1", "quantity of the catalogue, with its label in brackets"),)
 _WHEN: Final = (
     Column("step", "i8", "1", "completed optimizer steps when it was seen"),
     Column("session", "i8", "1", "which start of the run saw it, from 0"),
     Column("time_ns", "i8", "ns", "wall clock"),
 )
-_ROWS: Final = (
-    *_WHEN,
-    Column("name", "i8", "1", "index in observations/names"),
-    Column("value", "f8", "1", "in the unit that the name ends with"),
+NAMES: Final = MetricsTable(
+    f"{GROUP}/names",
+    (Column("name", f"S{NAME_BYTES}", "1", "quantity of the catalogue, with its label in brackets"),),
 )
-_NOTES: Final = (
-    *_WHEN,
-    Column("kind", "S16", "1", "kind of the event"),
-    Column("name", f"S{NAME_BYTES}", "1", "key of the text in its event"),
-    Column("text", f"S{TEXT_BYTES}", "1", "what it said, UTF-8"),
+ROWS: Final = MetricsTable(
+    f"{GROUP}/rows",
+    (
+        *_WHEN,
+        Column("name", "i8", "1", "index in observations/names"),
+        Column("value", "f8", "1", "in the unit that the name ends with"),
+    ),
+)
+NOTES: Final = MetricsTable(
+    f"{GROUP}/notes",
+    (
+        *_WHEN,
+        Column("kind", "S16", "1", "kind of the event"),
+        Column("name", f"S{NAME_BYTES}", "1", "key of the text in its event"),
+        Column("text", f"S{TEXT_BYTES}", "1", "what it said, UTF-8"),
+    ),
 )
 
 
@@ -103,51 +109,58 @@ def append(file: Any, session: int, events: Sequence[ObservableEvent]) -> None:
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return
-    if GROUP not in file:
-        for name, columns in ((NAMES, _NAMES), (ROWS, _ROWS), (NOTES, _NOTES)):
-            datasets.create(file, name, columns)
+    for table in (NAMES, ROWS, NOTES):
+        table.create(file)
     if int(file[GROUP].attrs.get("session", -1)) != session:
-        for name in (ROWS, NOTES):
-            _drop_from(file, name, events[0].step)
+        for table in (ROWS, NOTES):
+            table.drop_from(file, events[0].step + 1)
         file[GROUP].attrs.update({"session": session, "began_ns": events[0].time_ns})
-    events = _due(file, events)
-    figures = [
-        (event, name, float(value)) for event in events for name, value in event.values.items() if _is_number(value)
-    ]
-    words = [(event, name, value) for event in events for name, value in event.values.items() if isinstance(value, str)]
-    if figures:
-        _append_rows(file, session, figures)
-    if words:
-        word_columns = {"kind": _bytes([event.kind for event, _, _ in words], 16)}
-        word_columns |= {"name": _bytes([name for _, name, _ in words], NAME_BYTES)}
-        word_columns |= {"text": _bytes([text for _, _, text in words], TEXT_BYTES)}
-        datasets.extend(file, NOTES, _when(session, [event for event, _, _ in words]) | word_columns)
+    values = [(event, name, value) for event in _due(file, events) for name, value in event.values.items()]
+    figures = [row for row in values if not isinstance(row[2], str)]
+    words = [row for row in values if isinstance(row[2], str)]
+    ROWS.append(
+        file,
+        name=_indices(file, [name for _, name, _ in figures]),
+        value=[value for _, _, value in figures],
+        **_when(session, figures),
+    )
+    NOTES.append(
+        file,
+        kind=[event.kind for event, _, _ in words],
+        name=[name for _, name, _ in words],
+        text=[text for _, _, text in words],
+        **_when(session, words),
+    )
+
+
+def _when(session: int, rows: Sequence[tuple[ObservableEvent, str, Any]]) -> dict[str, Any]:
+    return {"step": [row[0].step for row in rows], "session": session, "time_ns": [row[0].time_ns for row in rows]}
+
+
+def _indices(file: Any, names: Sequence[str]) -> list[int]:
+    """Return the index of each name in the table of names, to which new ones are appended."""
+    # Two names that are alike in their first bytes would be one: none of the catalogue is as long.
+    shortened = [name.encode()[:NAME_BYTES].decode(errors="ignore") for name in names]
+    known = {name: index for index, name in enumerate(texts(NAMES.read(file)["name"]))}
+    new = [name for name in dict.fromkeys(shortened) if name not in known]
+    NAMES.append(file, name=new)
+    known |= {name: len(known) + index for index, name in enumerate(new)}
+    return [known[name] for name in shortened]
 
 
 def read(file: Any) -> Observations:
     """Return the observations of an open file; none from a file of an earlier version."""
     if GROUP not in file:
         return Observations()
-    rows, notes = datasets.read(file, ROWS), datasets.read(file, NOTES)
+    rows, notes = ROWS.read(file), NOTES.read(file)
     series = {}
-    for index, name in enumerate(_texts(datasets.read(file, NAMES)["name"])):
+    for index, name in enumerate(texts(NAMES.read(file)["name"])):
         own = rows["name"] == index
         if own.any():
             series[name] = ObservedSeries(rows["step"][own], rows["time_ns"][own], rows["value"][own])
-    entries = zip(*(_texts(notes[name]) for name in ("kind", "name", "text")), strict=True)
-    when = zip(*(notes[name].tolist() for name in ("step", "session", "time_ns")), strict=True)
-    return Observations(series, tuple(EventNote(*times, *texts) for times, texts in zip(when, entries, strict=True)))
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, str)
-
-
-def _drop_from(file: Any, name: str, step: int) -> None:
-    """Drop the rows from the first one of a step after ``step`` on."""
-    later = np.flatnonzero(datasets.read(file, name)["step"] > step)
-    if later.size:
-        datasets.shorten(file, name, int(later[0]))
+    when = (notes[name].tolist() for name in ("step", "session", "time_ns"))
+    words = (texts(notes[name]) for name in ("kind", "name", "text"))
+    return Observations(series, tuple(EventNote(*note) for note in zip(*when, *words, strict=True)))
 
 
 def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
@@ -170,36 +183,3 @@ def _due(file: Any, events: Sequence[ObservableEvent]) -> list[ObservableEvent]:
         if time_ns != int(attributes.get(f"{kind}_ns", 0)):
             attributes[f"{kind}_ns"] = time_ns
     return due
-
-
-def _append_rows(file: Any, session: int, figures: Sequence[tuple[ObservableEvent, str, float]]) -> None:
-    known = {name: index for index, name in enumerate(_texts(datasets.read(file, NAMES)["name"]))}
-    # Two names that are alike in their first bytes would be one: none of the catalogue is as long.
-    named = [name.encode()[:NAME_BYTES].decode(errors="ignore") for _, name, _ in figures]
-    new = [name for name in dict.fromkeys(named) if name not in known]
-    if new:
-        known |= {name: len(known) + index for index, name in enumerate(new)}
-        datasets.extend(file, NAMES, {"name": _bytes(new, NAME_BYTES)})
-    rows = _when(session, [event for event, _, _ in figures])
-    rows["name"] = np.array([known[name] for name in named])
-    rows["value"] = np.array([value for _, _, value in figures])
-    datasets.extend(file, ROWS, rows)
-
-
-def _when(session: int, events: Sequence[ObservableEvent]) -> dict[str, np.ndarray]:
-    return {
-        "step": np.array([event.step for event in events], np.int64),
-        "session": np.full(len(events), session),
-        "time_ns": np.array([event.time_ns for event in events], np.int64),
-    }
-
-
-def _bytes(texts: Sequence[str], most: int) -> np.ndarray:
-    """Return ``texts`` as UTF-8 of at most so many bytes: no character is cut in two."""
-    return np.array(
-        [text.encode(errors="replace")[:most].decode(errors="ignore").encode() for text in texts], f"S{most}"
-    )
-
-
-def _texts(values: np.ndarray) -> list[str]:
-    return [value.decode(errors="replace") for value in values.tolist()]

@@ -172,15 +172,15 @@ class DerivedFigures:
         works = _computing(columns["compute_s"]) if self._works is None else self._works
         of = {name: values[:, works] for name, values in columns.items()}  # (S, K)
         tokens = np.array([row.tokens for row in rows], float)
-        phases = {phase: _mean(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
-        data = _mean(of["data_s"])
-        rest = _mean(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
+        phases = {phase: mean_over_ranks(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
+        data = mean_over_ranks(of["data_s"])
+        rest = mean_over_ranks(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
         phases |= {"data": data, "other": np.maximum(rest, 0)}
         # Starting, polling and waiting may take longer than the overlapped reductions: then nothing of them is hidden.
         exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
         series = {
             **{name: np.array([getattr(row, mine) for row in rows], float) for name, mine in _COMMON.items()},
-            "step_seconds": _most(of["step_s"]),
+            "step_seconds": most_over_ranks(of["step_s"]),
             "tokens_per_second": self._speed(tokens, of["step_s"]),
             "communication_ratio": _ratio(*self._sums(_total(of["communication_s"]), _total(of["step_s"]))),
             "hidden_communication_ratio": np.maximum(0, 1 - exposed),
@@ -197,7 +197,7 @@ class DerivedFigures:
     def _speed(self, tokens: np.ndarray, step_s: np.ndarray) -> np.ndarray:
         """Return tokens a second over the window that ends with each row: (S,)."""
         if self._lock_step:
-            return _ratio(*self._sums(tokens, _most(step_s)))
+            return _ratio(*self._sums(tokens, most_over_ranks(step_s)))
         of_ranks = [self._sums(tokens, column) for column in np.nan_to_num(step_s).T]
         if not of_ranks:
             return np.full(len(tokens), math.nan)
@@ -258,7 +258,7 @@ def _computing(compute_s: np.ndarray) -> np.ndarray:
     return works
 
 
-def _mean(values: np.ndarray) -> np.ndarray:
+def mean_over_ranks(values: np.ndarray) -> np.ndarray:
     """Return the mean over the ranks that know: (S, K) -> (S,)."""
     return _ratio(_total(values), np.isfinite(values).sum(axis=1).astype(float))
 
@@ -269,7 +269,7 @@ def _total(values: np.ndarray) -> np.ndarray:
     return np.where(known.any(axis=1), np.where(known, values, 0.0).sum(axis=1), math.nan)
 
 
-def _most(values: np.ndarray) -> np.ndarray:
+def most_over_ranks(values: np.ndarray) -> np.ndarray:
     """Return the maximum over the ranks that know, NaN where none does: (S, K) -> (S,)."""
     filled = np.where(np.isfinite(values), values, -math.inf).max(axis=1, initial=-math.inf)
     return np.where(np.isfinite(filled), filled, math.nan)

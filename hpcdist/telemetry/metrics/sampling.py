@@ -13,13 +13,13 @@ import numpy as np
 
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.tables import spread_blocks
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
 from hpcdist.telemetry.metrics.step_metrics import READ_ATTEMPTS, SCHEMA, VERSION, MetricsData
 
 WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
-BLOCKS: Final = 1024  # fewer than chunks of a row would be: each is a look into the file's index
 SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
 MAX_SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
 
@@ -73,20 +73,6 @@ def _read(file: Any, wide_bytes: int) -> SampledMetrics:
     evaluations = datasets.read(file, "evaluations")
     small = {name: datasets.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
     return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))
-
-
-def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return blocks (start, stop) of ``rows`` rows: all of them, or whole chunks with about ``most`` rows in total.
-
-    The blocks are spread evenly, and the first and the last rows are among them.
-    """
-    if rows <= most:
-        return [(0, rows)] if rows else []
-    chunks = -(-rows // chunk)
-    count = int(np.clip(min(most // chunk, BLOCKS), 2, chunks))
-    width = max(1, min(most // (count * chunk), chunks // count))  # chunks of one block
-    starts = np.unique(np.linspace(0, chunks - width, count).astype(np.int64))
-    return [(int(start) * chunk, min(rows, int(start + width) * chunk)) for start in starts]
 
 
 def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:

@@ -15,7 +15,9 @@ from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import Column
+from hpcdist.hdf5.tables import MetricsTable
 from hpcdist.reporting import atomic, regular
+from hpcdist.telemetry.metrics.quantities import most_over_ranks
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
@@ -24,24 +26,31 @@ MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: bytes b
 FLUSH_S: Final = 5.0
 FLUSH_ROWS: Final = 512
 READ_ATTEMPTS: Final = 5
-STEPS: Final = (
-    Column("step", "i8", "1", "completed optimizer steps"),
-    Column("session", "i8", "1", "which start of the run made this step, from 0"),
-    Column("world", "i8", "1", "number of ranks"),
-    Column("loss", "f8", "1", "mean training loss of the step in nats"),
-    Column("learning_rate", "f8", "1", "learning rate of the step"),
-    Column("tokens", "i8", "1", "tokens (samples, for a classifier) of the global batch"),
-    Column("step_s", "f8", "s", "time from the row before to this one, everything included", wide=True),
-    Column("compute_s", "f8", "s", "time in forward and backward", wide=True),
-    Column("communication_s", "f8", "s", "time in communication that nothing hid", wide=True),
-    Column("update_s", "f8", "s", "time in the optimizer", wide=True),
-    Column("sent_bytes", "f8", "By", "bytes sent in messages; NaN where the library does not tell", wide=True),
+STEPS: Final = MetricsTable(
+    "steps",
+    (
+        Column("step", "i8", "1", "completed optimizer steps"),
+        Column("session", "i8", "1", "which start of the run made this step, from 0"),
+        Column("world", "i8", "1", "number of ranks"),
+        Column("loss", "f8", "1", "mean training loss of the step in nats"),
+        Column("learning_rate", "f8", "1", "learning rate of the step"),
+        Column("tokens", "i8", "1", "tokens (samples, for a classifier) of the global batch"),
+        Column("step_s", "f8", "s", "time from the row before to this one, everything included", wide=True),
+        Column("compute_s", "f8", "s", "time in forward and backward", wide=True),
+        Column("communication_s", "f8", "s", "time in communication that nothing hid", wide=True),
+        Column("update_s", "f8", "s", "time in the optimizer", wide=True),
+        Column("sent_bytes", "f8", "By", "bytes sent in messages; NaN where the library does not tell", wide=True),
+    ),
+    second="rank",
 )
-EVALUATIONS: Final = (
-    Column("step", "i8", "1", "completed optimizer steps"),
-    Column("val_loss", "f8", "1", "mean validation loss in nats"),
+EVALUATIONS: Final = MetricsTable(
+    "evaluations",
+    (
+        Column("step", "i8", "1", "completed optimizer steps"),
+        Column("val_loss", "f8", "1", "mean validation loss in nats"),
+    ),
 )
-PER_RANK: Final = tuple(column.name for column in STEPS if column.wide)
+PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 
 
 class MetricsWriter:
@@ -128,12 +137,12 @@ class MetricsWriter:
         is_new = "steps" not in file
         if is_new:
             self._create(file)
-        for name, known in (("steps", STEPS), ("evaluations", EVALUATIONS)):
-            strange = set(datasets.columns(file, name)) - {column.name for column in known}
+        for table in (STEPS, EVALUATIONS):
+            strange = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
             if strange:  # a row would lack them
-                raise ValueError(f"{name} has columns that are not known here: {sorted(strange)[:3]}")
-        if resume_step is not None and not is_new:
-            _drop_after(file, resume_step)
+                raise ValueError(f"{table.name} has columns that are not known here: {sorted(strange)[:3]}")
+            if resume_step is not None and not is_new:
+                table.drop_from(file, resume_step + 1)  # they will be made again
         self._session = int(file.attrs.get("sessions", 0))
         steps = file["steps"]["step"]
         self.last = int(steps[-1]) if len(steps) else 0
@@ -144,8 +153,8 @@ class MetricsWriter:
 
     def _create(self, file: Any) -> None:
         plot = {"NX_class": "NXdata", "signal": "loss", "axes": ["step"]}
-        datasets.create(file, "steps", STEPS, second="rank", width=self.world, attributes=plot)
-        datasets.create(file, "evaluations", EVALUATIONS, attributes=plot | {"signal": "val_loss"})
+        STEPS.create(file, self.world, plot)
+        EVALUATIONS.create(file, attributes=plot | {"signal": "val_loss"})
         file.attrs.update({"NX_class": "NXroot", "default": "steps"})
 
     def append(
@@ -194,11 +203,11 @@ class MetricsWriter:
         if steps or evaluations or appends:
 
             def add(file: Any) -> None:
-                for name, columns, rows in (("steps", STEPS, steps), ("evaluations", EVALUATIONS, evaluations)):
+                for table, rows in ((STEPS, steps), (EVALUATIONS, evaluations)):
                     if rows:
-                        data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
+                        columns = {column.name: [row[column.name] for row in rows] for column in table.columns}
                         with regular.damage(self.path):
-                            datasets.extend(file, name, data)
+                            table.append(file, **columns)
                 for append in appends:
                     append(file, self._session)
 
@@ -211,6 +220,10 @@ class MetricsWriter:
     def include(self, append: Callable[[Any, int], None]) -> None:
         """Call ``append(file, session)``, which adds the groups of another service and touches no others."""
         self._change(lambda file: append(file, self._session))
+
+    def put(self, table: MetricsTable, **columns: Any) -> None:
+        """Append rows of this start to a side table, by column as `MetricsTable.append` takes them."""
+        self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
         """Flush; the file is never held open."""
@@ -226,14 +239,6 @@ def _check_tables(file: Any, path: Path) -> None:
 
     with regular.damage(path):
         file.visititems(check)
-
-
-def _drop_after(file: Any, step: int) -> None:
-    """Drop the rows of steps after ``step``: they will be made again."""
-    for name in ("steps", "evaluations"):
-        steps = file[name]["step"][...]
-        later = np.flatnonzero(steps > step)
-        datasets.shorten(file, name, int(later[0]) if later.size else len(steps))
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,7 @@ def summarise(metrics: MetricsData, last: int = 20) -> dict[str, Any]:
     phases = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
     # Files of the first version know the phases only, not what lay between them.
     of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
-    step_s = _over_ranks(of_rank)
+    step_s = most_over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
     result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
     known = np.isfinite(step_s)
@@ -300,7 +305,7 @@ def summarise(metrics: MetricsData, last: int = 20) -> dict[str, Any]:
     for name, values in times.items():
         short = "comm" if name == "communication" else name
         result[f"{short}_fraction"] = _sum(values) / total_s if total_s else None
-    result["bytes_sent_per_step"] = _median(_over_ranks(steps["sent_bytes"]))
+    result["bytes_sent_per_step"] = _median(most_over_ranks(steps["sent_bytes"]))
     return result | _stragglers(times["compute"], np.flatnonzero(works))
 
 
@@ -322,12 +327,6 @@ def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks that know (steps, ranks) -> (steps,); NaN where none does."""
-    filled = np.where(np.isnan(values), -np.inf, values).max(axis=1, initial=-np.inf)
-    return np.where(np.isneginf(filled), np.nan, filled)
 
 
 def _median(values: np.ndarray) -> float | None:

@@ -19,11 +19,10 @@ from hpcdist.comm.record import spans
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.tables import read_spread
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import side_tables
-from hpcdist.telemetry.metrics.sampling import spread_blocks
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
-from hpcdist.telemetry.page.history import parse_json, read_small_file
 from hpcdist.telemetry.trace.clock_correction import HostClock
 
 MAX_RANKS: Final = 32  # that a picture can show
@@ -245,7 +244,7 @@ def read_energy(
 
     The record of a run under way is newer than the ``attributes``, which the last start that ended has left.
     """
-    usage = parse_json(read_small_file(run_dir / USAGE))
+    usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
     record = record if isinstance(record, dict) else {}
     by_kind = {str(kind): finite_number(joules) for kind, joules in _as_dict(record.get("by_kind")).items()}
@@ -297,15 +296,8 @@ def _as_dict(value: Any) -> dict[str, Any]:
 def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
     """Return the curve of each kind in the metrics file, and whether only a part of the samples was read."""
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
-        if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
-            return {}, False
-        columns = {name: file[f"{SAMPLES}/{name}"] for name in COLUMNS}
-        rows = min(column.shape[0] for column in columns.values())
-        blocks = spread_blocks(rows, columns["energy_mj"].chunks[0], MAX_SAMPLES)
-        read = {
-            name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
-        }
-        return energy_curves(read, datasets.read(file, SOURCES)), len(read["session"]) < rows
+        read, is_whole = read_spread(file, SAMPLES, COLUMNS, MAX_SAMPLES)
+        return (energy_curves(read, datasets.read(file, SOURCES)), not is_whole) if read else ({}, False)
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
@@ -398,16 +390,10 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
     if path is None:
         return None
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
-        if UTILISATION_TABLE not in file or not file[f"{UTILISATION_TABLE}/t_mono_ns"].shape[0]:
-            return None
-        names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in file[UTILISATION_TABLE])]
-        rows = min(file[f"{UTILISATION_TABLE}/{name}"].shape[0] for name in names)
-        blocks = spread_blocks(rows, file[f"{UTILISATION_TABLE}/t_mono_ns"].chunks[0], MAX_UTILISATION_ROWS)
-        rows_read = {
-            name: np.concatenate([file[f"{UTILISATION_TABLE}/{name}"][start:stop] for start, stop in blocks])
-            for name in names
-        }
-        return mean_over_nodes(rows_read)
+        known = file.get(UTILISATION_TABLE, ())
+        names = [*UTILISATION_KEYS, *(name for name in UTILISATION_NAMES if name in known)]
+        rows, _ = read_spread(file, UTILISATION_TABLE, names, MAX_UTILISATION_ROWS)
+        return mean_over_nodes(rows) if rows else None
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:

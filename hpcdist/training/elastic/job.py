@@ -310,7 +310,7 @@ class ElasticJob:
             row = {"step": trainer.first_step, "died": len(self._change.lost), "added": self._change.added}
             row |= {"world": trainer.comm.size, "seconds": seconds, "pss_bytes": held}
             self._job.note_life(earlier, row)
-            loop.metrics.include(lambda file, session: table.append_life(file, session, row))
+            loop.metrics.put(table.LIVES, **row)
             if loop.starts is not None:
                 loop.starts.survived(len(self._change.lost))
         if trainer.comm.rank == 0:

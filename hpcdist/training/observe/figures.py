@@ -177,10 +177,13 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
     return [f"{speed}, {summary['mfu']:.1%} of what matrix products reach ({summary['peak_flops_per_s'] / 1e9:,.0f})"]
 
 
-def write_consensus(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write the consensus distances since the last call (rank 0 does, the others drop them)."""
+def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
+    """Write the consensus distances and noise scales since the last call (rank 0 does, the others drop them)."""
     if new := trainer.exchange.new_consensus_distances():
-        metrics.include(lambda file, session: side_tables.append_consensus(file, session, new))
+        metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
+    if trainer.noise is not None and (rows := trainer.noise.taken()):
+        names = [column.name for column in side_tables.NOISE_SCALE.columns if column.name != "session"]
+        metrics.put(side_tables.NOISE_SCALE, **dict(zip(names, zip(*rows, strict=True), strict=True)))
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:

@@ -174,7 +174,8 @@ class StepLog:
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
-            self._metrics.scaled(step, result.loss_scale, result.skipped)
+            scale, skipped = result.loss_scale, result.skipped
+            self._metrics.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)
             self._loss_scale = result.loss_scale
 
     def _recomputed(self, step: int, result: StepResult) -> None:
@@ -187,14 +188,19 @@ class StepLog:
             why = verdict.suspicion
             self._progress.say(f"step {step}: {why}; computed again, it has the same bits: it is the data")
             self._has_suspected = True  # once is enough: the others are in the metrics
-        row = bool(verdict.suspicion), not verdict.fault, verdict.ranks[0] if verdict.ranks else -1
-        self._metrics.include(lambda file, session: side_tables.append_recomputed(file, session, step, *row))
+        self._metrics.put(
+            side_tables.RECOMPUTED,
+            step=step,
+            suspicious=bool(verdict.suspicion),
+            same=not verdict.fault,
+            rank=verdict.ranks[0] if verdict.ranks else -1,
+        )
 
     def shares(self, done: int, first: int) -> None:
         """Write the shares of the steps after ``done``: the known ones from index ``first`` on."""
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
-                self._metrics.shared(batch + 1, samples)
+                self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
 
 
 SHIFTED_STEPS: Final = (

@@ -20,6 +20,7 @@ import numpy as np
 from hpcdist.comm.communicator import Communicator, Message, Request
 from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.energy.monitor import tables
+from hpcdist.hdf5.tables import MetricsTable
 from hpcdist.telemetry.metrics import observations, side_tables
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -125,18 +126,6 @@ class RunMetrics:
             self._append(self._writer, common, np.array(figures), made_by)
         self._writer.flush()
 
-    def shared(self, first_step: int, samples: Sequence[int]) -> None:
-        """Write the number of samples of each replica from ``first_step`` on (rank 0 does)."""
-        if self._writer is not None:
-            self._writer.include(lambda file, session: side_tables.append_shares(file, session, first_step, samples))
-
-    def scaled(self, step: int, scale: float, skipped: bool) -> None:
-        """Write the loss scale of ``step`` (rank 0 alone)."""
-        if self._writer is not None:
-            self._writer.include(
-                lambda file, session: side_tables.append_loss_scale(file, session, step, scale, skipped)
-            )
-
     def note_clocks(self) -> None:
         """Write the offsets of the hosts' clocks. Collective."""
         readings = self.clocks.measure()
@@ -146,10 +135,10 @@ class RunMetrics:
                 lambda file, session: side_tables.append_clocks(file, session, hosts, readings, wall_ns)
             )
 
-    def include(self, append: Callable[[Any, int], None]) -> None:
-        """Add a side table by ``append(file, session)`` (rank 0 alone)."""
+    def put(self, table: MetricsTable, **columns: Any) -> None:
+        """Write rows of a side table, see `MetricsWriter.put` (rank 0 does, the others drop them)."""
         if self._writer is not None:
-            self._writer.include(append)
+            self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
         """Write the figures of the end of a start (rank 0 alone).

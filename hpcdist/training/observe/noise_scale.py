@@ -12,7 +12,7 @@ anyway. Of 16-bit gradients it is the norm of the rounded ones.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +26,6 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
 from hpcdist.strategies.tensor.axis import counted
-from hpcdist.telemetry.metrics import side_tables
 
 COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # a micro-batch's gradients of a unit are complete
 WRITING_PASSES: Final = (*COMPLETING_PASSES, Kind.BACKWARD_INPUT)
@@ -128,15 +127,9 @@ class NoiseMeter(StepObserver):
         self._rows.append((step.number, *figures))
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the rows since the last call."""
+        """Return the rows since the last call, in the columns of `side_tables.NOISE_SCALE` but the session."""
         rows, self._rows = self._rows, []
         return rows
-
-
-def write_noise_scales(include: Callable[[Callable[[Any, int], None]], None], meter: NoiseMeter | None) -> None:
-    """Write the rows of ``meter`` since the last call by `RunMetrics.include` (rank 0 does, the others drop them)."""
-    if meter is not None and (rows := meter.taken()):
-        include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:

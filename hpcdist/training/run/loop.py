@@ -30,7 +30,7 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
-from hpcdist.training.observe import figures, noise_scale
+from hpcdist.training.observe import figures
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.event_publisher import EventPublisher
 from hpcdist.training.observe.instrumentation import ConsoleProgress, Instrumentation, StepLog
@@ -329,8 +329,7 @@ class TrainingLoop:
 
     def _note_measured(self) -> None:
         """Write the consensus distances and noise scales that were measured since the last call."""
-        figures.write_consensus(self.metrics, self.trainer)
-        noise_scale.write_noise_scales(self.metrics.include, self.trainer.noise)
+        figures.write_side_tables(self.metrics, self.trainer)
 
     def _validated(self) -> dict[str, float | None]:
         """Return the validation loss for a checkpoint, where the best checkpoints are kept."""

@@ -82,7 +82,7 @@ def test_energy_of_a_run_under_way_by_phase(run_dir):
 def test_what_was_odd_is_told(run_dir):
     attributes = {"communication_hidden_share": 0.83, "peak_bytes_total": 3 << 20}
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60, attributes=attributes) as writer:
-        writer.include(lambda file, session: side_tables.append_loss_scale(file, session, 7, 65536.0, True))
+        writer.put(side_tables.LOSS_SCALE, step=7, scale=65536.0, skipped=True)
         event = SimpleNamespace(kind="anomaly", step=9, time_ns=5, values={"text": "step 9: loss 12"})
         writer.include(lambda file, session: observations.append(file, session, [event]))
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output

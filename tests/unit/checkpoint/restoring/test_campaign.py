@@ -21,7 +21,7 @@ from gpu_runs import SETTINGS, write_text
 from hpcdist.checkpoint.restoring.restore import newest
 from hpcdist.checkpoint.verify import verify
 from hpcdist.cli.main import main
-from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import side_tables, step_metrics
 
 LIMIT_S = 60
@@ -161,7 +161,7 @@ def test_a_silent_fault_is_told_and_cured(calm: tuple[str, list[float]], tmp_pat
     assert losses(out) == expected
     assert f"step 5: a silent fault: rank 0 on {socket.gethostname()} computed other bits" in said(out)
     with files.open_read(out / "metrics.h5") as file:
-        rows = datasets.read(file, side_tables.RECOMPUTED_TABLE)
+        rows = side_tables.RECOMPUTED.read(file)
     assert {name: rows[name].tolist() for name in ("step", "suspicious", "same", "rank")} == {
         "step": [5, 10],
         "suspicious": [0, 0],

@@ -81,7 +81,7 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1) as file:
         for name in ("sources", "samples", "windows"):
-            datasets.create(file, f"energy/{name}", monitor_tables.TABLES[name])
+            monitor_tables.TABLES[name].create(file)
         before = {"t_mono_ns": 1, "session": 0, "node": 0, "source": 0, "energy_mj": 5}
         datasets.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
         source = {"session": 0, "node": 0, "source": 0, "kind": b"gpu", "name": b"GPU-0"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import NonFiniteError
-from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5 import files
 from hpcdist.strategies.core.mixed_precision import (
     INITIAL_SCALE,
     MAXIMUM_OVERFLOWS,
@@ -163,10 +163,9 @@ def test_only_float16_has_one() -> None:
 def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path: Path) -> None:
     path, writer = tmp_path / "metrics.h5", MetricsWriter(tmp_path / "metrics.h5", world=1)
     for step, scale, skipped in ((1, 64.0, False), (5, 64.0, True), (6, 32.0, False), (5, 64.0, False)):
-        row = (step, scale, skipped)
-        writer.include(lambda file, session, row=row: side_tables.append_loss_scale(file, session, *row))
+        writer.put(side_tables.LOSS_SCALE, step=step, scale=scale, skipped=skipped)
     with files.open_read(path, SCHEMA, VERSION) as file:
-        found = datasets.read(file, side_tables.LOSS_SCALE_TABLE)
+        found = side_tables.LOSS_SCALE.read(file)
     assert {name: values.tolist() for name, values in found.items()} == {
         "step": [1, 5],
         "session": [0, 0],

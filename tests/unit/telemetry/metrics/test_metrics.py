@@ -227,11 +227,11 @@ def test_a_wrong_caller_and_a_missing_place_leave_the_file_in_its_place(tmp_path
 def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1) as writer:
-        writer.include(lambda file, session: side_tables.append_shares(file, session, 1, [2, 3]))
+        writer.put(side_tables.SHARES, first_step=1, samples=[[2, 3]])
     with h5py.File(path, "r+") as file:
         del file["shares/samples"]
     with MetricsWriter(path, 1, 0) as writer:
-        writer.include(lambda file, session: side_tables.append_shares(file, session, 1, [2, 3]))
+        writer.put(side_tables.SHARES, first_step=1, samples=[[2, 3]])
     assert (tmp_path / "metrics.h5.damaged-1").is_file()
     with h5py.File(path) as file:
         assert file["shares/samples"][...].tolist() == [[2.0, 3.0]]

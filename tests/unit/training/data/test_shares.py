@@ -16,9 +16,9 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5 import files
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.telemetry.metrics.side_tables import SHARES_TABLE
+from hpcdist.telemetry.metrics.side_tables import SHARES
 from hpcdist.training.data import sampler as module
 from hpcdist.training.data.prefetch import PREFETCH_DEPTH
 from hpcdist.training.data.sampler import (
@@ -241,7 +241,7 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
     first, _ = run_threads(2, lambda comm: run_loop(comm, uneven, _made(tmp_path / "run")))
     assert first.loss == pytest.approx(alone.loss, rel=1e-12)
     with files.open_read(tmp_path / "run" / "metrics.h5") as file:
-        table = datasets.read(file, SHARES_TABLE)
+        table = SHARES.read(file)
     assert table["first_step"][:2].tolist() == [1, 4 + READ_AHEAD + 1]
     assert table["samples"][0].tolist() == [8, 8] and table["samples"][1].sum() == 16
     now = table["samples"][-1].tolist()
@@ -254,7 +254,7 @@ def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
     again, _ = run_threads(2, lambda comm: run_loop(comm, more, tmp_path / "run", first.checkpoint))
     assert again.done == 11
     with files.open_read(tmp_path / "run" / "metrics.h5") as file:
-        table = datasets.read(file, SHARES_TABLE)
+        table = SHARES.read(file)
     assert table["first_step"].tolist() == [11] and table["samples"].tolist() == [now]
 
 

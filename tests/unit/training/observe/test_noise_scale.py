@@ -16,6 +16,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.optim.rates import SMOOTHING, SmoothedNoise, estimate_noise
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.metrics import side_tables
+from hpcdist.telemetry.metrics.side_tables import NOISE_SCALE
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.report import report, text
 from hpcdist.training.build import state
@@ -240,11 +241,12 @@ def test_the_table_the_summary_and_the_report_have_it(tmp_path: Path) -> None:
         times = {name: np.ones(1) for name in ("step_s", "compute_s", "communication_s", "update_s", "sent_bytes")}
         for step in (1, 2, 3):
             writer.append(step=step, **row, **times)
-        writer.include(lambda file, session: side_tables.append_noise_scales(file, session, []))
+        columns = [column.name for column in NOISE_SCALE.columns if column.name != "session"]
+        writer.put(NOISE_SCALE, **dict.fromkeys(columns, ()))
         assert side_tables.last_noise_scale(path) is None
         rows = [(step, 4.0, 16, 3.0, 2.0, 0.5, 20.0 * step, 40.0 * step) for step in (1, 2, 3)]
-        writer.include(lambda file, session: side_tables.append_noise_scales(file, session, rows))
-        writer.include(lambda file, session: side_tables.append_noise_scales(file, session + 1, rows[1:2]))
+        writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows, strict=True), strict=True)))
+        writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows[1:2], strict=True), strict=True)))
     assert side_tables.last_noise_scale(path) == 80.0
     assert "noise      scale 80.0 samples, the critical batch" in text(report(tmp_path))
     told = noise_scale.describe_noise({"noise_scale": 48.0, "global_batch": 16})
