@@ -37,7 +37,7 @@ from architectures_study import study
 
 from hpcdist.errors import HpcdistError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 from hpcdist.telemetry.provenance import provenance
 
 

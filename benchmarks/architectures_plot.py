@@ -9,7 +9,7 @@ from architectures_report import LABELS
 from architectures_study import PARTS, Found, Point
 
 from hpcdist.errors import StorageError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 
 BARS: Final = (1024, 16384)
 _STYLE: Final = {  # servers red, allreduce blue, ZeRO green, parts of models purple

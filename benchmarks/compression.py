@@ -41,7 +41,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import python_path_variables
 from hpcdist.errors import HpcdistError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 from hpcdist.telemetry.provenance import provenance
 
 HERE: Final = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ from compression_file import Ended, Times
 from compression_plan import CONTENDERS, DENSE, SEEDED, Study, Training, reference
 
 from hpcdist.errors import StorageError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 
 STEP, COMPUTE, UPDATE, CODEC, SENT = range(5)  # phases of a step that was timed
 WAY: Final = "communication.compression"

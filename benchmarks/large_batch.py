@@ -41,7 +41,7 @@ from large_batch_tasks import RULES, Task
 from hpcdist.bench.sweep import results
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, UsageError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.data import open_source
 

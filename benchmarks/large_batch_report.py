@@ -11,7 +11,7 @@ import numpy as np
 from large_batch_search import Cell
 
 from hpcdist.errors import StorageError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 from hpcdist.reporting.units import counted
 
 LAYERWISE: Final = ("lars", "lamb")

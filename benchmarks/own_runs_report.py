@@ -222,7 +222,7 @@ def write(
 
 def plot(path: Path, found: Sequence[Compared]) -> None:
     """Draw predicted over measured, step time and memory, with the goals as bands."""
-    from hpcdist.reporting.figure import check_plot
+    from hpcdist.reporting.plotting import check_plot
 
     figures = check_plot(path)
     from matplotlib import ticker  # late: only where there is a picture

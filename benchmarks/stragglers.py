@@ -26,7 +26,7 @@ from hpcdist.bench.sweep.definition import Sweep
 from hpcdist.bench.sweep.results import SweepConfiguration
 from hpcdist.bench.sweep.trial import OK
 from hpcdist.cli.bench.trials import SweepRecipes, remove_leftovers, run_trials, trial_command
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 
 WORKERS: Final = 4
 FACTOR: Final = 3.0

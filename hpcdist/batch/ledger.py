@@ -17,7 +17,7 @@ A registry of each user, ``$XDG_STATE_HOME/hpcdist/runs.jsonl``, lists the run d
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,6 @@ from hpcdist.reporting import regular
 
 FILE_NAME: Final = "jobs.jsonl"
 REGISTRY: Final = "runs.jsonl"
-MAX_BYTES: Final = 64 << 20  # that are read of a ledger: a hundred thousand entries
 SUBMITTED: Final = "submitted"
 BEGAN: Final = "began"
 ENDED: Final = "ended"
@@ -115,7 +114,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 def read(run_dir: Path) -> list[LedgerEntry]:
     """Return the ledger of ``run_dir``, none where there is none. Raises StorageError where it cannot be read."""
     try:
-        return [entry for value in _lines(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
+        return [entry for value in regular.json_objects(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
     except OSError as error:
         failure = StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}")
         failure.errno = error.errno
@@ -160,7 +159,7 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
     """Enter ``run_dir`` in the registry of this user. Where that cannot be written, it is told and nothing raised."""
     path, place = registry(environment), os.path.abspath(run_dir)
     try:
-        if any(value.get("run_dir") == place for value in _lines(path)):
+        if any(value.get("run_dir") == place for value in regular.json_objects(path)):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         _append(path, {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run_dir": place})
@@ -176,9 +175,10 @@ def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the run directories of the registry that are still there, the newest last. Raises StorageError."""
     path = registry(environment)
     try:
-        named = dict.fromkeys(str(value["run_dir"]) for value in _lines(path) if isinstance(value.get("run_dir"), str))
+        places = [value.get("run_dir") for value in regular.json_objects(path)]
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}; name the run directories") from error
+    named = dict.fromkeys(place for place in places if isinstance(place, str))
     return [Path(place) for place in named if _is_directory(place)]
 
 
@@ -201,21 +201,6 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
             raise OSError(0, "only a part of the line was written: is the disk full?")
     finally:
         os.close(fd)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in ``path``, none where it is missing. Raises OSError."""
-    try:
-        data = regular.read(path, MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for line in data.split(b"\n"):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def _entry(value: dict[str, Any]) -> LedgerEntry | None:

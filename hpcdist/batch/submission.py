@@ -11,17 +11,13 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
-
-import jinja2
-import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpcdist import errors
 from hpcdist.batch import job as batch_job
@@ -31,6 +27,8 @@ from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
 from hpcdist.batch.sites.profile import SiteProfile
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
+from hpcdist.reporting import template as template_files
+from hpcdist.reporting.template import Templates, block_names
 
 TEMPLATE: Final = "train.sbatch.j2"
 # Scheduler of a site -> the template of a training, from whose name that of the script in the run directory is made.
@@ -55,14 +53,11 @@ def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values:
     name = template
     if site.blocks:
         _check_blocks(templates, site)
-        own = [key for key in site.blocks if key in _blocks(templates, template)]
+        own = [key for key in site.blocks if key in block_names(templates, template)]
         # The blocks of the profile become a template that extends the shipped one: {{ super() }} is the shipped block.
         # A block of another template is left out here: Jinja would silently never render it.
         text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
-        shipped = templates.loader
-        assert shipped is not None
-        over = jinja2.DictLoader({_SITE_PREFIX: f'{{% extends "{template}" %}}\n{text}'})
-        templates = templates.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
+        templates = template_files.extended(templates, _SITE_PREFIX, template, text)
         name = _SITE_PREFIX
     try:
         return templates.get_template(name).render(
@@ -74,41 +69,20 @@ def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values:
             orders_gpus=_orders_gpus(job, site),
             **values,
         )
-    except jinja2.TemplateError as error:
+    except template_files.TemplateError as error:
         if not site.blocks:
             raise
         raise ConfigurationError(f"[blocks] of the site {site.name!r} cannot be rendered: {error}") from error
 
 
-def environment() -> jinja2.Environment:
+def environment() -> Templates:
     """Return the templates of this installation, in which an unknown name is an error and not an empty text."""
     return _environment(batch_job.folder(batch_job.TEMPLATES))
 
 
-class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja environment whose templates, blocks of profiles among them, render text and reach nothing else.
-
-    The sandbox of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files,
-    are refused besides.
-    """
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have ``value``, the attribute ``attr`` of ``obj``."""
-        of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
-        return super().is_safe_attribute(obj, attr, value) and not (of_path and callable(value))
-
-
 @functools.cache
-def _environment(folder: Path) -> jinja2.Environment:
-    templates = TemplateSandbox(
-        loader=jinja2.FileSystemLoader(folder),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # this is no HTML: the filters quote
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {
+def _environment(folder: Path) -> Templates:
+    filters: dict[str, Callable[..., Any]] = {
         "directive": directive,
         "sh": lambda value: shlex.quote(str(value)),
         "words": shlex.join,
@@ -120,7 +94,7 @@ def _environment(folder: Path) -> jinja2.Environment:
         "seconds": walltime_s,
         "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
     }
-    return templates
+    return template_files.templates(folder, filters)
 
 
 def _begin(moment: datetime, scheduler: str = "slurm") -> str:
@@ -200,20 +174,9 @@ def _orders_gpus(job: BatchJob, site: SiteProfile) -> bool:
     return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
 
 
-def _blocks(templates: jinja2.Environment, template: str) -> set[str]:
-    """Return the names of the blocks of ``template`` and of all that it extends."""
-    assert templates.loader is not None
-    tree = templates.parse(templates.loader.get_source(templates, template)[0])
-    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
-    for parent in tree.find_all(jinja2.nodes.Extends):
-        assert isinstance(parent.template, jinja2.nodes.Const)
-        names |= _blocks(templates, parent.template.value)
-    return names
-
-
-def _check_blocks(templates: jinja2.Environment, site: SiteProfile) -> None:
+def _check_blocks(templates: Templates, site: SiteProfile) -> None:
     """Raise ConfigurationError for a block of the profile that no template has, with the nearest one."""
-    known = sorted(set().union(*(_blocks(templates, name) for name in templates.list_templates(["j2"]))))
+    known = sorted(set().union(*(block_names(templates, name) for name in templates.list_templates(["j2"]))))
     for name in site.blocks:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)

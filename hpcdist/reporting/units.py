@@ -1,6 +1,8 @@
-"""Parsing and formatting of byte sizes and counts: 4096, 16K, 1M, 2G; 1 rank, 2 ranks; 1.5 GiB."""
+"""Parsing and formatting of quantities: 4096, 16K, 1M; 1 rank, 2 ranks; 1.5 GiB; 3.2 ms, 5 min; 7.2 kJ; 12,000."""
 
+import math
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -28,3 +30,51 @@ def format_bytes(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"
     return f"{nbytes} bytes"
+
+
+def format_seconds(value: float | None, digits: int = 3) -> str:
+    """Return a short time with so many digits in the unit that suits it; "not known" for None."""
+    if value is None:
+        return "not known"
+    for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
+        if abs(value) >= least:
+            return f"{value * factor:.{digits}g} {unit}"
+    return f"{value:g} s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its unit, up to days."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    days, hours = divmod(seconds / 3600, 24)
+    return f"{int(days)} d {int(hours)} h" if days else f"{hours:.1f} h"
+
+
+def format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as text, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return "an impossible time"
+
+
+def format_joules(value: float | None) -> str:
+    """Return an energy with its unit; "not measured" for None and what is not finite."""
+    if value is None or not math.isfinite(value):
+        return "not measured"
+    for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:.3g} J"
+
+
+def short_number(value: float) -> str:
+    """Return a number in few characters: 950, 12,000, 1.5 M, 0.02."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -46,7 +46,7 @@ DOORS = {
     "llvmlite": "hpcdist.arrays",
     "pynvml": "hpcdist.energy",
     "click": "hpcdist.cli",
-    "jinja2": "hpcdist.batch",
+    "jinja2": "hpcdist.reporting.template",
 }
 # Importing a module of hpcdist loads none of these: they start MPI or CUDA, or cost a second.
 LAZY = (

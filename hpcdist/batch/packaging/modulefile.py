@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 import hpcdist
 from hpcdist.batch import job
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
+from hpcdist.reporting.template import templates
 
 NAME: Final = "hpcdist"
 KINDS: Final = {"tcl": "", "lua": ".lua"}  # kind -> what the file's name has after the version
@@ -147,7 +145,7 @@ def render(kind: str, chosen: Modulefile) -> str:
     described = source()
     own = described["help_without_mpi"] if not chosen.mpi else f"{described['help_with_mpi']} {chosen.mpi}."
     return (
-        _environment()
+        templates(job.folder(job.MODULEFILES), {"lua": lua, "tcl": tcl}, lstrip_blocks=False)
         .get_template(f"{NAME}.{kind}.j2")
         .render(
             source=described,
@@ -219,19 +217,6 @@ def _fits_braces(text: str) -> bool:
         if depth < 0:
             return False
     return depth == 0 and not re.search(r"\\([{}\n]|$)", text)
-
-
-def _environment() -> jinja2.Environment:
-    """Return the templates, in which an unknown name is an error and not an empty text."""
-    templates = ImmutableSandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(job.folder(job.MODULEFILES)),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # this is no HTML: the filters quote
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {"lua": lua, "tcl": tcl}
-    return templates
 
 
 def _check_variable(name: str, value: str, known: Iterable[str]) -> None:

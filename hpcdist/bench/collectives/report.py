@@ -18,7 +18,7 @@ from hpcdist.bench.collectives.results import (
 )
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 
 WRONG: Final = "WRONG RESULT"

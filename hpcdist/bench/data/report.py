@@ -17,7 +17,7 @@ from hpcdist.bench.sweep import report
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
 

@@ -13,7 +13,7 @@ from hpcdist.bench.pipeline.run import RECEIVES
 from hpcdist.bench.pipeline.schedules import PassBar, TimelinePanel
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import text_of
 from hpcdist.strategies.schedule.operations import COMPUTE
 from hpcdist.strategies.schedule.simulate.lists import PASSES

@@ -17,7 +17,7 @@ import numpy as np
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry

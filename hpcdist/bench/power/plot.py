@@ -11,7 +11,7 @@ from hpcdist.bench.power import pareto
 from hpcdist.bench.power.pareto import BEHIND, EstimateInterval, ParetoCandidate
 from hpcdist.bench.power.report import DEVICES, PowerReport
 from hpcdist.errors import UsageError
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 
 _TOKENS: Final = 1e6
 _FRONT: Final = "#1f6f8b"
@@ -38,7 +38,7 @@ def plot(report: PowerReport, file: Path) -> None:
     joules = [_of(candidate, "energy") for candidate in report.candidates]
     scale, prefix = _prefix([value.value for value in joules])
     seconds = [_of(candidate, "time") for candidate in report.candidates]
-    with drawing(file, 8.5, 6.0, dpi=150) as figure:
+    with drawing(file, 8.5, 6.0) as figure:
         axes = figure.subplots()
         _style(axes)
         points = [(time.value, energy.value / scale) for time, energy in zip(seconds, joules, strict=True)]

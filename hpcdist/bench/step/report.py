@@ -11,7 +11,7 @@ from hpcdist.bench.output_file import plain
 from hpcdist.bench.step.request import COMPARED, EAGER, PHASES, SAME
 from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
 

@@ -11,7 +11,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figure import drawing
+from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 
 

@@ -115,11 +115,11 @@ def _measure(
 def _check_places(outputs: Outputs, timeline: Path | None) -> None:
     """Raise what is in the way of the files."""
     from hpcdist.bench.pipeline import results
-    from hpcdist.reporting import atomic, figure
+    from hpcdist.reporting import atomic, plotting
 
     outputs.check(results.read)
     if timeline is not None:
-        (atomic.check_folder if timeline.suffix == ".json" else figure.check_plot)(timeline)
+        (atomic.check_folder if timeline.suffix == ".json" else plotting.check_plot)(timeline)
 
 
 def _show(measured: "PipelineResults", left_out: dict[str, str], outputs: Outputs, timeline: Path | None) -> None:

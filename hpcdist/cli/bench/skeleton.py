@@ -97,9 +97,9 @@ class Outputs:
     def check_plot(self) -> None:
         """Raise what is in the way of the picture."""
         if self.plot is not None:
-            from hpcdist.reporting import figure
+            from hpcdist.reporting import plotting
 
-            figure.check_plot(self.plot)
+            plotting.check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
         """Print the ``values`` as JSON or the ``text``, and draw (local)."""

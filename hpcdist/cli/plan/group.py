@@ -217,9 +217,9 @@ def with_simulator(make: Callable[[bool], PlanResult], *, wanted: bool) -> tuple
 def check_plot(file: Path | None) -> None:
     """Raise before anything is planned where ``file`` cannot be drawn."""
     if file is not None:
-        from hpcdist.planner.report import plot
+        from hpcdist.reporting import plotting
 
-        plot.check(file)
+        plotting.check_plot(file)
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:

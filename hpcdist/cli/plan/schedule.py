@@ -92,7 +92,7 @@ def command(
     """
     from hpcdist.bench.pipeline import schedules
     from hpcdist.reporting.atomic import check_folder
-    from hpcdist.reporting.figure import check_plot
+    from hpcdist.reporting.plotting import check_plot
 
     if recipe is not None or overrides:
         _show_stages(recipe, overrides, to_stderr=as_json)

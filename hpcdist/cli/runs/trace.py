@@ -95,9 +95,9 @@ def _prepared(plot: Path | None) -> bool:
     """Raise what keeps the plot from being drawn before anything else is done; whether there is one."""
     if plot is None:
         return False
-    from hpcdist.telemetry.trace import plot as trace_plot
+    from hpcdist.reporting import plotting
 
-    trace_plot.check(plot)
+    plotting.check_plot(plot)
     return True
 
 

@@ -9,13 +9,12 @@ Colours differ in brightness as well as in hue, so that they can be told apart w
 when a picture is checked or drawn.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
@@ -26,6 +25,8 @@ from hpcdist.planner.report.text import equation
 from hpcdist.planner.time.pipeline import PlannedSeconds, border, messages_block, simulated_timeline, stage_of
 from hpcdist.planner.time.stage_load import StageLoad, chunk_loads, combined, loads
 from hpcdist.planner.time.step import data_exchange, rows_sum, tied_sum, timing
+from hpcdist.reporting import plotting
+from hpcdist.reporting.plotting import GanttBar, GanttStyle
 
 if TYPE_CHECKING:
     from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
@@ -65,15 +66,18 @@ STEP: Final = {
     "input": "#f0b35a",
 }
 TIMELINE: Final = {
-    "forward": "#cfe2f3",
-    "backward": "#d1693a",
-    "input": "#f0b35a",
-    "weight": "#3d6b53",
-    "recompute": "#86a5bd",
-    "message": "#b3d6c2",
-    "input_data": "#9a9a9a",
-    "exchange": "#7a3f77",
-    "update": "#1f3b5c",
+    kind: GanttStyle(colour, *((0.26, 0.2) if kind == "exchange" else (-0.4, 0.62)))
+    for kind, colour in (
+        ("forward", "#cfe2f3"),
+        ("backward", "#d1693a"),
+        ("input", "#f0b35a"),
+        ("weight", "#3d6b53"),
+        ("recompute", "#86a5bd"),
+        ("message", "#b3d6c2"),
+        ("input_data", "#9a9a9a"),
+        ("exchange", "#7a3f77"),
+        ("update", "#1f3b5c"),
+    )
 }
 MEANINGS: Final = {
     "input": "gradient of the input",
@@ -81,12 +85,10 @@ MEANINGS: Final = {
     "recompute": "computed again",
     "input_data": "reading of data",
 }
-SUFFIXES: Final = (".png", ".pdf", ".svg")
 _OTHER: Final = "#555555"
 _WIDE: Final = 12.0  # inches
 _MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
 _ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
-_EDGED: Final = 3000  # bars, beyond which lines between them would hide them
 _CHARACTER: Final = 0.007  # of the width
 
 
@@ -181,30 +183,11 @@ def _of_ranks(ran: "StepTimeline", of_chunks: tuple[StageLoad, ...]) -> list[Sta
     return [reduce(combined, (of_chunks[number] for number in own)) for own in owned]
 
 
-def check(file: Path) -> Any:
-    """Return matplotlib's figures where ``file`` can be drawn, before anything is computed for it.
-
-    Raises UsageError for a suffix that is none of a picture, StorageError for a folder that is not there, and
-    MissingCapabilityError without matplotlib.
-    """
-    if file.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {file}: {file.suffix or 'no suffix'} is no picture; choose {', '.join(SUFFIXES)}")
-    if not file.absolute().parent.is_dir():
-        raise StorageError(f"--plot {file}: there is no directory {file.absolute().parent}")
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise MissingCapabilityError(
-            f"--plot {file} needs matplotlib, which cannot be imported ({error}); install hpcdist[analysis]"
-        ) from error
-    return figure
-
-
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
-    """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `check` does, and StorageError."""
+    """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `plotting.check_plot` and `plotting.save` do."""
     rows = _rows(timeline)
     high = [1.0, 1.0, 0.7 + 0.28 * len(rows)]
-    figure = check(file).Figure(figsize=(_WIDE, 2.2 + sum(high)), layout="constrained")
+    figure = plotting.check_plot(file).Figure(figsize=(_WIDE, 2.2 + sum(high)), layout="constrained")
     spans = _windows(timeline)
     grid = figure.add_gridspec(3, len(spans), height_ratios=high)
     figure.suptitle(f"{title} on {cluster.name}: {equation(estimate.layout)}", fontsize=11, x=0.01, ha="left")
@@ -212,7 +195,7 @@ def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster:
     _step(figure.add_subplot(grid[1, :]), estimate)
     axes = [figure.add_subplot(grid[2, place]) for place in range(len(spans))]
     _timeline(axes, timeline, rows, spans)
-    _save(figure, file)
+    plotting.save(figure, file)
 
 
 def _memory(axis: Any, memory: MemoryEstimate) -> None:
@@ -249,7 +232,8 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
     for name, size, colour, amount in parts:
         axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {amount}")
         if size / longest > 0.012 * len(name):
-            axis.text(begin + size / 2, 0, name, ha="center", va="center", fontsize=8, color=_on(colour))
+            ink = plotting.readable_on(colour)
+            axis.text(begin + size / 2, 0, name, ha="center", va="center", fontsize=8, color=ink)
         begin += size
     axis.set_xlim(0, longest)
     axis.set_yticks([])
@@ -291,13 +275,15 @@ def _timeline(
     place = {stage: row for row, stage in enumerate(rows)}
     drawn: set[str] = set()
     for axis, (begin_s, end_s) in zip(axes, spans, strict=True):
-        bars = [bar for bar in timeline.bars if bar.stage in place and bar.end_s > begin_s and bar.begin_s < end_s]
-        drawn |= {bar.kind for bar in bars}
-        _bars(axis, bars, place)
-        _number(axis, bars, place, (begin_s, end_s), len(spans))
+        bars = [
+            GanttBar(place[bar.stage], max(bar.begin_s, begin_s), min(bar.end_s, end_s), bar.kind, _number(bar))
+            for bar in timeline.bars
+            if bar.stage in place and bar.end_s > begin_s and bar.begin_s < end_s
+        ]
+        character_s = _CHARACTER * len(spans) * (end_s - begin_s)
+        drawn |= set(plotting.draw_gantt(axis, bars, TIMELINE, character=character_s, font={"fontsize": 6}))
         axis.set_xlim(begin_s, end_s)
-        axis.set_ylim(len(rows) - 0.45, -0.55)
-        axis.set_yticks(range(len(rows)), [str(stage) for stage in rows])
+        plotting.label_rows(axis, [str(stage) for stage in rows])
         axis.set_xlabel("seconds", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("stage", fontsize=8)
@@ -305,49 +291,11 @@ def _timeline(
     if len(axes) > 1:
         title += f", of which the first and the last {seconds(spans[0][1])} are drawn"
     axes[0].set_title(title, fontsize=10, loc="left")
-    _legend(axes[-1], {kind: colour for kind, colour in TIMELINE.items() if kind in drawn})
+    handles = plotting.kind_handles([kind for kind in TIMELINE if kind in drawn], TIMELINE, MEANINGS)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05), "fontsize": 7, "frameon": False, "handlelength": 1.0}
+    axes[-1].legend(handles=handles, **beside)
 
 
-def _bars(axis: Any, bars: Sequence[TimelineBar], place: Mapping[int, int]) -> None:
-    spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for bar in bars:
-        spans.setdefault((bar.kind, place[bar.stage]), []).append((bar.begin_s, bar.end_s - bar.begin_s))
-    line = 0.3 if len(bars) <= _EDGED else 0.0
-    for (kind, row), widths in spans.items():
-        height = (row + 0.26, 0.2) if kind == "exchange" else (row - 0.4, 0.62)
-        axis.broken_barh(widths, height, facecolor=TIMELINE[kind], edgecolor="white", linewidth=line)
-
-
-def _number(
-    axis: Any, bars: Iterable[TimelineBar], place: Mapping[int, int], window: tuple[float, float], axes: int
-) -> None:
-    """Write the number of its micro-batch into each pass that has room for it; so many ``axes`` share the width."""
-    begin_s, end_s = window
-    character_s = _CHARACTER * axes * (end_s - begin_s)
-    for bar in bars:
-        left, right, text = max(bar.begin_s, begin_s), min(bar.end_s, end_s), str(bar.microbatch)
-        if bar.microbatch >= 0 and right - left > character_s * (len(text) + 0.2):
-            centre, row = (left + right) / 2, place[bar.stage] - 0.09
-            axis.text(centre, row, text, ha="center", va="center", fontsize=6, color=_on(TIMELINE[bar.kind]))
-
-
-def _legend(axis: Any, colours: Mapping[str, str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, label=MEANINGS.get(kind, kind)) for kind, colour in colours.items()]
-    axis.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=7, frameon=False, handlelength=1.0
-    )
-
-
-def _on(colour: str) -> str:
-    """Return black or white, whichever can be read on ``colour`` (weights of luma: ITU-R BT.601)."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
-
-
-def _save(figure: Any, file: Path) -> None:
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+def _number(bar: TimelineBar) -> str:
+    """Return the number of the micro-batch of a pass, "" for other bars."""
+    return str(bar.microbatch) if bar.microbatch >= 0 else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.units import counted
+from hpcdist.reporting.units import counted, format_seconds
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
 from hpcdist.telemetry.trace.clock_correction import ClockCorrections
@@ -286,16 +286,6 @@ def format_text(values: Mapping[str, Any]) -> str:
     ]
     lines += [f"note       {note}" for note in values["notes"]]
     return "\n".join(lines)
-
-
-def format_seconds(value: float | None) -> str:
-    """Return a duration with a unit that suits it."""
-    if value is None:
-        return "not known"
-    for least, unit, factor in ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "us", 1e6)):
-        if abs(value) >= least:
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError("unreachable")
 
 
 def _format_percent(share: float | None) -> str:

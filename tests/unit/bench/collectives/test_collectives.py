@@ -22,7 +22,7 @@ from hpcdist.cli.runs.report import report
 from hpcdist.collectives import SHARDED
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, StorageError, UsageError
-from hpcdist.reporting.figure import check_plot
+from hpcdist.reporting.plotting import check_plot
 
 LIBRARY = "Threads 1.0"
 

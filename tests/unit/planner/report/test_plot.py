@@ -9,6 +9,7 @@ from made_plans import CLUSTER, ESTIMATE, MEMORY
 from hpcdist import errors
 from hpcdist.planner.report import plot
 from hpcdist.planner.report.plot import KINDS, PlannedTimeline, TimelineBar
+from hpcdist.reporting import plotting
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -31,8 +32,8 @@ def drawn(tmp_path, monkeypatch):
     """Return a function that draws, and returns the figure."""
     pytest.importorskip("matplotlib")
     figures = []
-    save = plot._save
-    monkeypatch.setattr(plot, "_save", lambda figure, file: (figures.append(figure), save(figure, file)))
+    save = plotting.save
+    monkeypatch.setattr(plotting, "save", lambda figure, file: (figures.append(figure), save(figure, file)))
 
     def draw(found=ESTIMATE, timeline=None, name="plan.png"):
         plot.draw(found, timeline or passes(2, 3), "model", CLUSTER, tmp_path / name)
@@ -98,7 +99,7 @@ def test_of_very_many_stages_some_are_drawn(drawn):
 def test_every_kind_of_a_timeline_has_a_colour(drawn):
     bars = tuple(TimelineBar(0, kind, float(place), place + 1.0) for place, kind in enumerate(KINDS))
     assert set(plot.TIMELINE) == set(KINDS)
-    assert len(set(plot.TIMELINE.values())) == len(KINDS)
+    assert len({style.colour for style in plot.TIMELINE.values()}) == len(KINDS)
     timeline = drawn(timeline=PlannedTimeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
     assert len(timeline.get_legend().get_texts()) == len(KINDS)
 
@@ -110,13 +111,13 @@ def test_other_pictures(suffix, drawn):
 
 @pytest.mark.parametrize(("name", "error"), [("plan.xls", errors.UsageError), ("plan", errors.UsageError)])
 def test_no_picture(name, error, tmp_path):
-    with pytest.raises(error, match=r"choose \.png"):
-        plot.check(tmp_path / name)
+    with pytest.raises(error, match="choose an ending from .*png"):
+        plotting.check_plot(tmp_path / name)
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(errors.StorageError, match="there is no directory"):
-        plot.check(tmp_path / "nowhere" / "plan.png")
+    with pytest.raises(errors.StorageError, match="is missing"):
+        plotting.check_plot(tmp_path / "nowhere" / "plan.png")
 
 
 def test_a_file_that_cannot_be_written(tmp_path, drawn):
@@ -128,4 +129,4 @@ def test_a_file_that_cannot_be_written(tmp_path, drawn):
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(errors.MissingCapabilityError, match=r"hpcdist\[analysis\]"):
-        plot.check(tmp_path / "plan.png")
+        plotting.check_plot(tmp_path / "plan.png")
