@@ -10,18 +10,19 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.record.timing import BytesMoved
-from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import plotting
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.telemetry.metrics import sampling, side_tables, step_metrics
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.metrics.step_metrics import MetricsData
 from hpcdist.telemetry.page import energy_data, run_data
+from hpcdist.telemetry.page.charts import over_steps, style
 from hpcdist.telemetry.page.energy_data import RunEnergy
 
 FILE_NAME: Final = "metrics.h5"
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 CURVE_ROWS: Final = 12
-SMOOTHED_SHARE: Final = 0.02  # of the steps that are shown
 
 
 @dataclass(frozen=True)
@@ -176,62 +177,19 @@ def jsonable(run_report: RunReport) -> dict[str, Any]:
 
 
 def plot(run_report: RunReport, file: str | Path) -> None:
-    """Draw loss (with the entropies of the data) and times per step into ``file``, whose ending names the format.
+    """Draw the charts of loss and phases of the page into ``file``, whose ending names the format.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    matplotlib = plotting.require_matplotlib()
     if not len(run_report.metrics.steps["step"]):
         raise UsageError(f"{run_report.run_dir}: no step was completed, so there is nothing to plot")
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _plot_loss(above, run_report)
-    _plot_times(below, run_report.metrics)
-    try:
-        figure.savefig(file, dpi=120)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise UsageError(f"{file}: {error}") from error
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def _plot_loss(axes: Any, run_report: RunReport) -> None:
-    steps, loss = run_report.metrics.steps["step"], run_report.metrics.steps["loss"]
-    window = max(1, int(len(steps) * SMOOTHED_SHARE))
-    axes.plot(steps, loss, color="C0", alpha=0.3, linewidth=0.8)
-    smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
-    axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training (mean of {window})")
-    evaluations = run_report.metrics.evaluations
-    if len(evaluations["step"]):
-        axes.plot(evaluations["step"], evaluations["val_loss"], "o-", color="C1", markersize=3, label="validation")
-    for key, style in zip(ENTROPIES, (":", "-.", "--"), strict=True):
-        value = run_report.figures.get(key)
-        if value is not None:
-            label = f"{key.removesuffix('_nats')} entropy {value:.2f}"
-            axes.axhline(value, color="0.4", linestyle=style, linewidth=1, label=label)
-    axes.set_ylabel("loss (nats)")
-    axes.set_title(f"{run_report.run_dir.name}, {counted(run_report.figures['world'], 'rank')}", fontsize=10)
-    axes.legend(fontsize=8)
-
-
-def _plot_times(axes: Any, metrics: MetricsData) -> None:
-    """Stack the mean over the ranks of each time."""
-    steps = metrics.steps
-    parts, labels = [], []
-    for name, _ in _SHARES:
-        values = steps[f"{name}_s"]
-        known = np.isfinite(values)
-        count = known.sum(axis=1)
-        if count.any():
-            parts.append(1e3 * np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1))
-            labels.append(name)
-    if parts:
-        axes.stackplot(steps["step"], *parts, labels=labels, alpha=0.8)
-        highest = np.percentile(sum(parts), 98)  # the first step compiles: it would flatten all others
-        axes.set_ylim(0, 1.2 * highest if highest > 0 else None)
-        axes.legend(fontsize=8)
-    axes.set_ylabel("time (ms a step)")
-    axes.set_xlabel("step")
+    data = run_data.read(run_report.run_dir)
+    with style.chart_style():
+        figure = matplotlib.Figure(figsize=(8, 7), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        over_steps.draw_loss(above, data)
+        over_steps.draw_phases(below, data)
+        above.set_xlabel("")
+        figure.suptitle(f"{data.name}, {counted(data.world, 'rank')}", fontsize=10)
+        plotting.save(figure, file)

@@ -31,10 +31,10 @@ _PLACE_HINT: Final = "give the directory of a training (its --out), or the resul
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
     """Write the page of the run in ``run_dir`` into ``file``; with a ``sample`` that begins with ``prompt``."""
+    from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
-    from hpcdist.telemetry.page.charts import style
 
-    style.require_matplotlib()  # before a minute goes into a sample
+    plotting.require_matplotlib()  # before a minute goes into a sample
     document.write_page(run_dir, file, page_context(run_dir, sample=sample, prompt=prompt))
 
 

@@ -4,11 +4,10 @@
 steps, silent faults, anomalies and failures.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from hpcdist.comm.record import flight_recorder
 from hpcdist.reporting import regular
-from hpcdist.reporting.units import counted
+from hpcdist.reporting.units import counted, format_duration, format_time
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 
 STARTS: Final = "starts.json"
@@ -117,48 +116,21 @@ def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: in
     )
 
 
-def format_time(seconds: float) -> str:
-    """Return a time in seconds since 1970 as text, in UTC."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):
-        return "an impossible time"
-
-
-def read_small_file(path: Path) -> str:
-    """Return the content of a small file; "" where it cannot be read."""
-    try:
-        with open(regular.open_regular(path), "rb") as file:
-            return file.read(MAX_FILE_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def parse_json(text: str) -> Any:
-    """Return the JSON value in ``text``; None where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _read_starts(path: Path) -> list[RunStart]:
-    content = parse_json(read_small_file(path))
-    rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
+    content = regular.json_or_none(path, MAX_FILE_BYTES)
     starts = []
-    for row in rows:
-        began, seen = row.get("began"), row.get("seen")
+    for row in content if isinstance(content, list) else ():
+        values = row if isinstance(row, dict) else {}
+        began, seen, deaths = (values.get(name) for name in ("began", "seen", "deaths"))
         if isinstance(began, int | float) and isinstance(seen, int | float):
-            deaths = row.get("deaths")
             starts.append(RunStart(began, seen, str(row.get("end") or ""), deaths if isinstance(deaths, int) else 0))
     return starts
 
 
 def _read_jobs(path: Path) -> list[JobEntry]:
     entries = []
-    for line in read_small_file(path).splitlines():
-        row = parse_json(line)
-        if isinstance(row, dict):
+    with suppress(OSError):
+        for row in regular.json_objects(path):
             known = [text for name in ("time", "event", "job") if isinstance(text := row.pop(name, None), str)]
             if len(known) == 3:
                 entries.append(JobEntry(known[0], known[1], known[2], row))
@@ -312,15 +284,3 @@ def _note_incidents(run: SampledMetrics) -> Iterator[Incident]:
 def _rows(run: SampledMetrics, table: str) -> Sequence[dict[str, Any]]:
     columns = run.tables.get(table, {})
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration with its unit as text."""
-    if not np.isfinite(seconds):
-        return "an unknown time"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    days, hours = divmod(seconds / 3600, 24)
-    return f"{int(days)} d {int(hours)} h" if days else f"{hours:.1f} h"

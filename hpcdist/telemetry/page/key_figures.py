@@ -1,17 +1,24 @@
 """Key figures of a page, each with its unit, and the reason where it was not measured."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.reporting.units import (
+    counted,
+    format_bytes,
+    format_duration,
+    format_joules,
+    format_seconds,
+    format_time,
+    short_number,
+)
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page import history
 from hpcdist.telemetry.page.charts import series as common
-from hpcdist.telemetry.page.charts.style import short_number
 from hpcdist.telemetry.page.energy_data import KWH_J, finite_number
 from hpcdist.telemetry.page.run_data import PageData
 
@@ -63,8 +70,8 @@ def _speed(data: PageData) -> Iterator[KeyFigure]:
     known = middle is not None and late is not None
     yield KeyFigure(
         "Step, median",
-        format_seconds(middle) if known else None,
-        f"95 % within {format_seconds(late)}" if known else NO_WARM,
+        format_seconds(middle, 4) if known else None,
+        f"95 % within {format_seconds(late, 4)}" if known else NO_WARM,
     )
     share, compute = values["comm_fraction"], values["compute_fraction"]
     note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
@@ -183,11 +190,11 @@ def page_facts(data: PageData) -> list[tuple[str, str]]:
     """Return the facts at the head of the page: times, size, strategy, job and version of the run."""
     state, attributes = data.state, data.attributes
     facts: list[tuple[str, Any]] = [
-        ("Began", history.format_time(state.began) if state.began is not None else attributes.get("created_utc")),
-        ("Last sign of life", history.format_time(state.seen) if state.seen is not None else None),
+        ("Began", format_time(state.began) if state.began is not None else attributes.get("created_utc")),
+        ("Last sign of life", format_time(state.seen) if state.seen is not None else None),
         (
             "Time of all starts",
-            history.format_duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
+            format_duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
         ),
         ("Ranks", f"{data.world:,}" if data.world else None),
         ("Nodes", attributes.get("nodes") or (len(data.hosts) if data.hosts else None)),
@@ -213,29 +220,6 @@ def _version(attributes: Any) -> str:
     known = commit and not commit.startswith("unknown")
     changed = "+changes" if commit.endswith("+changes") else ""
     return " ".join(part for part in (version, f"({commit[:10]}{changed})" if known else "") if part)
-
-
-def format_seconds(value: float) -> str:
-    """Return a short time with its unit as text."""
-    for limit, unit, form in ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us")):
-        if value >= limit:
-            return f"{value / unit:.4g} {form}"
-    return f"{value:.4g} s"
-
-
-def format_joules(value: float | None) -> str:
-    """Return an energy with its unit as text."""
-    if value is None or not math.isfinite(value):
-        return NOT_MEASURED
-    for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
-        if abs(value) >= limit:
-            return f"{value / limit:.4g} {unit}"
-    return f"{value:.3g} J"
-
-
-def not_measured(key_figures: Sequence[KeyFigure]) -> list[KeyFigure]:
-    """Return the figures that are not known."""
-    return [figure for figure in key_figures if figure.value is None]
 
 
 def _form(value: float | None, form: str) -> str | None:

@@ -1,16 +1,20 @@
 """Charts over steps: loss, learning rate, speed, phases and ranks; and the chart of one step by rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.comm.record.spans import Span
+from hpcdist.reporting import plotting
+from hpcdist.reporting.plotting import GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
+from hpcdist.telemetry.metrics.quantities import mean_over_ranks, most_over_ranks
+from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.page.charts import series
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.charts.style import Chart
-from hpcdist.telemetry.page.energy_data import RankLane, StepSpans
+from hpcdist.telemetry.page.energy_data import RankLane, StepSpans, finite_number
 from hpcdist.telemetry.page.run_data import PageData
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
@@ -33,68 +37,55 @@ def _loss(data: PageData) -> Chart:
     run, title = data.run, "Loss"
     if run is None:
         return Chart("loss", title, reason=data.reason, wide=True)
-    steps, loss = run.steps["step"], run.steps["loss"]
-    window = _window(len(steps))
-    evaluations = run.sample.evaluations
-
-    def picture(axes: Any) -> None:
-        pale = {"color": draw.SKY, "linewidth": 0.7, "alpha": 0.7} if window > 1 else {"color": draw.BLUE}
-        axes.plot(*series.decimate(steps, loss), **pale, label="training")
-        if window > 1:
-            mean = series.smooth(loss, window)
-            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
-        if len(evaluations["step"]):
-            seen = series.decimate(evaluations["step"], evaluations["val_loss"])
-            marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
-            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
-        for key, stroke in zip(ENTROPIES, (":", "-.", "--"), strict=True):
-            value = data.attributes.get(key)
-            if isinstance(value, float) and np.isfinite(value):
-                name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
-                axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
-        series.mark_resumes(axes, data)
-        known = [value for key in ENTROPIES if isinstance(value := data.attributes.get(key), float)]
-        _limits_of_loss(axes, loss, evaluations["val_loss"], known)
-        series.label_step_axis(axes, "loss (nats)")
-        draw.legend(axes, 7)
-
+    steps = run.steps["step"]
     last = data.figures["train_loss_mean"]
     alt = f"Training loss over {int(steps[-1]):,} steps, {series.format_value(last)} nats at the end"
-    caption = "Thin: each step. " if window > 1 else ""
-    if any(f"{name}" in data.attributes for name in ENTROPIES):
+    caption = "Thin: each step. " if _window(len(steps)) > 1 else ""
+    if any(name in data.attributes for name in ENTROPIES):
         caption += "Horizontals: entropies of the training data, which a table of counts can reach."
     if data.sessions:
         caption += f" Vertical lines: {counted(len(data.sessions), 'resume')}."
-    return Chart("loss", title, draw.draw_svg("loss", picture, draw.WIDE), caption, alt, wide=True)
+    drawing = draw.draw_svg("loss", lambda axes: draw_loss(axes, data), draw.WIDE)
+    return Chart("loss", title, drawing, caption, alt, wide=True)
 
 
 def _end(data: PageData) -> list[Chart]:
     """Return the chart of the loss in the second half, whose scale the first half would flatten."""
     if data.run is None or len(data.run.steps["step"]) < 40:
         return []
-    half = len(data.run.steps["step"]) // 2
-    steps, loss = data.run.steps["step"][half:], data.run.steps["loss"][half:]
-    window = _window(2 * len(steps))
-    mean = series.smooth(data.run.steps["loss"], window)[half:]
-    evaluations = data.run.sample.evaluations
-    late = evaluations["step"] >= steps[0]
-
-    def picture(axes: Any) -> None:
-        pale = {"color": draw.SKY, "linewidth": 0.6, "alpha": 0.6} if window > 1 else {"color": draw.BLUE}
-        axes.plot(*series.decimate(steps, loss), **pale, label="training")
-        if window > 1:
-            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
-        if late.any():
-            seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
-            marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
-            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
-        series.mark_resumes(axes, data, from_step=int(steps[0]))
-        _limits_of_loss(axes, loss, evaluations["val_loss"][late], ())
-        series.label_step_axis(axes, "loss (nats)")
-        draw.legend(axes)
-
+    loss = data.run.steps["loss"]
+    mean = series.smooth(loss, _window(len(loss)))
     alt = f"Loss of the second half of the steps, {series.format_value(_last(mean))} nats at the end"
-    return [Chart("end", "Loss, second half", draw.draw_svg("end", picture), alt=alt)]
+    drawing = draw.draw_svg("end", lambda axes: draw_loss(axes, data, len(loss) // 2))
+    return [Chart("end", "Loss, second half", drawing, alt=alt)]
+
+
+def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
+    """Draw the loss from the row ``first`` on, its mean, and that of validation; of all rows also the entropies."""
+    assert data.run is not None
+    rows, evaluations = data.run.steps, data.run.sample.evaluations
+    steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
+    since = int(steps[0]) if first else 0
+    pale = {"color": draw.SKY, "linewidth": 0.7, "alpha": 0.7} if window > 1 else {"color": draw.BLUE}
+    axes.plot(*series.decimate(steps, loss), **pale, label="training")
+    if window > 1:
+        mean = series.smooth(rows["loss"], window)[first:]
+        axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+    late = evaluations["step"] >= since
+    if late.any():
+        seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
+        marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
+        axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
+    entropies = {} if first else {key: finite_number(data.attributes.get(key)) for key in ENTROPIES}
+    for (key, value), stroke in zip(entropies.items(), (":", "-.", "--"), strict=False):
+        if value is not None:
+            name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
+            axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
+    series.mark_resumes(axes, data, since)
+    marks = [value for value in entropies.values() if value is not None]
+    _limits_of_loss(axes, loss, evaluations["val_loss"][late], marks)
+    series.label_step_axis(axes, "loss (nats)")
+    draw.legend(axes, 4 if first else 7)
 
 
 def _window(steps: int) -> int:
@@ -142,8 +133,7 @@ def _throughput(data: PageData) -> Chart:
     rows = run.sample.steps
     if "step_s" not in rows:
         return Chart("speed", title, reason="a file of the first version, which does not have the time of a step")
-    slowest = np.where(np.isnan(rows["step_s"]), -np.inf, rows["step_s"]).max(axis=1)
-    slowest[~np.isfinite(slowest) | (slowest <= 0)] = np.nan
+    slowest = most_over_ranks(np.where(rows["step_s"] > 0, rows["step_s"], np.nan))
     rate = rows["tokens"] / slowest
     edges = series.bin_edges(rows["step"])
     # Tokens over time, not a mean of rates: a slow step counts as long as it lasts.
@@ -168,27 +158,35 @@ def _phases(data: PageData) -> Chart:
     run, title = data.run, "Time of a step by phase"
     if run is None:
         return Chart("phases", title, reason=data.reason)
-    rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
-    works = np.nansum(rows["compute_s"], axis=0) > 0
-    parts = {name: series.means(series.mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
-    if "step_s" in rows:
-        whole = series.means(series.mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
-        known = np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)
-        parts["rest"] = np.maximum(whole - known, 0)
+    parts = phase_times(run)[1]
     if not any(np.isfinite(part).any() for part in parts.values()):
         return Chart("phases", title, reason="no time was measured")
-    at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
     caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and what no clock covers. "
-
-    def picture(axes: Any) -> None:
-        series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
-        series.mark_resumes(axes, data)
-        axes.set_ylim(0, draw.robust_upper_limit(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
-        series.label_step_axis(axes, "ms a step")
-        draw.legend(axes)
-
     alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
-    return Chart("phases", title, draw.draw_svg("phases", picture), caption + series.rows_note(run), alt)
+    drawing = draw.draw_svg("phases", lambda axes: draw_phases(axes, data))
+    return Chart("phases", title, drawing, caption + series.rows_note(run), alt)
+
+
+def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return steps (parts,), and by phase the milliseconds of a step there (parts,), mean over ranks that compute."""
+    rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
+    works = np.nansum(rows["compute_s"], axis=0) > 0
+    parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
+    if "step_s" in rows:
+        whole = series.means(mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
+        parts["rest"] = np.maximum(whole - np.sum([np.nan_to_num(part) for part in parts.values()], axis=0), 0)
+    return rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)], parts
+
+
+def draw_phases(axes: Any, data: PageData) -> None:
+    """Stack the times of the phases of a step."""
+    assert data.run is not None
+    at, parts = phase_times(data.run)
+    series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
+    series.mark_resumes(axes, data)
+    axes.set_ylim(0, draw.robust_upper_limit(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
+    series.label_step_axis(axes, "ms a step")
+    draw.legend(axes)
 
 
 def _ranks(data: PageData) -> Chart:
@@ -240,8 +238,12 @@ def _ranks(data: PageData) -> Chart:
     return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
 
 
-HEIGHT: Final = 0.72  # of a lane
-NAMED_SHARE: Final = 0.014  # share of the step that a span must take to be numbered
+LANE_STYLES: Final = {
+    phase + suffix: GanttStyle(colour, -0.36, 0.72, alpha)
+    for suffix, alpha in (("", 1.0), (" (backward)", 0.62))
+    for phase, colour in draw.PHASE_COLOURS.items()
+}
+NAMED_SHARE: Final = 0.012  # share of the step that a span must take for each digit of its number
 JOINED_SHARE: Final = 0.004  # share of the step between two spans of one micro-batch that are one
 BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler than forward
 
@@ -254,15 +256,17 @@ def step_chart(data: PageData) -> Chart:
 
     def picture(axes: Any) -> None:
         for row, lane in enumerate(step.lanes):
-            _lane(axes, row, lane, step.seconds)
-        ticks = np.unique(np.linspace(0, len(step.lanes) - 1, min(len(step.lanes), 16)).round().astype(int))
-        axes.set_yticks(ticks, [f"rank {step.lanes[row].rank}" for row in ticks])
-        axes.set_ylim(len(step.lanes) - 0.4, -0.6)
+            axes.plot([lane.begin_s * 1e3, lane.end_s * 1e3], [row, row], color=draw.GRID, linewidth=1, zorder=0)
+        bars = [bar for row, lane in enumerate(step.lanes) for bar in _bars(row, lane, step.seconds)]
+        font = {"va": "center_baseline", "fontsize": 6.5, "color": draw.PAPER}
+        character = NAMED_SHARE * step.seconds * 1e3
+        plotting.draw_gantt(axes, bars, LANE_STYLES, edge=draw.PAPER, character=character, font=font)
+        plotting.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], most=16)
         axes.set_xlim(0, step.seconds * 1e3)
         axes.set_xlabel("ms since the first rank began the step")
         axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", length=0)
-        _legend(axes, step)
+        handles = plotting.kind_handles((p for p in draw.PHASE_COLOURS if p in step.totals()), LANE_STYLES, {})
+        axes.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))
 
     size = (draw.WIDE[0], float(np.clip(1.1 + 0.3 * len(step.lanes), 1.7, 6.0)))
     totals = ", ".join(f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in step.totals().items())
@@ -281,27 +285,13 @@ def _caption(step: StepSpans) -> str:
     return text + (f" Times of different nodes are by {step.clocks}." if step.clocks else "")
 
 
-def _lane(axes: Any, row: int, lane: RankLane, whole_s: float) -> None:
-    from matplotlib.collections import PolyCollection
-
-    axes.plot([lane.begin_s * 1e3, lane.end_s * 1e3], [row, row], color=draw.GRID, linewidth=1, zorder=0)
-    boxes: dict[tuple[str, bool], list[Any]] = {}
-    # Enclosing spans are drawn first, so that inner ones cover them.
+def _bars(row: int, lane: RankLane, whole_s: float) -> Iterator[GanttBar]:
+    """Yield the bars of a lane, in ms; enclosing spans come first, so that inner ones cover them."""
     for begin, end, span in sorted(_merged(lane, JOINED_SHARE * whole_s), key=lambda spans: spans[0] - spans[1]):
         left, right = max(begin, lane.begin_s) * 1e3, min(end, lane.end_s) * 1e3
-        low, high = row - HEIGHT / 2, row + HEIGHT / 2
-        box = [(left, low), (right, low), (right, high), (left, high)]
-        boxes.setdefault((span.phase, _is_pale(span.name)), []).append(box)
-        if span.microbatch >= 0 and span.phase == "compute" and right - left > NAMED_SHARE * whole_s * 1e3:
-            place = ((left + right) / 2, row)
-            axes.annotate(
-                str(span.microbatch), place, ha="center", va="center_baseline", fontsize=6.5, color=draw.PAPER
-            )
-    for (phase, pale), own in boxes.items():
-        colour = draw.PHASE_COLOURS.get(phase, draw.GREY)
-        axes.add_collection(
-            PolyCollection(own, facecolors=colour, edgecolors=draw.PAPER, linewidths=0.25, alpha=0.62 if pale else 1.0)
-        )
+        kind = span.phase if span.phase in draw.PHASE_COLOURS else "other"
+        number = str(span.microbatch) if span.microbatch >= 0 and span.phase == "compute" else ""
+        yield GanttBar(row, left, right, f"{kind} (backward)" if _is_pale(span.name) else kind, number)
 
 
 def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
@@ -320,11 +310,3 @@ def _merged(lane: RankLane, gap_s: float) -> list[tuple[float, float, Span]]:
 
 def _is_pale(name: str) -> bool:
     return name.upper().startswith(BACKWARD)
-
-
-def _legend(axes: Any, step: StepSpans) -> None:
-    from matplotlib.patches import Patch
-
-    phases = [phase for phase in draw.PHASE_COLOURS if phase in step.totals()]
-    handles = [Patch(color=draw.PHASE_COLOURS[phase], label=phase) for phase in phases]
-    axes.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))

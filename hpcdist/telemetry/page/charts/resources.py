@@ -1,14 +1,16 @@
 """Charts of resources: memory, bytes, joules, and utilisation of the machine."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.telemetry.metrics.observations import ObservedSeries
+from hpcdist.telemetry.metrics.quantities import most_over_ranks
 from hpcdist.telemetry.page.charts import series
 from hpcdist.telemetry.page.charts import style as draw
 from hpcdist.telemetry.page.charts.style import Chart
-from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES, EnergyCurve
+from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
 from hpcdist.telemetry.page.run_data import PageData
 
 MIB: Final = 2.0**20
@@ -57,8 +59,7 @@ def _sent(data: PageData) -> Chart:
     if run is None:
         return Chart("sent", title, reason=data.reason)
     sent = run.sample.steps["sent_bytes"]
-    most = np.where(np.isnan(sent), -np.inf, sent).max(axis=1)
-    most[~np.isfinite(most)] = np.nan
+    most = most_over_ranks(sent)
     if not np.nansum(most) > 0:
         return Chart("sent", title, reason=NO_BYTES)
 
@@ -74,46 +75,43 @@ def _sent(data: PageData) -> Chart:
 
 
 def _power(data: PageData) -> Chart:
-    title = "Power"
     known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
-    if not known:
-        return Chart("power", title, reason=_no_energy(data))
-
-    def picture(axes: Any) -> None:
-        for index, (kind, course) in enumerate(known.items()):
-            colour = KIND_COLOURS.get(kind, draw.CYCLE[index % 8])
-            axes.plot(course.hours, course.watts, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
-        axes.set_ylim(bottom=0)
-        _over_hours(axes, "W, all nodes", known)
-        draw.legend(axes)
-
     means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in known.items())
-    caption = (
-        _label(data)
-        + "Differences of the counters."
-        + (" From blocks of samples, spread evenly." if data.energy.thinned else "")
-    )
-    return Chart("power", title, draw.draw_svg("power", picture), caption, f"Power by source, in the mean {means}")
+    caption = f"{_label(data)}Differences of the counters."
+    caption += " From blocks of samples, spread evenly." if data.energy.thinned else ""
+    lines = {kind: (course.hours, course.watts) for kind, course in known.items()}
+    return _over_hours(data, "power", "Power", lines, "W, all nodes", caption, f"Power by source, in the mean {means}")
 
 
 def _joules(data: PageData) -> Chart:
-    title = "Energy so far"
     known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
-    if not known:
-        return Chart("joules", title, reason=_no_energy(data))
-    most = max(float(np.nanmax(course.joules)) for course in known.values())
+    most = max((float(np.nanmax(course.joules)) for course in known.values()), default=0.0)
     unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
+    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
+    lines = {kind: (course.hours, course.joules / unit) for kind, course in known.items()}
+    alt = f"Energy so far by source: {ends}"
+    return _over_hours(data, "joules", "Energy so far", lines, name, _label(data), alt)
+
+
+def _over_hours(
+    data: PageData, key: str, title: str, lines: Mapping[str, tuple[np.ndarray, np.ndarray]], what: str, caption: str,
+    alt: str,
+) -> Chart:  # fmt: skip
+    """Return the chart of ``lines`` (hours, values) by kind of source; their reason where there are none."""
+    if not lines:
+        return Chart(key, title, reason=data.energy.reason or "the run kept no samples of its counters")
 
     def picture(axes: Any) -> None:
-        for index, (kind, course) in enumerate(known.items()):
+        for index, (kind, line) in enumerate(lines.items()):
             colour = KIND_COLOURS.get(kind, draw.CYCLE[index % 8])
-            axes.plot(course.hours, course.joules / unit, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
+            axes.plot(*line, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
         axes.set_ylim(bottom=0)
-        _over_hours(axes, name, known)
+        axes.set_ylabel(what)
+        draw.format_thousands(axes.yaxis)
+        _time_axis(axes, max(float(hours[-1]) for hours, _ in lines.values()))
         draw.legend(axes)
 
-    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
-    return Chart("joules", title, draw.draw_svg("joules", picture), _label(data), f"Energy so far by source: {ends}")
+    return Chart(key, title, draw.draw_svg(key, picture), caption, alt)
 
 
 def _by_phase(data: PageData) -> list[Chart]:
@@ -166,12 +164,6 @@ def _label(data: PageData) -> str:
     return f"{data.energy.label[:1].upper()}{data.energy.label[1:]}. " if data.energy.label else ""
 
 
-def _over_hours(axes: Any, what: str, known: dict[str, EnergyCurve]) -> None:
-    axes.set_ylabel(what)
-    draw.format_thousands(axes.yaxis)
-    _time_axis(axes, max(float(course.hours[-1]) for course in known.values()))
-
-
 def _time_axis(axes: Any, hours: float) -> None:
     """Label the axis of times in the unit that fits; the values stay hours."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -185,7 +177,3 @@ def _time_axis(axes: Any, hours: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:.6g}"))
     axes.set_xlabel(f"time of the starts ({name})")
     axes.margins(x=0.01)
-
-
-def _no_energy(data: PageData) -> str:
-    return data.energy.reason or "the run kept no samples of its counters"

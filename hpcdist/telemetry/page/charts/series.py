@@ -147,13 +147,6 @@ def label_step_axis(axes: Any, what: str) -> None:
     draw.format_thousands(axes.xaxis)
 
 
-def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the ranks that know, (steps, ranks) -> (steps,)."""
-    known = np.isfinite(values)
-    count = known.sum(axis=1)
-    return np.where(count > 0, np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
-
-
 def rows_note(run: SampledMetrics) -> str:
     """Return a note on the rows that a chart is drawn from, "" where from all."""
     if run.complete:

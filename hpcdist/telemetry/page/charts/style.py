@@ -1,85 +1,26 @@
-"""Style of charts as SVG in the page, and the HTML elements of the page.
-
-Elements (`tag`, `table`, `folded`) escape all text; `Markup` marks by its type what is escaped already.
+"""Style of charts as SVG in the page.
 
 Charts share one style. Their text stays text. Their colours become CSS variables, so that the page decides on them in
 dark themes and on paper. The palette is that of Okabe and Ito ("Color Universal Design", 2008), which readers with any
 colour vision can tell apart; lines also differ in their strokes.
 """
 
-import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.reporting.units import short_number
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
-_VOID: Final = frozenset({"meta", "br", "col"})
-
-
-class Markup(str):
-    """HTML markup of this module, or a drawing: it is not escaped again."""
-
-    __slots__ = ()
-
-
-def escaped(text: object) -> Markup:
-    """Return ``text`` escaped for HTML; `Markup` stays as it is."""
-    if isinstance(text, Markup):
-        return text
-    return Markup(html.escape(printable(str(text)), quote=True))
 
 
 def printable(text: str) -> str:
     """Return ``text`` with U+FFFD for characters that HTML forbids or that change the direction of text."""
     return _CONTROL.sub("\ufffd", text)
-
-
-def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """Return an HTML element. Names of attributes lose a last "_", other "_" become "-"; None leaves one out."""
-    pairs = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escaped(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    if name in _VOID:
-        return Markup(f"<{name}{pairs}>")
-    return Markup(f"<{name}{pairs}>{joined(children)}</{name}>")
-
-
-def joined(parts: Iterable[object], between: str = "") -> Markup:
-    """Return ``parts`` one after the other."""
-    return Markup(escaped(between).join(escaped(part) for part in parts))
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Markup:
-    """Return a table that scrolls by itself where it is too wide; columns ``numbers`` are right-aligned."""
-    right = frozenset(numbers)
-
-    def cells(kind: str, row: Sequence[object]) -> Markup:
-        scope = "col" if kind == "th" else None
-        return joined(
-            tag(kind, cell, class_="number" if at in right else None, scope=scope) for at, cell in enumerate(row)
-        )
-
-    head = tag("thead", tag("tr", cells("th", heads)))
-    body = tag("tbody", *(tag("tr", cells("td", row)) for row in rows))
-    return tag("div", tag("table", head, body), class_="scroll", tabindex="0")
-
-
-def name_value_list(rows: Iterable[tuple[object, object]]) -> Markup:
-    """Return a description list of names and values."""
-    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in rows))
-
-
-def folded(summary: str, *children: object) -> Markup:
-    """Return a block that is folded until the reader opens it."""
-    return tag("details", tag("summary", summary), *children)
 
 
 NARROW: Final = (6.2, 3.1)  # inches: half of the page,
@@ -156,16 +97,6 @@ class Chart:
     wide: bool = False
 
 
-def require_matplotlib() -> None:
-    """Raise MissingCapabilityError without matplotlib (local)."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingCapabilityError(
-            f"the charts of a page need matplotlib: pip install 'hpcdist[analysis]' ({error})"
-        ) from error
-
-
 @contextmanager
 def chart_style() -> Iterator[None]:
     """Apply the common style to charts that are drawn inside of the block."""
@@ -179,20 +110,13 @@ def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = 
     """Return the SVG that ``draw(axes)`` makes: an element for a page, whose ids begin with ``key``."""
     from matplotlib.figure import Figure
 
-    with chart_style():
+    text = io.StringIO()
+    with chart_style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font of the reader's machine may have it
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
-        return figure_svg(figure, key)
-
-
-def figure_svg(figure: Any, key: str) -> str:
-    """Return ``figure`` as an element for a page."""
-    text = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the font of the reader's machine may have it
-        figure.savefig(
-            text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        unmarked = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=unmarked)
     return embed_svg(text.getvalue(), key)
 
 
@@ -207,7 +131,7 @@ def embed_svg(text: str, key: str) -> str:
     # A hundredth of a point is less than a pixel. Texts are left as they are.
     text = _PLACES.sub(lambda match: re.sub(r"(\d+\.\d{2})\d+", r"\1", match[0]), text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
-    return printable(re.sub(r"\s*\n\s*", " ", text).strip())
+    return re.sub(r"\s*\n\s*", " ", text).strip()
 
 
 def _coloured(text: str) -> str:
@@ -221,14 +145,6 @@ def format_thousands(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-
-
-def short_number(value: float) -> str:
-    """Return a number in few characters: 950, 12,000, 1.5 M, 0.02."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if abs(value) >= limit:
-            return f"{value / limit:.4g} {unit}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def legend(axes: Any, columns: int = 4) -> None:

@@ -21,7 +21,6 @@ from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.planner.cluster import toml_file
 from hpcdist.reporting import atomic, regular
-from hpcdist.telemetry.page import history
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile
 from hpcdist.training.observe.energy import USAGE_FILE, EnergyRecorder
 from hpcdist.training.recipe import recipe as recipes
@@ -141,7 +140,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     LOCK_FILE: lock,
     "rank-00000.rec": flight_recorder.read,
     "rank-00000.spans": spans.read,
-    "state.json": history.read_small_file,
+    "state.json": regular.json_or_none,
     "metrics.jsonl": lambda path: AppendOnlyFile(path, "choose another"),
     "manifest.json": lambda path: manifest.load(path.parent),
 }
