@@ -7,7 +7,7 @@ are not counted as training's. `EnergyWatch` needs no job: one process reads thi
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,18 +75,12 @@ class EnergyWatch:
         self._session = 0 if output is None else _next_session(output)
         self._began_ns = time.monotonic_ns()
         self.sampler.start()
-        self._windows.enter(WINDOW, *self._look())
+        self._windows.enter(WINDOW, *_read_edge(self.sampler, self._windows))
 
     def missing(self) -> dict[str, str]:
         """Return for each kind that is not measured the reason."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
-
-    def _look(self) -> tuple[int, list[int | None]]:
-        reading = self.sampler.read()
-        for source in self.sampler.gaps_since_edge():
-            self._windows.forget(source)
-        return reading
 
     def moment(self) -> WatchInterval:
         """Return the power since the last call, and append the samples to ``output``."""
@@ -123,27 +117,44 @@ class EnergyWatch:
 
     def finish(self) -> dict[str, Any]:
         """End, append the last samples, and return the report as `hpcdist.energy.report.merge`, with ``seconds``."""
-        self._windows.leave(*self._look())
+        self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
         try:
             self.moment()
-            return {**self._report(), "seconds": seconds}
+            return {**reports.merge([_contribution(0, self.sampler, self._windows, self.sources)]), "seconds": seconds}
         finally:
             if ended:
                 self.sources.close()
 
-    def _report(self) -> dict[str, Any]:
-        sources = [
+
+def _read_edge(sampler: EnergySampler, windows: PhaseWindows) -> tuple[int, list[int | None]]:
+    """Return a reading for the edge of a window; sources that missed some energy since the last edge are forgotten."""
+    reading = sampler.read()
+    for source in sampler.gaps_since_edge():
+        windows.forget(source)
+    return reading
+
+
+def _contribution(
+    node: int, sampler: EnergySampler, windows: PhaseWindows, sources: NodeSources, needed: Iterable[str] = ()
+) -> NodeContribution:
+    """Return what a node has counted until now; ``needed`` are the kinds without which its total is not known."""
+    busy_s, lasted_s = sampler.overhead()
+    return NodeContribution(
+        node,
+        [
             SourceResult(t.name, t.kind, t.pace.update_s, t.failed_reads, t.explain(), t.about.note, t.about.declared)
-            for t in self.sampler.tracks
-        ]
-        missing, unused = self.sources.missing, frozenset(self.sources.unused)
-        busy_s, lasted_s = self.sampler.overhead()
-        own = NodeContribution(
-            0, sources, self._windows.phases(), self._windows.totals(), missing, frozenset(), unused, busy_s, lasted_s
-        )
-        return reports.merge([own])
+            for t in sampler.tracks
+        ],
+        windows.phases(),
+        windows.totals(),
+        sources.missing,
+        frozenset(needed),
+        frozenset(sources.unused),
+        busy_s if lasted_s else math.nan,
+        lasted_s if lasted_s else math.nan,
+    )
 
 
 def _claim_visible(environment: Mapping[str, str]) -> GpuClaim:
@@ -262,15 +273,13 @@ class EnergyMonitor:
 
     def _look(self) -> tuple[int, list[int | None]]:
         self._synchronise()
-        reading = self.sampler.read()
-        for source in self.sampler.gaps_since_edge():
-            self._windows.forget(source)
-        return reading
+        return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
         """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
         self._meet("Monitor.report")
-        contributions = self._comm.allgather_object(self._contribution() if self._leads else None)
+        own = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
+        contributions = self._comm.allgather_object(own if self._leads else None)
         return reports.merge(
             [contribution for contribution in contributions if contribution is not None], self._earlier
         )
@@ -287,31 +296,6 @@ class EnergyMonitor:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from the `state` of an earlier start of the run (local; the same on every rank)."""
         self._earlier = state
-
-    def _contribution(self) -> NodeContribution:
-        busy_s, lasted_s = self.sampler.overhead()
-        return NodeContribution(
-            self._node,
-            [
-                SourceResult(
-                    track.name,
-                    track.kind,
-                    track.pace.update_s,
-                    track.failed_reads,
-                    track.explain(),
-                    track.about.note,
-                    track.about.declared,
-                )
-                for track in self.sampler.tracks
-            ],
-            self._windows.phases(),
-            self._windows.totals(),
-            self._sources.missing,
-            frozenset(self._sources.needed),
-            frozenset(self._sources.unused),
-            busy_s if lasted_s else math.nan,
-            lasted_s if lasted_s else math.nan,
-        )
 
     def intervals(self) -> list[SourceSamples]:
         """Return the samples of each source of this node since the last call, the last one of that call first (local).
