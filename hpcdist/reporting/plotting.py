@@ -1,7 +1,7 @@
 """Pictures by matplotlib, which is loaded late: checks before anything is computed, the saver, and Gantt charts.
 
-`check_plot` comes before the work that a picture needs, `save` after it. `draw_gantt` draws what the rows (ranks, stages)
-did over time. Colours that differ in brightness as well as in hue can be told apart in greyscale.
+`check_plot` comes before the work that a picture needs, `save` after it. `draw_gantt` draws what the rows (ranks,
+stages) did over time. Colours that differ in brightness as well as in hue can be told apart in greyscale.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
