@@ -146,7 +146,7 @@ def plans(draw):
     starts = list(itertools.accumulate(lengths, initial=0))
     values = draw(st.lists(st.integers(0, 3), min_size=len(starts), max_size=len(starts)))
     forecast = carbon.CarbonForecast(
-        Path("f"), tuple(NOON + timedelta(minutes=start) for start in starts), tuple(value / 10 for value in values)
+        Path("f"), tuple(NOON + timedelta(minutes=start) for start in starts), tuple(value / 8 for value in values)
     )
     total = starts[-1] + lengths[-1]
     duration = draw(st.integers(1, total))
@@ -163,7 +163,7 @@ def test_no_begin_of_a_fine_grid_is_better(plan):
 
     def of_minute(at):  # of the minute that begins then
         return round(
-            10 * next(v for t, v in zip(forecast.times[::-1], forecast.g_per_kwh[::-1], strict=True) if t <= at)
+            8 * next(v for t, v in zip(forecast.times[::-1], forecast.g_per_kwh[::-1], strict=True) if t <= at)
         )
 
     room = range(max(now, 0), min(deadline, (forecast.end - NOON) // minute) - duration + 1)
@@ -172,10 +172,10 @@ def test_no_begin_of_a_fine_grid_is_better(plan):
         halves[begin] = sum(of_minute(NOON + (begin + k) * minute / 2) for k in range(2 * duration))
     least = min(halves.values())
     assert (window.begin - NOON) / minute * 2 == min(begin for begin, value in halves.items() if value == least)
-    assert window.mean_g_per_kwh == pytest.approx(least / 20 / duration)
+    assert window.mean_g_per_kwh == pytest.approx(least / 16 / duration)
     assert window.end - window.begin == duration * minute and window.end <= NOON + deadline * minute
     if now >= 0 and NOON + (now + duration) * minute <= forecast.end:
-        assert window.now_g_per_kwh == pytest.approx(halves[2 * now] / 20 / duration)
+        assert window.now_g_per_kwh == pytest.approx(halves[2 * now] / 16 / duration)
         assert window.saving_percent >= 0
     else:
         assert window.now_g_per_kwh is None
