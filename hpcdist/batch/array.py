@@ -13,34 +13,61 @@ from hpcdist.errors import UsageError
 from hpcdist.reporting.units import counted
 
 _MERGE_TIME: Final = "00:10:00"
+# Fields of a sweep that the job which merges its results has as well.
+_OF_MERGED: Final = (
+    *("python", "python_path", "partition", "account", "qos", "constraint", "run_dir", "sbatch_args", "sweep"),
+    "folder",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepJob(BatchJob):
+class ArrayJob(BatchJob):
+    """A job array, of which ``at_most`` tasks run at a time (0: as many as there is room for)."""
+
+    at_most: int = 0
+    option: ClassVar[str]  # that asks for it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.links > 1:
+            raise UsageError(
+                f"--chain {self.links} with {self.option}: a task that is stopped starts again by itself; leave "
+                "--chain out"
+            )
+        if self.at_most < 0:
+            raise UsageError(f"--at-most {self.at_most}: give how many tasks run at a time, or 0 for no limit")
+
+    @property
+    def count(self) -> int:
+        """Number of tasks."""
+        raise NotImplementedError
+
+    @property
+    def array(self) -> str:
+        """The tasks, as sbatch reads them."""
+        return f"0-{self.count - 1}" + (f"%{self.at_most}" if self.at_most else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob(ArrayJob):
     """A sweep as a job array: task K runs trial K, on no more ranks than ``nodes`` x ``ranks_per_node`` hold.
 
     ``sweep`` is a sweep file that needs no other, ``trial_ranks`` has the ranks of its trials. Their results and the
-    logs of the tasks lie in ``run_dir``, which exists when the job is submitted. ``at_most`` tasks run at a time (0: as
-    many as there is room for). With ``retry_failed`` a trial that is recorded as failed is run again.
+    logs of the tasks lie in ``run_dir``, which exists when the job is submitted. With ``retry_failed`` a trial that is
+    recorded as failed is run again.
     """
 
     template: ClassVar[str] = "sweep.sbatch.j2"
+    option: ClassVar[str] = "--array"
 
     recipe: str = ""
     sweep: str
     trial_ranks: tuple[int, ...]
-    at_most: int = 0
     retry_failed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_trials(self, self.trial_ranks)
-        if self.at_most < 0:
-            raise UsageError(f"--at-most {self.at_most}: give how many trials run at a time, or 0 for no limit")
-        if self.links > 1:
-            raise UsageError(
-                f"--chain {self.links} with --array: a task that is stopped starts again by itself; leave --chain out"
-            )
         if self.restarts or self.survive != "none":
             raise UsageError(
                 "--restarts and --survive with --array: they would hide what a trial measures; leave them out"
@@ -54,9 +81,9 @@ class SweepJob(BatchJob):
         return self.sweep
 
     @property
-    def array(self) -> str:
-        """The tasks, as sbatch reads them."""
-        return f"0-{len(self.trial_ranks) - 1}" + (f"%{self.at_most}" if self.at_most else "")
+    def count(self) -> int:
+        """Number of tasks."""
+        return len(self.trial_ranks)
 
     @property
     def limit_s(self) -> int | None:
@@ -79,30 +106,26 @@ class SweepJob(BatchJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptArrayJob(BatchJob):
+class ScriptArrayJob(ArrayJob):
     """A script as a job array of ``tasks``: each a run of its own, in a folder of ``run_dir``, that goes on by itself.
 
-    Which of them it is, a script knows by HPCDIST_TASK. ``at_most`` run at a time (0: as many as there is room for).
+    Which of them it is, a script knows by HPCDIST_TASK.
     """
 
     template: ClassVar[str] = "script_array.sbatch.j2"
+    option: ClassVar[str] = "--tasks"
 
     tasks: int
-    at_most: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tasks < 1 or self.at_most < 0:
-            raise UsageError(f"--tasks {self.tasks} --at-most {self.at_most}: give at least 1 task, and 0 for no limit")
-        if self.links > 1:
-            raise UsageError(
-                f"--chain {self.links} with --tasks: a task that is stopped starts again by itself; leave --chain out"
-            )
+        if self.tasks < 1:
+            raise UsageError(f"--tasks {self.tasks}: give at least 1 task")
 
     @property
-    def array(self) -> str:
-        """The tasks, as sbatch reads them."""
-        return f"0-{self.tasks - 1}" + (f"%{self.at_most}" if self.at_most else "")
+    def count(self) -> int:
+        """Number of tasks."""
+        return self.tasks
 
     def log(self, folder: Path, number: str) -> Path:
         """Return the path of the logs, in which %a stands for the number of a task."""
@@ -122,24 +145,8 @@ class MergeJob(BatchJob):
     @classmethod
     def of(cls, job: SweepJob) -> "MergeJob":
         """Return the job for the results of ``job``: one core, in the same partition and at the same expense."""
-        return cls(
-            nodes=1,
-            python=job.python,
-            python_path=job.python_path,
-            name=f"{job.name}-merge",
-            walltime=_MERGE_TIME,
-            partition=job.partition,
-            account=job.account,
-            qos=job.qos,
-            constraint=job.constraint,
-            run_dir=job.run_dir,
-            sbatch_args=job.sbatch_args,
-            check=False,
-            link=2,
-            links=2,
-            sweep=job.sweep,
-            folder=job.folder,
-        )
+        same = {name: getattr(job, name) for name in _OF_MERGED}
+        return cls(**same, nodes=1, name=f"{job.name}-merge", walltime=_MERGE_TIME, check=False, link=2, links=2)
 
     @property
     def input_text(self) -> str:

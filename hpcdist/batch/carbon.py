@@ -16,7 +16,6 @@ of the grid's operator nor that of the cluster can be guessed.
 
 import bisect
 import csv
-import difflib
 import io
 import itertools
 import math
@@ -32,6 +31,7 @@ from typing import Final
 from hpcdist.batch.job import walltime_s as seconds_of
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import nearest
 
 _TIME: Final = ("time", "datetime", "timestamp")
 # All of them say the unit: a number named "intensity" may as well be g/MJ, or lbs/MWh.
@@ -143,7 +143,7 @@ def _column(path: Path, header: list[str], accepted: tuple[str, ...]) -> int:
     present = ", ".join(header) or "nothing"
     if columns:
         raise ConfigurationError(f"{path} line 1: more than one column may be meant: {present}; keep one of them")
-    near = [name for name in names if difflib.get_close_matches(name, accepted, 1)]
+    near = [name for name in names if nearest(name, accepted)]
     hint = f" ({near[0]!r} is close)" if near else ""
     raise ConfigurationError(
         f"{path} line 1: no column named {accepted[0]} or {accepted[1]}, in any case, but {present}{hint}: say its unit"

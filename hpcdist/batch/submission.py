@@ -5,7 +5,6 @@ quoted for the language it lands in: bash, #SBATCH lines or #PBS lines. The modu
 imported late: printing a script is instant.
 """
 
-import difflib
 import fcntl
 import functools
 import os
@@ -28,6 +27,7 @@ from hpcdist.batch.sites.profile import SiteProfile
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.reporting import template as template_files
+from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.template import Templates, block_names
 
 TEMPLATE: Final = "train.sbatch.j2"
@@ -37,6 +37,7 @@ CODES: Final = SimpleNamespace(
     failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE, storage=errors.STORAGE
 )
 
+_WRITE_CURE: Final = "free space there, or choose another --out"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _SITE_PREFIX: Final = "of the site"  # name of the template that has a profile's blocks
@@ -64,7 +65,7 @@ def render(job: BatchJob, site: SiteProfile, template: str = TEMPLATE, **values:
             job=job,
             site=site,
             codes=CODES,
-            launcher_options=_launcher_options(job, site),
+            launcher_options=" ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args])),  # the last win
             rank_python=_rank_python(job, site),
             orders_gpus=_orders_gpus(job, site),
             **values,
@@ -153,11 +154,6 @@ def _variable(name: str) -> str:
     return name
 
 
-def _launcher_options(job: BatchJob, site: SiteProfile) -> str:
-    """Return the options of the site and, so that they win, those of the job, as one text for a shell."""
-    return " ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args]))
-
-
 def _rank_python(job: BatchJob, site: SiteProfile) -> tuple[str, ...]:
     """Return the words that run Python on the ranks, none where it is that of the job."""
     words = job.python_of_ranks
@@ -179,9 +175,9 @@ def _check_blocks(templates: Templates, site: SiteProfile) -> None:
     known = sorted(set().union(*(block_names(templates, name) for name in templates.list_templates(["j2"]))))
     for name in site.blocks:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
-            raise ConfigurationError(f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {cure}")
+            raise ConfigurationError(
+                f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {suggestion(name, known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -213,17 +209,12 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
     for job, text in links:
         path = script_path(job, site)
         if job.input_text:
-            _write(job.input_file, job.input_text)
-        _write(path, text)
+            atomic.save(job.input_file, os.fsencode(job.input_text), _WRITE_CURE, parents=True)
+        atomic.save(path, os.fsencode(text), _WRITE_CURE, parents=True)
         number, log = _submit_one(job, text, site, folder, submitted[-1].number if submitted else None)
         submitted.append(SubmittedJob(number, log))
-        values = {
-            "scheduler": _scheduler_name(site),
-            "site": site.name,
-            "name": job.name,
-            "log": str(log),
-            "script": str(path),
-        }
+        scheduler = "local" if site.scheduler.kind == "none" else site.scheduler.kind
+        values = {"scheduler": scheduler, "site": site.name, "name": job.name, "log": str(log), "script": str(path)}
         # The chain so far is entered with each link: `jobs cancel` finds the later links by the newest entry.
         try:
             ledger.record(
@@ -283,10 +274,6 @@ def script_path(job: BatchJob, site: SiteProfile) -> Path:
     return job.run_dir / f"job{link}.{suffix}"
 
 
-def _scheduler_name(site: SiteProfile) -> str:
-    return "local" if site.scheduler.kind == "none" else site.scheduler.kind
-
-
 def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after: str | None) -> tuple[str, Path]:
     """Return the number of the job, and where its log goes."""
     from hpcdist.batch.schedulers import local, pbs
@@ -297,13 +284,3 @@ def _submit_one(job: BatchJob, text: str, site: SiteProfile, folder: Path, after
         return local.submit(text, log, job.begin), log
     number = submit.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
     return number, job.log(folder, number)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, os.fsencode(text))
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}; free space there, or choose another --out"
-        ) from error

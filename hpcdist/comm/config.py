@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.nearest import nearest
 
 ALGORITHMS: Final = (
     "auto",
@@ -115,10 +116,8 @@ def fault_in_table(text: str, names: Sequence[str]) -> str:
         name, sign, limit = row.partition("<=")
         shown = f"row {row!r}" if len(rows) > 1 or sign else repr(row)
         if name not in names:
-            from difflib import get_close_matches  # late: for errors alone
-
-            near = get_close_matches(name, names, 1)
-            return f"{shown} is unknown" + (f", did you mean {near[0]}" if near else "")
+            near = nearest(name, names)
+            return f"{shown} is unknown" + (f", did you mean {near}" if near else "")
         if bool(sign) != (number < len(rows)):
             return f"{shown}: {'the last row has' if sign else 'only the last row has'} no size"
         if sign and not _LIMIT.fullmatch(limit):

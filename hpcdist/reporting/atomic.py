@@ -59,6 +59,16 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
+    """Replace ``path`` as `write` does, its directory made with ``parents``. Raises StorageError, with the ``cure``."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, content)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}{cure and f'; {cure}'}") from error
+
+
 def set_aside(path: Path) -> Path | None:
     """Rename ``path`` to the first free ``path.damaged-N`` and return that; None where it cannot be renamed."""
     number = 1

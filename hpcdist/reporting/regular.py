@@ -12,9 +12,11 @@ import struct
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.errors import HpcdistError, StorageError
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.reporting import atomic
 
 # Errors that reading a file leads to whose values have other types, shapes or sizes than expected (h5py raises some).
 BROKEN_LIBRARY_ERRORS: Final = (
@@ -39,6 +41,17 @@ def is_damage(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
+
+
+def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
+    """Set the record ``path`` aside where ``error``, of reading it, is due to its content (see `is_damage`).
+
+    Return whether a new record may take its place, and what became of the old one, as the end of a message.
+    """
+    if not is_damage(error):
+        return False, "; it stays as it is, and this start is not in it"
+    aside = atomic.set_aside(path)
+    return True, "" if aside is None else f"; it is now {aside.name}"
 
 
 @contextmanager
@@ -90,6 +103,21 @@ def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
 def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
     """Return the tables of the TOML file at ``path``. Raises OSError as `read`, and ValueError for anything else."""
     return toml_of(text(path, most_bytes))
+
+
+def settings(path: Path, what: str) -> dict[str, Any]:
+    """Return the tables of a user's TOML file at ``path``, which messages call ``what``.
+
+    Raises StorageError where it cannot be read, ConfigurationError for anything else than TOML.
+    """
+    try:
+        return toml(path)
+    except FileNotFoundError:
+        raise StorageError(f"{what} {path}: there is no such file") from None
+    except OSError as error:
+        raise StorageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
 
 
 def toml_of(written: str) -> dict[str, Any]:

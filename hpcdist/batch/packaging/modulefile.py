@@ -4,7 +4,6 @@ Rendering is pure, and every value is quoted for the language it lands in. `find
 installation of hpcdist without starting its Python.
 """
 
-import difflib
 import os
 import re
 import tomllib
@@ -17,6 +16,7 @@ import hpcdist
 from hpcdist.batch import job
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
+from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.template import templates
 
 NAME: Final = "hpcdist"
@@ -225,8 +225,6 @@ def _check_variable(name: str, value: str, known: Iterable[str]) -> None:
     if name in _TAKEN:
         raise UsageError(f"{name} is set by the modulefile, or by the module system, itself")
     if name.startswith("HPCDIST_") and name not in known and not name.startswith(_ANY_KEY):
-        close = difflib.get_close_matches(name, known, 1)
-        cure = f"the nearest known is {close[0]}" if close else f"known are {', '.join(known)} and {_ANY_KEY}..."
-        raise UsageError(f"hpcdist reads no variable {name}; {cure}")
+        raise UsageError(f"hpcdist reads no variable {name}; {suggestion(name, known, f'and {_ANY_KEY}...')}")
     if not value.isprintable():
         raise UsageError(f"{name}={value!r} has a newline or another control character, which no modulefile can hold")

@@ -4,7 +4,6 @@ pip downloads, and pip installs: what is added here is hpcdist's own wheel, the 
 hashes. Wheels and the machines they are for are named as pip names both (PEP 427, 503, 600).
 """
 
-import difflib
 import email.parser
 import hashlib
 import os
@@ -22,6 +21,7 @@ from typing import Final
 import hpcdist
 from hpcdist.batch import job
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.reporting.nearest import suggestion
 
 REQUIREMENTS: Final = "requirements.txt"
 SUMS: Final = "SHA256SUMS"
@@ -75,9 +75,7 @@ class Wheel:
         """Refuse extras that the wheel does not have, with the nearest one, and a Python that is too old for it."""
         for extra in extras:
             if extra not in self.extras:
-                near = difflib.get_close_matches(extra, self.extras, n=1)
-                guess = f"did you mean {near[0]}? " if near else ""
-                raise UsageError(f"hpcdist has no extra {extra!r}; {guess}it has {', '.join(sorted(self.extras))}")
+                raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")
         least = re.search(r">=\s*(\d+)\.(\d+)", self.python)
         if least and tuple(map(int, python.split("."))) < tuple(map(int, least.groups())):
             raise UsageError(

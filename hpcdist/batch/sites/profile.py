@@ -7,7 +7,7 @@ nodes.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePath, PurePosixPath
 from typing import Any, Final
 
@@ -175,13 +175,8 @@ class SiteLimits:
 
     def over(self, general: "SiteLimits") -> "SiteLimits":
         """Return these limits, with those of ``general`` where nothing is known."""
-        return SiteLimits(
-            max_walltime=self.max_walltime or general.max_walltime,
-            max_nodes=self.max_nodes or general.max_nodes,
-            cores_per_node=self.cores_per_node or general.cores_per_node,
-            gpus_per_node=self.gpus_per_node if self.gpus_per_node >= 0 else general.gpus_per_node,
-            mem_per_node=self.mem_per_node or general.mem_per_node,
-        )
+        known = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+        return replace(general, **known)
 
     def __post_init__(self) -> None:
         _memory("mem_per_node", self.mem_per_node)

@@ -6,10 +6,9 @@ memory, GPUs and launcher, and its paths for file systems that the nodes do not 
 """
 
 import dataclasses
-import difflib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, get_type_hints
 
@@ -20,8 +19,9 @@ from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
 from hpcdist.batch.sites import profile
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
-from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.units import counted
 
 VARIABLE: Final = "HPCDIST_SITE"
@@ -117,19 +117,17 @@ def _limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
     """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
     limits, place = site.limits, f"the site {site.name}"
     if site.partitions and job.partition is not None:
-        limits, place = _of_partition(job.partition, site).over(limits), f"partition {job.partition} of {site.name}"
+        if job.partition not in site.partitions:
+            raise ConfigurationError(
+                f"--partition {job.partition!r}: the site {site.name} has none of this name; "
+                f"{suggestion(job.partition, site.partitions)}"
+            )
+        limits = site.partitions[job.partition].over(limits)
+        place = f"partition {job.partition} of {site.name}"
     qos = job.qos or next((word[len("--qos=") :] for word in job.sbatch_args if word.startswith("--qos=")), None)
     if qos is not None and qos in site.qos:
         limits, place = site.qos[qos].over(limits), f"QOS {qos} of {site.name}"
     return limits, place
-
-
-def _of_partition(name: str, site: SiteProfile) -> SiteLimits:
-    if name not in site.partitions:
-        close = difflib.get_close_matches(name, site.partitions, 1)
-        cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(site.partitions)}"
-        raise ConfigurationError(f"--partition {name!r}: the site {site.name} has none of this name; {cure}")
-    return site.partitions[name]
 
 
 def _check_memory(job: BatchJob, limits: SiteLimits, place: str) -> None:
@@ -162,13 +160,9 @@ def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
         image = any(real.is_relative_to(folder) for folder in IMAGE)
         if image or site.root_of(real) or site.root_of(PurePosixPath(path)):
             return None
-        return f"is under none of {_listed(root.path for root in site.storage.roots)}, which all nodes see"
+        return f"is under none of {', '.join(root.path for root in site.storage.roots)}, which all nodes see"
     private = next((folder for folder in site.storage.private if real.is_relative_to(folder)), None)
     return None if private is None else f"is under {private}, of which each node has its own"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
@@ -202,10 +196,8 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
         return Path(named).expanduser()
     known = names(environment)
     if named not in known:
-        close = difflib.get_close_matches(named, known, 1)
-        cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
         raise ConfigurationError(
-            f"there is no profile of a site {named!r}; {cure} (looked in "
+            f"there is no profile of a site {named!r}; {suggestion(named, known)} (looked in "
             f"{', '.join(str(folder) for folder in folders(environment))}; your own go into the first)"
         )
     return known[named]
@@ -248,14 +240,7 @@ def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
-    try:
-        tree = regular.toml(path)
-    except FileNotFoundError:
-        raise StorageError(f"site profile {path}: there is no such file") from None
-    except OSError as error:
-        raise StorageError(f"site profile {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"site profile {path} is not valid TOML: {error}") from error
+    tree = regular.settings(path, "site profile")
     named = tree.get("cluster")
     if isinstance(named, str) and (os.sep in named or named.endswith(".toml")):
         tree["cluster"] = str(path.parent / Path(named).expanduser())  # a relative one lies beside the profile
@@ -298,8 +283,7 @@ def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -
     ]
     for name, value in tree.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            cure = f"the nearest known is {prefix + close[0]!r}" if close else f"known are: {', '.join(known)}"
+            cure = suggestion(name, known, prefix=prefix)
             raise ConfigurationError(f"unknown field {prefix + name!r} in {place}; {cure}")
         for inner, part, label in _nested_tables(name, value, hints[name]):
             _check_known(part, inner, place, f"{prefix}{label}.")

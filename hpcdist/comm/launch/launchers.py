@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from hpcdist.comm.launch import core_binding, mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
+from hpcdist.reporting.nearest import nearest
 
 VARIABLE: Final = "HPCDIST_LAUNCHER"
 AUTO: Final = "auto"
@@ -149,10 +150,8 @@ def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
-    from difflib import get_close_matches  # late: for errors alone
-
-    near = get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
 
 
 class Starter(Protocol):

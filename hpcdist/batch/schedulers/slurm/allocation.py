@@ -80,7 +80,7 @@ class SlurmAllocation:
         """
         limit_s = 0.0
         began = time.monotonic()
-        while self.shortage() and self._may_come_back():
+        while self.shortage() and len(_allocated_nodes(self._environment)) >= (self._needed or 0):
             if not limit_s:
                 limit_s = _setting_s("SlurmdTimeout", _SLURMD_TIMEOUT_S, self._environment) + MARGIN_S
                 say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
@@ -91,9 +91,6 @@ class SlurmAllocation:
                 return received
             self.died()
         return None
-
-    def _may_come_back(self) -> bool:
-        return len(_allocated_nodes(self._environment)) >= (self._needed or 0)
 
 
 def _allocated_nodes(environment: Mapping[str, str]) -> list[str]:

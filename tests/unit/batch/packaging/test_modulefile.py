@@ -216,8 +216,8 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--setenv=HPCDIST_STIE=x"], "no variable HPCDIST_STIE; the nearest known is HPCDIST_SITE"),
-        (["--setenv=HPCDIST_XXXXXXXX=x"], "known are HPCDIST_SITE, "),
+        (["--setenv=HPCDIST_STIE=x"], "no variable HPCDIST_STIE; the nearest known is 'HPCDIST_SITE'"),
+        (["--setenv=HPCDIST_XXXXXXXX=x"], "known are: HPCDIST_SITE, "),
         (["--setenv=A"], "--setenv A: expected NAME=VALUE"),
         (["--setenv=A-B=1"], "'A-B' is no name of a variable"),
         (["--setenv=A=1", "--setenv=A=2"], "A: is there twice, '1' and '2'"),
