@@ -14,7 +14,6 @@ has a directory like any other, which `hpcdist report`, `trace` and `checkpoint`
 import atexit
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,7 +47,7 @@ from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
 from hpcdist.training.recipe.config import written
 from hpcdist.training.run.job import JobResult, TrainingJob
-from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests, end_of_job
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 
 COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
 KIND: Final = "given"  # what the recipe of such a run has as model.kind
@@ -80,33 +79,27 @@ class Training:
         out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
-        self._stop_requests = stop_requests = StopRequests(ends=end_of_job(time_limit_s, time.time(), os.environ))
-        stop_requests.listen()
         lock = RunLock()
-        stop_requests.starts(lock.release, failfast.note_end)
+        self._stop_requests = StopRequests.listening(time_limit_s, lock.release, failfast.note_end)
         try:
             self._begin(model, out, resume, lock)
         except BaseException:
-            stop_requests.ignore()
+            self._stop_requests.ignore()
             raise
         for name in (RUN_DIR, RESUME):  # the launcher means the first Training of the script
             os.environ.pop(name, None)
 
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: RunLock) -> None:
         """Start MPI, build the run and open its files. Collective."""
-        stop_requests = self._stop_requests
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
         run = run_directory.prepare_run_directory(
             self._session.comm, self.recipe, None if out is None else Path(out), resume, lock
         )
-        self._job = TrainingJob(self.recipe, run, stop_requests, lock, as_json=False, script_model=model)
-        self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
+        self._job = TrainingJob(self.recipe, run, self._stop_requests, lock, as_json=False, script_model=model)
         origin = None if run.resume_from is None else CheckpointSource(run.resume_from)
-        self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
-        progress = self._job.progress(self._trainer)
-        self._job.introduce(self._session, self._trainer, progress)
-        self._loop = self._job.loop(self._session, self._trainer, progress)
+        self._loop = self._job.open(self._session, self.recipe, origin)
+        self._trainer = self._loop.trainer
         self._open = ExitStack()
         self._open.enter_context(self._loop.energy.monitor)
         self._open.enter_context(self._loop.energy.window("training"))

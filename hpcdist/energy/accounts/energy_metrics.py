@@ -19,6 +19,7 @@ import numpy as np
 from hpcdist.energy.report import NODE
 from hpcdist.hdf5 import datasets, files
 from hpcdist.reporting import regular
+from hpcdist.reporting.jsonable import json_number
 
 GROUP: Final = "energy"
 SAMPLES: Final = f"{GROUP}/samples"
@@ -337,11 +338,6 @@ def figures(
         "cost_reason": NO_PRICE if not price_per_kwh else unknown,
         "currency": currency or None,
     }
-
-
-def json_number(value: float) -> float | None:
-    """Return ``value`` as a JSON number; None, which is null, for what is not finite."""
-    return float(value) if math.isfinite(value) else None
 
 
 def joules_per_part(joules: float, parts: float) -> float | None:

@@ -59,6 +59,7 @@ from hpcdist.training.observe.instrumentation import NvtxRanges
 from hpcdist.training.observe.noise_scale import NoiseMeter
 from hpcdist.training.observe.sdc_check import SdcCheck
 from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.recipe.requirements import grid_and_roles
 
 
 def check_user_model(recipe: Recipe, model: Model) -> None:
@@ -120,7 +121,7 @@ def assemble(
     comm, parallel = session.comm, recipe.parallel
     imports = recipe.model.kind == "import" and comm.rank == 0
     factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # before the file is executed
-    grid, roles = _grid_and_roles(recipe, comm.size)
+    grid, roles = grid_and_roles(recipe, comm.size)
     source, whole = _source_and_model(comm, recipe, script_model)
     ledger = Ledger()
     schedule = pipeline.read_schedule(parallel, comm)
@@ -163,28 +164,6 @@ def assemble(
         balance=balance,
     )
     return _initialised(trainer) if origin is None else state.restore_state(trainer, origin)
-
-
-def _grid_and_roles(recipe: Recipe, ranks: int) -> tuple[ProcessGrid, Roles | None]:
-    """Return the grid of ``ranks`` ranks, and the roles of ranks where only some serve (local).
-
-    Raises ConfigurationError where the recipe does not fit the ranks. In a product with parameter servers every rank
-    computes, and serves what its replicas share (`RankContext.members`): there are no roles then.
-    """
-    parallel = recipe.parallel
-    roles = Roles.of(recipe.parameter_server, ranks) if parallel.has_roles else None
-    computing = len(roles.workers) if roles else ranks
-    grid = ProcessGrid.of(
-        ranks,
-        data=parallel.data,
-        pipeline=parallel.pipeline,
-        tensor=parallel.tensor,
-        context=parallel.context,
-        servers=ranks - computing,
-    )
-    recipe.check_world(grid.data)
-    recipe.chaos.check_world(ranks, computing, lock_step=recipe.parameter_server.lock_step)
-    return grid, roles
 
 
 def _proven_operations(

@@ -114,23 +114,15 @@ def _block_place(columns: Sequence[Sliceable], index: int) -> tuple[Sliceable, i
 
 
 def _row_bytes(column: Sliceable) -> int:
-    size = column.dtype.itemsize
-    for extent in column.shape[1:]:
-        size *= extent
-    return max(1, size)
+    return max(1, column.dtype.itemsize * math.prod(column.shape[1:]))
 
 
 def _block(column: Sliceable, start: int) -> bytes:
-    state = xxhash.xxh3_128()
-    for rows in _slices(column, start, min(start + _rows(column), len(column))):
-        state.update(np.ascontiguousarray(rows).view(np.uint8).data)
-    return state.digest()
-
-
-def _slices(column: Sliceable, start: int, stop: int) -> Iterator[np.ndarray]:
+    state, stop = xxhash.xxh3_128(), min(start + _rows(column), len(column))
     step = max(1, READ_BYTES // _row_bytes(column))
     for first in range(start, stop, step):
-        yield column[first : min(first + step, stop)]
+        state.update(np.ascontiguousarray(column[first : min(first + step, stop)]).view(np.uint8).data)
+    return state.digest()
 
 
 def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
@@ -308,7 +300,8 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
         tokens, description = files.text_of_standard_library()
     else:
         tokens, description = files.text_of_directory(path) if kind == "directory" else files.text_of_file(path)
-    return _token_source(tokens, f"{description}, {len(tokens):,} {_token_unit(tokens)}", config, model), (tokens,)
+    unit = "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
+    return _token_source(tokens, f"{description}, {len(tokens):,} {unit}", config, model), (tokens,)
 
 
 def _file_kind(path: Path) -> str:
@@ -327,10 +320,6 @@ def _file_kind(path: Path) -> str:
     if head == b"\x89HDF\r\n\x1a\n" or path.suffix.lower() in HDF5_SUFFIXES:
         return "hdf5"
     return "npy" if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy" else "text"
-
-
-def _token_unit(tokens: Sliceable) -> str:
-    return "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
 
 
 def _token_source(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:

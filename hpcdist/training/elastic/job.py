@@ -26,9 +26,6 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, TooFewRan
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.config import DEFAULT_PARTITION as PARTITION
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.zero.config import STAGES
 from hpcdist.telemetry.metrics import side_tables as table
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.state_source import CheckpointSource, StateSource
@@ -37,6 +34,7 @@ from hpcdist.training.elastic.membership import Membership, MembershipChange
 from hpcdist.training.elastic.protection import RankMemory, StateProtection, recover_newest
 from hpcdist.training.observe import figures
 from hpcdist.training.recipe.recipe import Recipe
+from hpcdist.training.recipe.requirements import grid_and_roles
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.loop import GrowthRequested, TrainingLoop
 from hpcdist.training.run.stop_requests import GROW_FILE
@@ -82,20 +80,8 @@ def _with_stages(parallel: ParallelConfig, pipeline: int) -> ParallelConfig:
 
 def _is_runnable(recipe: Recipe, ranks: int) -> bool:
     """Whether exactly ``ranks`` ranks can train ``recipe``."""
-    parallel = recipe.parallel
     try:
-        roles = Roles.of(recipe.parameter_server, ranks) if parallel.has_roles else None
-        grid = ProcessGrid.of(
-            ranks,
-            data=parallel.data,
-            pipeline=parallel.pipeline,
-            tensor=parallel.tensor,
-            context=parallel.context,
-            servers=ranks - len(roles.workers) if roles else 0,
-        )
-        recipe.check_world(grid.data)
-        if parallel.strategy in STAGES:
-            recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
+        grid_and_roles(recipe, ranks, chaos=False)  # those of the ranks that are left are taken later
     except ConfigurationError:
         return False
     return True

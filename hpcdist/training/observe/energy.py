@@ -23,7 +23,7 @@ from hpcdist.comm.launch.environment import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.accounts import energy_metrics, phase_shares
 from hpcdist.energy.accounts.attribution import Attribution, CounterSamples
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, json_number
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
 from hpcdist.energy.accounts.part_time_sensor import PowerSensor, sensor_of
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor.monitor import EnergyMonitor
@@ -31,8 +31,8 @@ from hpcdist.energy.monitor.sampler import SourceSamples
 from hpcdist.energy.monitor.tables import NodeRows
 from hpcdist.energy.report import NO_SOURCE
 from hpcdist.energy.sources.discovery import claim_gpus
-from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.training.build.state_source import scalars_of
 from hpcdist.training.recipe.recipe import Recipe
 
@@ -59,13 +59,8 @@ def energy_figures(
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
-    activities = activities or {
-        "joules": {},
-        "error_j": {},
-        "seconds": {},
-        "reason": {},
-        "unknown": phase_shares.NO_SPANS,
-    }
+    none: dict[str, Any] = {name: {} for name in ("joules", "error_j", "seconds", "reason")}
+    activities = activities or none | {"unknown": phase_shares.NO_SPANS}
     meaning = energy_metrics.figures(
         report["energy_j"],
         math.fsum(phase["seconds"] for phase in phases.values()),
@@ -136,8 +131,6 @@ def _listed(joules: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'unknown' if j is None else format(j, '.1f')}" for name, j in joules.items())
 
 
-__all__ = ["USAGE_FILE", "EnergyRecorder", "describe_energy", "energy_attributes", "energy_figures"]
-
 USAGE_FILE: Final = "usage.json"
 
 
@@ -158,19 +151,9 @@ class EnergyRecorder:
         host: str | None = None,
     ) -> None:
         on_gpu = recipe.run.device == "gpu"
+        of_gpu: dict[str, Any] = {"bus_id": device.bus_id(), "synchronise": device.synchronise} if on_gpu else {}
         # No deadline of its own: what a training waits for has one already.
-        self.monitor = (
-            EnergyMonitor(
-                comm,
-                recipe.energy,
-                bus_id=device.bus_id(),
-                synchronise=device.synchronise,
-                host=host,
-                deadline_s=math.inf,
-            )
-            if on_gpu
-            else EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf)
-        )
+        self.monitor = EnergyMonitor(comm, recipe.energy, host=host, deadline_s=math.inf, **of_gpu)
         self._comm, self._recipe = comm, recipe
         self._spans = spans
         self._node: Communicator | None = None
@@ -201,11 +184,8 @@ class EnergyRecorder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
-            if regular.is_damage(error):
-                aside = atomic.set_aside(path)
-                now = "" if aside is None else f"; it is now {aside.name}"
-            else:
-                self._path, now = None, "; it stays as it is, and this start is not in it"
+            writes, now = regular.set_aside_damaged(path, error)
+            self._path = path if writes else None
             reason = getattr(error, "strerror", None) or error
             text = f"hpcdist: {path} cannot be read ({reason}): energy and time count from the checkpoint{now}"
             print(text, file=sys.stderr, flush=True)
@@ -283,11 +263,11 @@ class EnergyRecorder:
     def state(self) -> dict[str, Any]:
         """Return the energy and activities so far for a checkpoint. Collective."""
         joules = self.monitor.state()
-        return {
-            "since_step": self._since_step,
-            "joules": joules,
-            "activities": phase_shares.activities_state(self._activities(joules, final=False)),
-        }
+        return self._record(joules, self._activities(joules, final=False))
+
+    def _record(self, joules: Any, activities: Mapping[str, Any]) -> dict[str, Any]:
+        activities_state = phase_shares.activities_state(activities)
+        return {"since_step": self._since_step, "joules": joules, "activities": activities_state}
 
     def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
         """Return the activities of training over all starts, from `job_activities`. Collective."""
@@ -315,12 +295,8 @@ class EnergyRecorder:
         return state
 
     def _write(self, state: Mapping[str, Any]) -> None:
-        if self._path is None or self._comm.rank:
-            return
-        try:
-            atomic.write(self._path, json.dumps(state))
-        except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
+        if self._path is not None and not self._comm.rank:
+            atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return the figures of the summary of a run of ``steps`` steps, as JSON values. Collective.
@@ -332,12 +308,7 @@ class EnergyRecorder:
         """
         report = self.monitor.report()
         activities = self._activities({**report, **_plain(report)}, final=True)
-        record = {
-            "since_step": self._since_step,
-            "joules": reports.state(report),
-            "activities": phase_shares.activities_state(activities),
-        }
-        self._write(record)
+        self._write(self._record(reports.state(report), activities))
         batches = self._recipe.run.batches
         samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
         tokens = math.nan if tokens_per_sample is None else samples * tokens_per_sample

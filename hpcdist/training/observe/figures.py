@@ -17,6 +17,7 @@ from hpcdist.arrays.matmul_peak import matmul_flops_per_s
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.tensor.model import CutModel
@@ -191,17 +192,13 @@ def consensus_figures(trainer: Trainer) -> dict[str, Any]:
 
     ``consensus_distance`` is the last one, measured before the replicas became one model. Unknown figures are None.
     """
-    return {name: _number(value) for name, value in trainer.exchange.consensus().items()}
+    return {name: json_number(value) for name, value in trainer.exchange.consensus().items()}
 
 
 def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
     """Return the line of a summary about replicas that differed, if they did."""
     distance = summary.get("consensus_distance")
     return [] if distance is None else [f"replicas were {distance:.3g} of the norm of their mean apart, then averaged"]
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -264,7 +261,10 @@ def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     """
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
-    used = np.unique(np.concatenate([_distinct_tokens(chunk) for chunk in chunks]))
+    small = tokens.dtype.itemsize <= 2
+    used = np.unique(
+        np.concatenate([np.flatnonzero(np.bincount(chunk)) if small else np.unique(chunk) for chunk in chunks])
+    )
     kinds = used.size
     order = max((n for n in range(1, len(NGRAM_NAMES) + 1) if kinds**n <= MOST_NGRAM_KINDS), default=0)
     entropies: dict[str, float | None] = dict.fromkeys(NGRAM_NAMES)
@@ -292,10 +292,6 @@ def _sampled_blocks(tokens: Sliceable) -> list[np.ndarray]:
     count = SAMPLE_TOKENS // BLOCK_TOKENS
     starts = (index * (len(tokens) - BLOCK_TOKENS) // (count - 1) for index in range(count))
     return [np.asarray(tokens[start : start + BLOCK_TOKENS]) for start in starts]
-
-
-def _distinct_tokens(chunk: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.bincount(chunk)) if chunk.dtype.itemsize <= 2 else np.unique(chunk)
 
 
 def _ngram_codes(blocks: list[np.ndarray], used: np.ndarray, order: int) -> Iterator[np.ndarray]:

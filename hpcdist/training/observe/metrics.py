@@ -175,16 +175,8 @@ class AsyncRunMetrics(RunMetrics):
     slower workers are there.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        path: Path,
-        resume_step: int | None,
-        attributes: Mapping[str, float | str],
-        energy: EnergyRecorder,
-        streaming: EventPublisher,
-    ) -> None:
-        super().__init__(comm, path, resume_step, attributes, energy, streaming)
+    def __init__(self, comm: Communicator, *of_run: Any) -> None:
+        super().__init__(comm, *of_run)
         self._channel = comm.dup("rows")
         self._under_way: list[Request] = []
         self._messages = 0  # that this rank has sent, since the start

@@ -16,6 +16,7 @@ from hpcdist.reporting import regular
 
 if TYPE_CHECKING:
     from hpcdist.strategies.core.grid import ProcessGrid
+    from hpcdist.strategies.parameter_server.partition import Roles
     from hpcdist.training.recipe.config import DataConfig
     from hpcdist.training.recipe.recipe import Recipe
 
@@ -33,6 +34,21 @@ def degrees_equation(recipe: "Recipe", world: int) -> str:
 
 def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
     """Return the grid of ``recipe`` on ``world`` ranks, or raise ConfigurationError; numpy is not needed."""
+    from hpcdist.strategies.parameter_server.partition import Roles
+
+    grid, roles = grid_and_roles(recipe, world)
+    if recipe.parallel.strategy == "parameter_server" and roles is None:
+        Roles.of(recipe.parameter_server, grid.data)
+    return grid
+
+
+def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
+    """Return the grid of ``recipe`` on ``world`` ranks, and the roles of ranks where only some serve (local).
+
+    Raises ConfigurationError where the recipe, with its ``chaos`` or without it, does not fit the ranks. In a product
+    with parameter servers every rank computes, and serves what its replicas share (`RankContext.members`): there are
+    no roles then.
+    """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles
     from hpcdist.strategies.zero.config import STAGES
@@ -40,21 +56,14 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
     parallel = recipe.parallel
     roles = Roles.of(recipe.parameter_server, world) if parallel.has_roles else None
     servers = world - len(roles.workers) if roles else 0
-    grid = ProcessGrid.of(
-        world,
-        data=parallel.data,
-        pipeline=parallel.pipeline,
-        tensor=parallel.tensor,
-        context=parallel.context,
-        servers=servers,
-    )
-    if parallel.strategy == "parameter_server" and roles is None:
-        Roles.of(recipe.parameter_server, grid.data)
+    degrees = {axis: getattr(parallel, axis) for axis in ("data", "pipeline", "tensor", "context")}
+    grid = ProcessGrid.of(world, **degrees, servers=servers)
     recipe.check_world(grid.data)
-    recipe.chaos.check_world(world, world - servers, lock_step=recipe.parameter_server.lock_step)
+    if chaos:
+        recipe.chaos.check_world(world, world - servers, lock_step=recipe.parameter_server.lock_step)
     if parallel.strategy in STAGES:
         recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
-    return grid
+    return grid, roles
 
 
 MOST_BYTES: Final = 1 << 20  # of the file of a model that are parsed

@@ -4,7 +4,6 @@ Each becomes a checked `Settings`: the keys exist, the values have the right typ
 that has them. An unknown key is refused with the nearest known one.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from hpcdist.batch.sites import search
-from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.nearest import nearest
 from hpcdist.training.recipe.config import written
 
 PREFIX: Final = "HPCDIST_SET__"
@@ -85,15 +85,7 @@ def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
 
     Raises StorageError where it cannot be read, ConfigurationError for its contents.
     """
-    try:
-        tree = regular.toml(path)
-    except FileNotFoundError:
-        raise StorageError(f"{what} {path}: there is no such file") from None
-    except OSError as error:
-        raise StorageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
-    return table(tree, f"{what} {path}", known, path.parent)
+    return table(regular.settings(path, what), f"{what} {path}", known, path.parent)
 
 
 def table(tree: Mapping[str, Any], place: str, known: Mapping[str, Any], base: Path) -> Settings:
@@ -195,9 +187,9 @@ def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> 
         raise ConfigurationError(
             f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"
         )
-    nearest = _nearest_key(key, known, sections)
-    if nearest:
-        cure = f"the nearest known is {nearest!r}"
+    near = _nearest_key(key, known, sections)
+    if near:
+        cure = f"the nearest known is {near!r}"
     elif section in sections:
         names = ", ".join(other.partition(".")[2] for other in known if other.startswith(section + "."))
         cure = f"keys of [{section}] are: {names}"
@@ -213,14 +205,13 @@ def _nearest_key(key: str, known: Mapping[str, Any], sections: list[str]) -> str
     if name in names:
         return names[name]
     if not section:
-        close = difflib.get_close_matches(key, sections, 1) or difflib.get_close_matches(key, names, 1)
-        return names.get(close[0], close[0]) if close else None
+        near = nearest(key, sections) or nearest(key, names)
+        return near and names.get(near, near)
     beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
-    close = difflib.get_close_matches(name, beside, 1)
-    if close:
-        return f"{section}.{close[0]}"
+    if near := nearest(name, beside):
+        return f"{section}.{near}"
     initials = ["".join(word[0] for word in other.split("_")) for other in beside]
     if name in initials:  # lr, wd
         return f"{section}.{beside[initials.index(name)]}"
-    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(key, known, 1, 0.8)
-    return names.get(close[0], close[0]) if close else None
+    near = nearest(name, names) or nearest(key, known, 0.8)
+    return near and names.get(near, near)

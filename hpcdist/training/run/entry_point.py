@@ -6,9 +6,7 @@ dead rank, or is one more: `membership` starts it as ``python -m``. It imports w
 who wait for it.
 """
 
-import os
 import sys
-import time
 from pathlib import Path
 
 from hpcdist.checkpoint.lock import RunLock
@@ -23,7 +21,7 @@ from hpcdist.training.elastic import membership
 from hpcdist.training.recipe import rules
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.job import TrainingJob
-from hpcdist.training.run.stop_requests import StopRequests, end_of_job
+from hpcdist.training.run.stop_requests import StopRequests
 
 
 def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
@@ -33,12 +31,8 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     run --survive` started goes on when ranks die.
     """
     standard_streams.tolerate()
-    stop_requests = StopRequests(ends=end_of_job(limit_s, time.time(), os.environ))
-    stop_requests.listen()
     lock = RunLock()
-    stop_requests.starts(
-        lock.release, failfast.note_end
-    )  # a signal before the end of the first step finds nothing to save
+    stop_requests = StopRequests.listening(limit_s, lock.release, failfast.note_end)
     mode, spares = membership.mode_of()
     if mode:
         rules.refuse_beside_survival(recipe, mode, spares)

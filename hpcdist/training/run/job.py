@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,12 +55,16 @@ class TrainingJob:
 
     def train(self, session: Session, recipe: Recipe, origin: StateSource | None) -> int:
         """Train to the end, or until a rank requests to stop; return the exit code of all ranks. Collective."""
+        loop = self.open(session, recipe, origin)
+        return self.finish(loop, self.steps(loop))
+
+    def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
+        """Build the run, introduce it, and return its loop with files and sensors open. Collective."""
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
         self.introduce(session, trainer, progress)
-        loop = self.loop(session, trainer, progress)
-        return self.finish(loop, self.steps(loop))
+        return self.loop(session, trainer, progress)
 
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
@@ -95,7 +99,8 @@ class TrainingJob:
         """Print the introduction of the run (rank 0 alone)."""
         if session.comm.rank == 0:
             exit_file.announce_run(self.run.path)
-            _log_introduction(progress, session, trainer, self.run, self._entropies(trainer))
+            for line in filter(None, _introduction(session, trainer, self.run, self._entropies(trainer))):
+                progress.say(line)
 
     def progress(self, trainer: Trainer) -> ConsoleProgress:
         """Return the console progress of the run (local)."""
@@ -208,59 +213,41 @@ def _metrics_attributes(
     return {**provenance(mpi_library=session.library), **known, **about, **chaos}
 
 
-def _log_introduction(
-    progress: ConsoleProgress,
-    session: Session,
-    trainer: Trainer,
-    run: run_directory.RunDirectory,
-    entropies: dict[str, float | None],
-) -> None:
-    grid, model = trainer.grid, trainer.model
+def _introduction(
+    session: Session, trainer: Trainer, run: run_directory.RunDirectory, entropies: dict[str, float | None]
+) -> Iterator[str]:
+    """Yield the lines that introduce a run, "" in the place of those that do not apply to it (local)."""
+    grid, recipe = trainer.grid, trainer.recipe
     axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
-    progress.say(
-        f"{model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
+    yield (
+        f"{trainer.model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
         f"{counted(session.place.nodes, 'node')}: {axes}; {figures.describe_architecture(trainer)}; "
         f"MPI: {session.library.partition(', ')[0]}"
     )
     if grid.size > grid.data:
         nodes = trainer.comm.nodes().members
-        for line in rank_map(grid, nodes):
-            progress.say(line)
-        warning = spread_groups(grid, nodes)
-        if warning:
-            progress.say(f"warning: {warning}")
-    gathered = figures.warn_of_whole_gathers(trainer)
-    if gathered:
-        progress.say(f"warning: {gathered}")
-    if trainer.recipe.chaos.on:
-        progress.say(f"chaos: {trainer.recipe.chaos.described()}")
-    scaled = rates.describe_rate(trainer.recipe.optimizer, trainer.recipe.run.batches)
-    if scaled:
-        progress.say(scaled)
-    for line in trainer.plan.table() if trainer.plan is not None else ():
-        progress.say(line)
-    chosen = trainer.selection.described()
-    if chosen:
-        progress.say(chosen)
-    if trainer.compression.described():
-        progress.say(trainer.compression.described())
+        yield from rank_map(grid, nodes)
+        yield _labelled("warning", spread_groups(grid, nodes))
+    yield _labelled("warning", figures.warn_of_whole_gathers(trainer))
+    yield _labelled("chaos", recipe.chaos.described())
+    yield rates.describe_rate(recipe.optimizer, recipe.run.batches)
+    yield from trainer.plan.table() if trainer.plan is not None else ()
+    yield trainer.selection.described()
+    yield trainer.compression.described()
     if trainer.proof is not None and trainer.comm.size > 1:
-        progress.say(
-            f"step proven free of deadlock: {trainer.proof.messages} messages between stages, "
-            f"{counted(trainer.proof.meetings, 'collective')}"
-        )
-    progress.say(f"data: {trainer.source.description}")
-    known = [f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None]
-    if known:
-        progress.say(f"entropy of the training text in nats a token: {', '.join(known)}")
-    if run.changed:
-        progress.say(f"other than in the start before: {run.changed}")
-    reshaped = _changed_rate_text(trainer, run.steps_before)
-    if reshaped:
-        progress.say(reshaped)
-    if run.resume_from is not None:
-        progress.say(f"resumed from {run.resume_from} after {trainer.first_step} steps")
-    progress.say(f"run directory {run.path}")
+        meetings = counted(trainer.proof.meetings, "collective")
+        yield f"step proven free of deadlock: {trainer.proof.messages} messages between stages, {meetings}"
+    yield f"data: {trainer.source.description}"
+    known = ", ".join(f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None)
+    yield _labelled("entropy of the training text in nats a token", known)
+    yield _labelled("other than in the start before", run.changed)
+    yield _changed_rate_text(trainer, run.steps_before)
+    yield f"resumed from {run.resume_from} after {trainer.first_step} steps" if run.resume_from is not None else ""
+    yield f"run directory {run.path}"
+
+
+def _labelled(label: str, text: str) -> str:
+    return text and f"{label}: {text}"
 
 
 def _changed_rate_text(trainer: Trainer, steps_before: int | None) -> str:

@@ -155,7 +155,8 @@ class TrainingLoop:
             chaos, writers = trainer.recipe.chaos, trainer.recipe.checkpoint.writers
             injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
         self.instrumentation = Instrumentation(trainer, session.spans, energy)
-        resumed = _resumed_step(directory, trainer.first_step)
+        # Rows of an earlier start after the step from which this one goes on are dropped: it may have been killed.
+        resumed = trainer.first_step if (directory / METRICS_FILE).exists() else None
         self.streaming = EventPublisher(session, trainer, self.traffic, directory, progress.say, resumed)
         self.metrics = self.kind_of_metrics(
             session.comm, directory / METRICS_FILE, resumed, attributes, energy, self.streaming
@@ -362,11 +363,3 @@ class TrainingLoop:
             with self.instrumentation.phase("checkpoint", "finish"):
                 self.saver.finish()
             self._note_complete()
-
-
-def _resumed_step(directory: Path, first_step: int) -> int | None:
-    """Return the step after which rows of an earlier start are dropped; None without an earlier start.
-
-    A run that was killed before its first checkpoint starts again at step 0, over the rows it has left.
-    """
-    return first_step if (directory / METRICS_FILE).exists() else None

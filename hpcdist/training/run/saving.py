@@ -28,20 +28,22 @@ class CheckpointSaver:
     """
 
     waits = True  # whether a checkpoint is complete when `save` returns
-    is_busy = False  # whether one is under way; the same on all ranks
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
         self._kept = IncrementalWriter() if trainer.recipe.checkpoint.incremental else None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is under way; the same on all ranks."""
+        return False
+
     def save(self, step: int, **more: Any) -> Path:
         """Save the state after ``step`` steps with ``more`` scalars; return its path, where it is or will be."""
         trainer = self.trainer
         trainer.flush()
-        plan = self.plan(step, more)
-        return save_planned(
-            plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept
-        )
+        of_run = trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers
+        return save_planned(self.plan(step, more), *of_run, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
         """Return the checkpoint after ``step`` steps (local)."""
@@ -57,60 +59,36 @@ class CheckpointSaver:
         """Whether `settle` would have something to do; the same on all ranks (local)."""
         return False
 
-    def settle(self, sums: np.ndarray) -> None:
+    def settle(self, sums: np.ndarray) -> Path | None:
         """Go on with the checkpoint that is under way, by the ``sums`` of `numbers` over all ranks."""
+        return None
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
+    def finish(self) -> Path | None:
+        """Wait for the checkpoint that is under way, and return it. Raises StorageError on all ranks."""
+        return None
 
     def abandon(self) -> None:
         """Give up the checkpoint that is under way, after a failure: it never becomes visible (local)."""
 
 
-class BackgroundCheckpointSaver(CheckpointSaver):
+class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
     """Saver that takes a snapshot, which threads write beside the steps that follow."""
 
     waits = False
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
-        super().__init__(trainer, directory)
-        local = trainer.recipe.checkpoint.local_directory
-        self._background = BackgroundCheckpoints(
-            trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, incremental=self._kept
-        )
-
-    @property
-    def is_busy(self) -> bool:  # type: ignore[override]
-        """Whether a checkpoint is under way."""
-        return self._background.is_busy
+        CheckpointSaver.__init__(self, trainer, directory)
+        disk = trainer.recipe.checkpoint.local_directory
+        local, kept = Path(disk) if disk else None, self._kept
+        BackgroundCheckpoints.__init__(self, trainer.comm, trainer.ledger, local_directory=local, incremental=kept)
 
     def save(self, step: int, **more: Any) -> Path:
         """Begin to save the state after ``step`` steps, once the checkpoint before is complete."""
         trainer = self.trainer
         trainer.flush()
         plan = self.plan(step, more)
-        self._background.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
+        self.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
         return plan.final
-
-    def numbers(self) -> np.ndarray:
-        """Return whether this rank is still at work, and whether it has failed."""
-        return self._background.numbers()
-
-    def goes_on(self, sums: np.ndarray) -> bool:
-        """Whether all ranks have written, or one has failed."""
-        return self._background.goes_on(sums)
-
-    def settle(self, sums: np.ndarray) -> None:
-        """Make the checkpoint visible once all ranks have written."""
-        self._background.settle(sums)
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
-        self._background.finish()
-
-    def abandon(self) -> None:
-        """Wait for the thread of this rank alone; the checkpoint never becomes visible (local)."""
-        self._background.abandon()
 
 
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:

@@ -116,11 +116,7 @@ class StartRecord:
             return read_starts(self._path)
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            if regular.is_damage(error):
-                aside = atomic.set_aside(self._path)
-                now = "" if aside is None else f"; it is now {aside.name}"
-            else:
-                self._writes, now = False, "; it stays as it is, and this start is not in it"
+            self._writes, now = regular.set_aside_damaged(self._path, error)
             self._tell(f"{self._path} cannot be read ({reason}): the time between failures counts from this start{now}")
             return []
 
@@ -142,6 +138,14 @@ def read_starts(path: Path) -> list[StartEntry]:
     if not isinstance(rows, list):
         raise TypeError(f"it holds no list of starts, but {str(rows)[:40]}")
     return [_checked(each) for each in rows]
+
+
+def known_starts(run_dir: Path) -> list[StartEntry]:
+    """Return the starts of the run in ``run_dir``, none where its record cannot be read."""
+    try:
+        return read_starts(run_dir / STARTS_FILE)
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def _checked(row: Any) -> StartEntry:

@@ -6,6 +6,7 @@ file ``grow`` asks for further ranks in the same way. REQUEUE lets the scheduler
 """
 
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -148,17 +149,11 @@ GROW_FILE = "grow"
 class StopReason(IntEnum):
     """Reason why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
 
-    REQUEUE = (
-        0  # SIGTERM, SIGHUP, SIGUSR1, the stop file, the job's time: save, and let the scheduler start the job again
-    )
+    REQUEUE = 0  # signals but Ctrl-C, the stop file, the job's time: save, and let the scheduler start the job again
     INTERRUPT = 1  # Ctrl-C: save and exit
 
 
 EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.INTERRUPTED}
-
-
-def _never() -> bool:
-    return False
 
 
 class StopRequests:
@@ -172,10 +167,21 @@ class StopRequests:
         self.ends = ends
         self._stop_file = stop_file  # both files are looked at by one rank only
         self._grow_file: Path | None = None
-        self._time_up: Callable[[], bool] = _never
+        self._time_up: Callable[[], bool] = lambda: False
         self._wanted = np.zeros(len(StopReason))
         self._before: dict[signal.Signals, Any] = {}
         self._at_once = ImmediateExit()
+
+    @classmethod
+    def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
+        """Return the requests of a process that starts, for ``limit_s`` seconds at most (main thread only).
+
+        It `listen`s, and `starts`. Raises ConfigurationError as `end_of_job`.
+        """
+        requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
+        requests.listen()
+        requests.starts(*lets_go)
+        return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
         """Ask for a stop from now on where ``stop_file`` exists, or ``time_up`` returns true (one rank only)."""

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.reporting.units import counted, format_bytes
 from hpcdist.strategies.core.grid import ORDER
 from hpcdist.telemetry.provenance import pss_bytes
@@ -129,7 +130,7 @@ def summarise(
     a rank that only serves waits for most of its time, and that is no communication.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
-    workers = [rank for rank in ranks if rank["computes"]]
+    workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
     if trainer.exchange.lock_step:
         alike = trainer.recipe.parallel.strategy != "local_sgd"
         pace = lock_step_throughput(ranks, workers, _targets(trainer, outcome), alike=alike)
@@ -147,13 +148,13 @@ def summarise(
         "selection_s": trainer.selection.seconds,
         "compression": trainer.compression.numbers(),
         "parameters": trainer.model.layout.parameters,
-        "train_loss": _number(outcome.loss),
-        "val_loss": _number(val_loss),
+        "train_loss": json_number(outcome.loss),
+        "val_loss": json_number(val_loss),
         "entropy": entropies,
-        "tokens_per_s": _number(pace.tokens_per_s),
+        "tokens_per_s": json_number(pace.tokens_per_s),
         "speed_unit": trainer.speed_unit,
-        "step_s_median": _number(pace.step_s),
-        "comm_fraction": _number(statistics.mean(shares)) if shares else None,
+        "step_s_median": json_number(pace.step_s),
+        "comm_fraction": json_number(statistics.mean(shares)) if shares else None,
         **figures.utilisation_figures(comm, trainer, pace.tokens_per_s, NO_STEP_MADE),
         **overlap_figures(workers),
         **prefetch_figures(workers),
@@ -162,7 +163,7 @@ def summarise(
         LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
-        "pss_bytes": _pss_bytes([rank["pss"] for rank in ranks]),
+        "pss_bytes": {"most": json_number(_most(pss)), "sum": json_number(sum(pss))},
         "skipped_steps": trainer.executor.loss_scale.skipped,
         "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
@@ -175,11 +176,6 @@ def summarise(
         "stopped_by": outcome.stop_request.name.lower() if outcome.stop_request is not None else None,
     }
     return summary | _reasons(trainer, summary, bool(shares))
-
-
-def _pss_bytes(ranks: Sequence[float]) -> dict[str, float | None]:
-    """Return the most that one rank has resident, shared pages divided among those that map them, and the sum."""
-    return {"most": _number(_most(ranks)), "sum": _number(sum(ranks))}
 
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
@@ -242,7 +238,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     overlap = (total_s, exposed_s, share)
-    return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, overlap, strict=True)}
+    return {name: json_number(figure) for name, figure in zip(OVERLAP_FIGURES, overlap, strict=True)}
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
@@ -252,7 +248,7 @@ def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     """
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
-    return {name: _number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
+    return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
 
 
 def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
@@ -283,11 +279,6 @@ def loaded_figure(ranks: Sequence[Rank]) -> int | None:
     """
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
-
-
-def _number(value: float) -> float | None:
-    """Return ``value``, None for NaN, which is not JSON."""
-    return None if math.isnan(value) else value
 
 
 def describe(summary: dict[str, Any]) -> str:

@@ -17,15 +17,16 @@ from hpcdist.batch import carbon, ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
 from hpcdist.energy.accounts import energy_metrics, phase_shares
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory, json_number
+from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity, checked_record
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run import start_record as records
+from hpcdist.training.run import start_record
 from hpcdist.training.run_directory import RECIPE_FILE
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
@@ -58,6 +59,8 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     total_j, reason = _total_joules(usage, metrics.attributes)
     phases = usage["joules"]["phases"] if usage else {}
     since = usage["since_step"] if usage else 0
+    activities = (usage or {}).get("activities") or {}
+    why_none = phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
     config = EnergyConfig() if recipe is None else recipe.energy
     if options.pue is not None:
         config = replace(config, pue=options.pue)
@@ -77,8 +80,8 @@ def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
         "energy_label": (usage or {"joules": {}})["joules"].get("label") or "",
         "by_kind": usage["joules"]["by_kind"] if usage else {},
         "phases": phases,
-        "activities": (usage or {}).get("activities") or {},
-        "activities_reason": None if (usage or {}).get("activities") else reason or _no_activities_reason(recipe),
+        "activities": activities,
+        "activities_reason": None if activities else reason or why_none,
         "sources": _sources(begun),
         "starts": _starts(begun, metrics),
         **_rates(phases, metrics, recipe, since),
@@ -134,10 +137,6 @@ def _total_joules(usage: dict[str, Any] | None, attributes: dict[str, Any]) -> t
     return math.fsum(values), None
 
 
-def _no_activities_reason(recipe: Recipe | None) -> str:
-    return phase_shares.TOO_SHORT if recipe is not None and recipe.telemetry.trace else phase_shares.NO_SPANS
-
-
 def _sources(begun: Sequence[StartHistory]) -> list[dict[str, Any]]:
     """Return the joules of each source over all starts."""
     by_source: dict[tuple[int, str, str], dict[str, Any]] = {}
@@ -157,16 +156,9 @@ def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) ->
     rows = []
     for start in begun:
         steps = int(np.sum(metrics.steps["session"] == start.session))
-        rows.append(
-            {
-                "start": start.session,
-                "steps": steps,
-                "seconds": start.seconds,
-                "joules": json_number(start.joules),
-                "average_w": json_number(start.joules / start.seconds) if start.seconds > 0 else None,
-                "j_per_step": energy_metrics.joules_per_part(start.joules, steps),
-            }
-        )
+        row = {"start": start.session, "steps": steps, "seconds": start.seconds, "joules": json_number(start.joules)}
+        row["average_w"] = json_number(start.joules / start.seconds) if start.seconds > 0 else None
+        rows.append(row | {"j_per_step": energy_metrics.joules_per_part(start.joules, steps)})
     return rows
 
 
@@ -223,10 +215,7 @@ def _intensity(
         return options.intensity or carbon_intensity(config), None
     table = carbon.read_forecast(options.forecast)
     edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
-    try:
-        began = [start.began for start in records.read_starts(run_dir / records.STARTS_FILE)]
-    except (OSError, ValueError, TypeError):
-        began = []
+    began = [start.began for start in start_record.known_starts(run_dir)]
     if not begun or len(began) <= max(start.session for start in begun):
         return CarbonIntensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
     pieces = []

@@ -11,7 +11,7 @@ from typing import Any
 from hpcdist import models
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
 from hpcdist.reporting import atomic
@@ -39,11 +39,7 @@ def prepare_imported_run(
     stored = run_dir / RECIPE_FILE
     if stored.exists():
         raise ConfigurationError(f"{stored} is there already; choose another directory")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        atomic.write(stored, recipes.dump(recipe))
-    except OSError as error:
-        raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
+    atomic.save(stored, recipes.dump(recipe), parents=True)
     return decided, keys
 
 
