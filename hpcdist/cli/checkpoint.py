@@ -10,34 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.errors import FAILURE, OK, STORAGE
+from hpcdist.cli.common import COUNT, DIRECTORY, FILE, PATH, ByteSize, json_option, run_dir_argument, set_option
+from hpcdist.errors import FAILURE, OK, STORAGE, UsageError
+from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.table import aligned
+from hpcdist.reporting.units import counted, format_bytes
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.checkpoint.convert.importing import ImportedCheckpoint
-    from hpcdist.checkpoint.verify import VerifyResult
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-_PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
-
-
-def _byte_count(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    from hpcdist.reporting.units import parse_bytes
-
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+_PATH = click.argument("path", type=PATH)
 
 
 @click.command("export")
-@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@_PATH
+@click.argument("out", type=PATH)
 @click.option("--optimizer", is_flag=True, help="Everything that a training needs to go on, not the parameters alone.")
 @click.option(
-    "--shard-bytes", callback=_byte_count, default="5G", help="safetensors: cut into files of at most so many bytes."
+    "--shard-bytes", type=ByteSize(), default="5G", help="safetensors: cut into files of at most so many bytes."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bool) -> None:
     """Write the parameters of the checkpoint PATH, or of a run's newest, to OUT.
 
@@ -49,8 +40,6 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.convert import exporting, safetensors, torch_state
-    from hpcdist.errors import UsageError
-    from hpcdist.reporting.units import counted, format_bytes
 
     checkpoint = listing.select(path)
     loaded = listing.load_usable(checkpoint)
@@ -74,18 +63,16 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 
 
 @click.command("import")
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("run_dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("source", metavar="IN", type=PATH)
+@click.argument("run_dir", metavar="DIR", type=DIRECTORY)
 @click.option(
     "--recipe",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Recipe of the model: the tensors are held against it, and it is kept in DIR.",
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of --recipe, e.g. run.steps=50."
-)
+@set_option
 @click.option("--step", type=click.IntRange(min=0), help="Step that it is of.  [default: what an export knows, else 0]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def import_(
     source: Path, run_dir: Path, recipe: Path | None, overrides: tuple[str, ...], step: int | None, as_json: bool
 ) -> None:
@@ -96,7 +83,6 @@ def import_(
     `hpcdist sample` knows; `hpcdist train --resume auto` goes on from what was exported with --optimizer.
     """
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
-    from hpcdist.errors import UsageError
 
     if overrides and recipe is None:
         raise UsageError("--set changes a key of --recipe; give that too")
@@ -109,26 +95,15 @@ def import_(
             inputs, keys = imported_run.prepare_imported_run(run_dir, recipe, overrides, file.tensors, known)
     imported = import_checkpoint(source, run_dir, step, inputs, keys)
     if as_json:
-        click.echo(json.dumps(_import_figures(imported)))
+        nbytes = sum(tensor.nbytes for tensor in imported.tensors)
+        figures = jsonable(imported)
+        figures |= {"checkpoint": figures.pop("path"), "tensors": len(imported.tensors), "bytes": nbytes}
+        click.echo(json.dumps(figures))
     else:
         _warn_of_import(imported)
 
 
-def _import_figures(imported: "ImportedCheckpoint") -> dict[str, Any]:
-    return {
-        "checkpoint": str(imported.path),
-        "format": imported.format,
-        "step": imported.step,
-        "tensors": len(imported.tensors),
-        "bytes": sum(tensor.nbytes for tensor in imported.tensors),
-        "left_out": list(imported.left_out),
-        "resumable": imported.resumable,
-    }
-
-
 def _warn_of_import(imported: "ImportedCheckpoint") -> None:
-    from hpcdist.reporting.units import counted, format_bytes
-
     nbytes = sum(tensor.nbytes for tensor in imported.tensors)
     click.echo(imported.path)
     click.echo(f"{counted(len(imported.tensors), 'tensor')}, {format_bytes(nbytes)}, from {imported.format}", err=True)
@@ -139,12 +114,12 @@ def _warn_of_import(imported: "ImportedCheckpoint") -> None:
 
 
 @click.command("stripe")
-@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--bytes", "nbytes", callback=_byte_count, default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
-@click.option("--writers", type=click.IntRange(min=1), default=1, help="How many write at once.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--bytes", "nbytes", type=ByteSize(), default="1G", help="Size of a checkpoint, e.g. 500M or 40G.")
+@click.option("--writers", type=COUNT, default=1, help="How many write at once.")
 @click.option("--set", "wish", default="auto", metavar="OPTIONS", help="As checkpoint.stripe: auto, none, or options.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be done, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: bool, as_json: bool) -> int:
     """Stripe DIR for checkpoints of a given size: on Lustre with lfs setstripe, on BeeGFS with its own tool.
 
@@ -161,12 +136,8 @@ def stripe(directory: Path, nbytes: int, writers: int, wish: str, plan_only: boo
         directory.mkdir(parents=True, exist_ok=True)
         failure = stripes.apply(striping)
     if as_json:
-        figures = {
-            "file_system": striping.system.kind,
-            "mount": striping.system.mount,
-            "command": list(striping.command),
-        }
-        click.echo(json.dumps({**figures, "why": striping.why, "failure": failure, "done": bool(not plan_only)}))
+        figures = {"file_system": striping.system.kind, "mount": striping.system.mount, "command": striping.command}
+        click.echo(json.dumps({**figures, "why": striping.why, "failure": failure, "done": not plan_only}))
     else:
         click.echo(striping.text or "nothing to do")
         click.echo(f"{striping.why}{f'; failed: {failure}' if failure else ''}", err=True)
@@ -184,35 +155,33 @@ command.add_command(stripe)
 
 
 @command.command("ls")
-@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@_JSON
+@run_dir_argument
+@json_option
 def ls(run_dir: Path, as_json: bool) -> None:
     """List the checkpoints of the run in RUN_DIR, the newest first, and say of each whether it is complete.
 
     Manifests and the sizes of files are looked at; `hpcdist checkpoint verify` reads every byte.
     """
     from hpcdist.checkpoint import listing
-    from hpcdist.reporting.units import counted, format_bytes
 
     checkpoints = listing.list_checkpoints(run_dir)
     if as_json:
         click.echo(json.dumps({"checkpoints": [listing.summary(checkpoint) for checkpoint in checkpoints]}))
         return
+    rows = []
     for checkpoint in checkpoints:
-        ranks = (
-            ""
-            if checkpoint.manifest is None
-            else f"  {counted(checkpoint.manifest.world, 'rank')}, {format_bytes(checkpoint.nbytes)}"
-        )
-        reason = f": {checkpoint.reason}" if checkpoint.reason else ""
-        click.echo(f"{checkpoint.path.name:<16} {checkpoint.written_utc:<25}  {checkpoint.state}{ranks}{reason}")
+        manifest, reason = checkpoint.manifest, f": {checkpoint.reason}" if checkpoint.reason else ""
+        size = "" if manifest is None else f"  {counted(manifest.world, 'rank')}, {format_bytes(checkpoint.nbytes)}"
+        rows.append((checkpoint.path.name, checkpoint.written_utc, f"{checkpoint.state}{size}{reason}"))
+    for line in aligned(rows, left=(0, 1, 2)) if rows else ():
+        click.echo(line)
     click.echo(f"{counted(len(checkpoints), 'checkpoint')} in {listing.checkpoints_directory(run_dir)}", err=True)
 
 
 @command.command("show")
 @_PATH
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
-@_JSON
+@json_option
 def show(path: Path, tensors: bool, as_json: bool) -> None:
     """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
     from hpcdist.checkpoint import listing
@@ -224,16 +193,7 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
         raise StorageError(checkpoint.reason)
     figures: dict[str, Any] = listing.summary(checkpoint) | {"scalars": loaded.scalars}
     if tensors:
-        figures["tensors"] = [
-            {
-                "kind": tensor.kind,
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "bytes": tensor.nbytes,
-            }
-            for tensor in listing.stored_tensors(loaded)
-        ]
+        figures["tensors"] = [jsonable(tensor) | {"bytes": tensor.nbytes} for tensor in listing.stored_tensors(loaded)]
     if as_json:
         click.echo(json.dumps(figures))
     else:
@@ -241,23 +201,26 @@ def show(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _print_figures(figures: dict[str, Any]) -> None:
-    from hpcdist.reporting.units import counted, format_bytes
-
     click.echo(f"{figures['path']}: after {counted(figures['step'], 'step')}, written {figures['written_utc']}")
     reason = f": {figures['reason']}" if figures["reason"] else ""
     files = counted(figures["files"], "file")
     click.echo(f"{figures['state']}{reason}; {format_bytes(figures['bytes'])} in {files}")
     click.echo(f"written by {counted(figures['ranks'], 'rank')}")
-    for kind, sums in figures["kinds"].items():
-        size = f"{sums['elements']:>15,} elements  {format_bytes(sums['bytes']):>10}"
-        click.echo(f"  {kind:<20} {sums['tensors']:>6} tensors  {size}")
-    for tensor in figures.get("tensors", ()):
-        click.echo(f"  {tensor['kind']:<20} {tensor['name']:<28} {tensor['dtype']:<9} {tensor['shape']}")
+    kinds = [
+        (f"  {kind}", f"{sums['tensors']} tensors", f"{sums['elements']:,} elements", format_bytes(sums["bytes"]))
+        for kind, sums in figures["kinds"].items()
+    ]
+    names = ("kind", "name", "dtype", "shape")
+    tensors = [
+        [f"  {tensor['kind']}", *(str(tensor[name]) for name in names[1:])] for tensor in figures.get("tensors", ())
+    ]
+    for line in (*(aligned(kinds) if kinds else ()), *(aligned(tensors, left=range(4)) if tensors else ())):
+        click.echo(line)
 
 
 @command.command("verify")
 @_PATH
-@_JSON
+@json_option
 def verify(path: Path, as_json: bool) -> int:
     """Read every byte of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
 
@@ -268,17 +231,13 @@ def verify(path: Path, as_json: bool) -> int:
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.verify import verify as verify_checkpoint
-    from hpcdist.reporting.units import format_bytes
 
     single = path.is_dir() and path.name.startswith("step-")
     paths = [path] if single else [verdict.path for verdict in listing.list_checkpoints(path)]
     verdicts = [verify_checkpoint(verdict) for verdict in paths]
     if as_json:
-        click.echo(
-            json.dumps(
-                {"damaged": any(verdict.damage for verdict in verdicts), "checkpoints": _jsonable_verdicts(verdicts)}
-            )
-        )
+        is_damaged = any(verdict.damage for verdict in verdicts)
+        click.echo(json.dumps({"damaged": is_damaged, "checkpoints": jsonable(verdicts)}))
     else:
         for verdict in verdicts:
             click.echo(f"{verdict.path}: {verdict.state}, {format_bytes(verdict.read_bytes)} read")
@@ -289,27 +248,14 @@ def verify(path: Path, as_json: bool) -> int:
     return FAILURE if any(verdict.damage for verdict in verdicts) else OK
 
 
-def _jsonable_verdicts(verdicts: "list[VerifyResult]") -> list[dict[str, Any]]:
-    return [
-        {
-            "path": str(verdict.path),
-            "state": verdict.state,
-            "damage": list(verdict.damage),
-            "read_bytes": verdict.read_bytes,
-            "not_covered": list(verdict.not_covered),
-        }
-        for verdict in verdicts
-    ]
-
-
 @command.command("prune")
-@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
-@click.option("--keep", type=click.IntRange(min=1), default=2, help="The newest so many stay.")
+@run_dir_argument
+@click.option("--keep", type=COUNT, default=2, help="The newest so many stay.")
 @click.option("--keep-every", type=click.IntRange(min=0), default=0, help="So does the first of each so many steps.")
 @click.option("--keep-best", type=click.IntRange(min=0), default=0, help="And those with the lowest validation loss.")
 @click.option("--damaged", is_flag=True, help="Remove what is damaged, too, as long as one complete checkpoint stays.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-@_JSON
+@json_option
 def prune(
     run_dir: Path, keep: int, keep_every: int, keep_best: int, damaged: bool, dry_run: bool, as_json: bool
 ) -> None:
@@ -330,9 +276,8 @@ def prune(
             plan = checkpoint_verify.plan(run_dir, rule, damaged)
             removed, failed = checkpoint_verify.remove(plan)
     if as_json:
-        figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
-        names = [str(checkpoint.path) for checkpoint in plan.kept]
-        click.echo(json.dumps({**figures, "kept": names, "failed": {str(path): why for path, why in failed.items()}}))
+        names = [checkpoint.path for checkpoint in plan.kept]
+        click.echo(json.dumps(jsonable({"dry_run": dry_run, "removed": removed, "kept": names, "failed": failed})))
     else:
         for path in removed:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")

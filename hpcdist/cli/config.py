@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from hpcdist.cli.common import json_option, recipe_argument, set_option
+
 
 @click.group()
 def command() -> None:
@@ -12,12 +14,10 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
-)
+@recipe_argument
+@set_option
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the values by key, and their origins.")
+@json_option
 def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Print RECIPE (TOML), or the default recipe, as a run resolves it: valid TOML with every key."""
     from hpcdist.training.recipe import recipe as recipes

@@ -14,14 +14,14 @@ from typing import Final, NoReturn
 import click
 
 from hpcdist import __version__
-from hpcdist.cli.lazy_group import LazyGroup
+from hpcdist.cli.common import LazyGroup
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import environment, exit_file, standard_streams
 from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
 GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
-# name -> (where its click command is, what the overview says of it)
+# name -> (where its click command is, what the overview says of it), in the order in which a user needs them
 COMMANDS: Final = {
     "plan": ("hpcdist.cli.plan.group:command", "Say what a training needs of a cluster before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
@@ -47,14 +47,9 @@ COMMANDS: Final = {
 }
 
 
-class MainGroup(LazyGroup):
-    """Group of all commands, in the order in which a user needs them."""
-
-    lazy = COMMANDS
-
-
 @click.group(
-    cls=MainGroup,
+    cls=LazyGroup,
+    lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 ok, 1 failure, 2 usage, 69 missing capability, 74 storage, 75 saved and wants a requeue, "
     "78 bad configuration, 130 interrupted.",

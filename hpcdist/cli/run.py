@@ -24,6 +24,7 @@ import click
 
 from hpcdist.batch.schedulers.slurm.allocation import SlurmAllocation
 from hpcdist.checkpoint.lock import RunLock, is_dead
+from hpcdist.cli.common import COUNT, DIRECTORY
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm.failure.failfast import FAILURE_DIR
 from hpcdist.comm.launch import exit_file, launchers, restarts, supervisor
@@ -48,9 +49,9 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
 @click.command(
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, no_args_is_help=True
 )
-@click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores and threads of a rank.  [default: job's or 1]")
+@click.option("-n", "--ranks", type=COUNT, required=True, help="Number of ranks.")
+@click.option("--ranks-per-node", type=COUNT, help="Ranks on each node.  [default: the launcher's]")
+@click.option("--cpus-per-task", type=COUNT, help="Cores and threads of a rank.  [default: job's or 1]")
 @click.option(
     "--launcher",
     default=launchers.AUTO,
@@ -74,12 +75,10 @@ _OUR_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
     type=click.Choice(exit_file.SURVIVE_MODES),
     help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
 )
-@click.option(
-    "--spares", type=click.IntRange(min=1), help="Ranks more that wait to replace a dead one, with --survive replace."
-)
+@click.option("--spares", type=COUNT, help="Ranks more that wait to replace a dead one, with --survive replace.")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Run directory of the Training in a script, whatever the script says.",
 )
 @click.option(

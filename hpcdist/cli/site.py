@@ -5,13 +5,16 @@ hpcdist and all it needs as files, for a machine without a network. Light: it ru
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpcdist.cli.common import DIRECTORY, EXISTING_FILE, FILE, json_option
 from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.table import aligned
+from hpcdist.reporting.toml_text import toml_lines
 
 
 @click.command("modulefile")
@@ -23,7 +26,7 @@ from hpcdist.errors import HpcdistError, UsageError
 )
 @click.option(
     "--prefix",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Where hpcdist is: an environment, a folder of `pip install --target`, a clone.  [default: this installation]",
 )
 @click.option(
@@ -42,7 +45,7 @@ from hpcdist.errors import HpcdistError, UsageError
 )
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Folder of MODULEPATH; the files are hpcdist/VERSION and hpcdist/VERSION.lua in it.  [default: print]",
 )
 @click.option("--force", is_flag=True, help="Replace files of another content.")
@@ -50,12 +53,10 @@ def modulefile(
     kind: str,
     prefix: Path | None,
     in_place: bool,
-    mpi: str,
-    depends_on: tuple[str, ...],
     setenv: tuple[str, ...],
-    environment: bool,
     output: Path | None,
     force: bool,
+    **choices: Any,
 ) -> None:
     """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, its MPI, completion for bash, help.
 
@@ -73,15 +74,9 @@ def modulefile(
     if force and output is None:
         raise UsageError("--force replaces files: name their folder, --output DIR")
     installation = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())
-    if installation and not environment:
+    if installation and not choices["environment"]:
         installation.check_alone()
-    chosen = modulefile.Modulefile(
-        installation=installation,
-        mpi=mpi,
-        depends_on=depends_on,
-        variables=parse_variables(setenv),
-        environment=environment,
-    )
+    chosen = modulefile.Modulefile(installation=installation, variables=parse_variables(setenv), **choices)
     version = installation.version if installation else __version__
     texts = {
         kind_of_file: modulefile.render(kind_of_file, chosen)
@@ -112,16 +107,14 @@ def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 @click.command("wheelhouse")
-@click.option(
-    "--output", required=True, metavar="DIR", type=click.Path(file_okay=False, path_type=Path), help="A new folder."
-)
+@click.option("--output", required=True, metavar="DIR", type=DIRECTORY, help="A new folder.")
 @click.option("--extra", "extras", multiple=True, metavar="NAME", help="Extra of hpcdist, e.g. cuda12x; repeatable.")
 @click.option(
     "--requirement",
     "requirements",
     multiple=True,
     metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     help="Further requirements, or versions that the site fixes, as pip reads them; repeatable.",
 )
 @click.option("--platform", default="", metavar="TAG", help="Another machine: manylinux_2_28_x86_64 (glibc 2.28).")
@@ -129,7 +122,7 @@ def parse_variables(texts: tuple[str, ...]) -> dict[str, str]:
 @click.option(
     "--wheel",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Wheel of hpcdist itself.  [default: built from the clone, of this hpcdist or this directory]",
 )
 @click.option("--with-mpi4py-source", "mpi4py_source", is_flag=True, help="Also what builds mpi4py on the site's MPI.")
@@ -151,16 +144,13 @@ def wheelhouse(**order: Any) -> None:
         order["wheel"] = order["wheel"].absolute()
     collected = wheelhouse.collect(wheelhouse.WheelhouseOrder(**order))
     click.echo(f"{counted(collected.files, 'file')}, {format_bytes(collected.nbytes)}", err=True)
-    if order["mpi4py_source"]:
-        click.echo(
-            f'mpi4py: MPICC="cc -shared" {collected.folder}/install.sh VENV builds it on the MPI there', err=True
+    built = f'MPICC="cc -shared" {collected.folder}/install.sh VENV builds it on the MPI there'
+    if not order["mpi4py_source"]:
+        built = (
+            "this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build it on the "
+            'MPI of the site (MPICC="cc -shared"), collect again with --with-mpi4py-source'
         )
-    else:
-        click.echo(
-            "mpi4py: this is its wheel, which opens the MPI it finds at run time (MPICH's ABI or Open MPI). To build "
-            'it on the MPI of the site (MPICC="cc -shared"), collect again with --with-mpi4py-source',
-            err=True,
-        )
+    click.echo(f"mpi4py: {built}", err=True)
     click.echo(collected.folder)
 
 
@@ -179,7 +169,7 @@ def profiles() -> None:
     from hpcdist.batch.sites import search
 
     paths, shipped = search.names(), search.shipped_folders()
-    width = max(len(name) for name in paths)
+    rows = []
     for name, path in sorted(paths.items()):
         try:
             text = search.load(name).description or str(path)
@@ -187,25 +177,26 @@ def profiles() -> None:
             text = f"cannot be used: {error}"
         if path.parent not in shipped:
             text += f" [{path.parent}]"
-        click.echo(f"{name:{width}}  {text}")
+        rows.append((name, text))
+    click.echo("\n".join(aligned(rows, left=(0, 1))))
 
 
 @command.command("show")
 @click.argument("named", metavar="[NAME|FILE]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def show(named: str | None, as_json: bool) -> None:
     """Print a profile with all its fields; without a name, the one that `hpcdist submit` would choose."""
     from hpcdist.batch.sites import search
 
     site = search.load_selected(named)
     if as_json:
-        click.echo(json.dumps(asdict(site)))
+        click.echo(json.dumps(jsonable(site)))
         return
     click.echo(f"# {site.name}: {site.description}\n# {site.proven}\n# from {site.origin}")
-    click.echo(f"cluster = {json.dumps(site.cluster)}")
-    for name, table in asdict(site).items():
-        for key, value in table.items() if isinstance(table, dict) else ():
-            click.echo(f"{name}.{key} = {json.dumps(value)}")
+    click.echo("\n".join(toml_lines({"cluster": site.cluster})))
+    for name, table in jsonable(site).items():
+        for line in toml_lines(table) if isinstance(table, dict) else ():
+            click.echo(f"{name}.{line}")
 
 
 command.add_command(modulefile)

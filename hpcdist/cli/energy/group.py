@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.lazy_group import LazyGroup
+from hpcdist.cli.common import FILE, PATH, LazyGroup, json_option, stacked
 from hpcdist.energy.config import PM_COUNTERS, POWERCAP
 from hpcdist.errors import INTERRUPTED, OK, STORAGE
+from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
     from hpcdist.energy.monitor.monitor import EnergyWatch, WatchInterval
@@ -33,6 +34,17 @@ NOT_EXECUTABLE: Final = 126
 SIGNALLED: Final = 128
 UUID_SHOWN: Final = 12
 SHARES: Final = (("cpu", "node_cpu"), ("memory", "node_memory"), ("gpu", "gpu"))
+_PLACES: Final = stacked(
+    click.option(
+        "--powercap", default=POWERCAP, type=PATH, help="Where Linux shows RAPL, as energy.powercap in a recipe."
+    ),
+    click.option(
+        "--pm-counters",
+        default=PM_COUNTERS,
+        type=PATH,
+        help="Where a Cray shows its counters, as energy.pm_counters in a recipe.",
+    ),
+)
 
 
 @click.command("watch", context_settings={"ignore_unknown_options": True})
@@ -47,11 +59,8 @@ SHARES: Final = (("cpu", "node_cpu"), ("memory", "node_memory"), ("gpu", "gpu"))
     help="Seconds between two reads of the counters, as energy.interval_s in a recipe.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end, and no lines meanwhile.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Keep all samples in this HDF5 file.")
-@click.option("--powercap", default=POWERCAP, show_default=True, type=click.Path(path_type=Path), help="See `sources`.")
-@click.option(
-    "--pm-counters", default=PM_COUNTERS, show_default=True, type=click.Path(path_type=Path), help="See `sources`."
-)
+@click.option("--output", type=FILE, help="Keep all samples in this HDF5 file.")
+@_PLACES
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND ...]")
 @click.pass_context
 def watch(
@@ -78,7 +87,7 @@ def watch(
     screen.begin(watch)
     code = _watch_command(watch, arguments, seconds, screen) if arguments else _watch_for(watch, seconds, screen)
     totals = watch.finish()
-    screen.end(json.dumps(_jsonable(totals | {"exit_code": code}), allow_nan=False) if as_json else _total(totals))
+    screen.end(json.dumps(jsonable(totals | {"exit_code": code})) if as_json else _total(totals))
     if watch.lost_output:
         click.echo(f"Error: not all samples are kept: {watch.lost_output}", err=True)
     context.exit(code or (STORAGE if watch.lost_output else OK))
@@ -221,15 +230,6 @@ def _total(totals: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _jsonable(value: Any) -> Any:
-    """Return ``value`` as JSON has it: what is not known is null."""
-    if isinstance(value, Mapping):
-        return {name: _jsonable(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
     "sources": ("hpcdist.cli.energy.group:sources", "List the energy counters of this machine."),
@@ -238,33 +238,14 @@ COMMANDS: Final = {
 }
 
 
-class EnergyGroup(LazyGroup):
-    """The sub-commands of energy, in the order in which they are needed."""
-
-    lazy = COMMANDS
-
-
-@click.group(cls=EnergyGroup)
+@click.group(cls=LazyGroup, lazy=COMMANDS)
 def command() -> None:
     """Energy: its sources on this machine, watts now, joules of runs."""
 
 
 @click.command()
-@click.option(
-    "--powercap",
-    default=POWERCAP,
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Where Linux shows RAPL, as energy.powercap in a recipe.",
-)
-@click.option(
-    "--pm-counters",
-    default=PM_COUNTERS,
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Where a Cray shows its counters, as energy.pm_counters in a recipe.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_PLACES
+@json_option
 def sources(powercap: Path, pm_counters: Path, as_json: bool) -> None:
     """List the energy counters that a training could read here, and why the others cannot be read."""
     from hpcdist.energy.config import EnergyConfig

@@ -11,14 +11,16 @@ from typing import Any, Final
 
 import click
 
+from hpcdist.cli.common import FILE, json_option, run_dir_argument
 from hpcdist.errors import UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.table import aligned
 
 UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 
 
 @click.command("report")
-@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@run_dir_argument
 @click.option("--target-loss", type=float, help="Also tell the joules until the training loss came down to this.")
 @click.option(
     "--pue", type=click.FloatRange(1.0, 10.0), help="Power usage effectiveness of the site; else the recipe's."
@@ -26,30 +28,25 @@ UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 @click.option("--carbon-intensity", type=click.FloatRange(min=0.0), help="gCO2e per kWh; else the recipe's.")
 @click.option("--carbon-source", help="Whose figure --carbon-intensity is.")
 @click.option("--carbon-date", help="Of when --carbon-intensity is.")
-@click.option("--carbon", type=click.Path(dir_okay=False, path_type=Path), help="Intensity over time: a CSV forecast.")
+@click.option("--carbon", "forecast", type=FILE, help="Intensity over time: a CSV forecast.")
 @click.option("--price", type=click.FloatRange(min=0.0), help="Price of a kWh; else the recipe's.")
 @click.option("--currency", default="", help="That of --price.")
 @click.option("--slurm", is_flag=True, help="Compare with Slurm's own figure of the jobs (sacct).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     run_dir: Path,
-    target_loss: float | None,
-    pue: float | None,
     carbon_intensity: float | None,
     carbon_source: str | None,
     carbon_date: str | None,
-    carbon: Path | None,
-    price: float | None,
-    currency: str,
-    slurm: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Account for the energy of the run in RUN_DIR, over all of its starts. It may be under way.
 
     Joules by phase are measured around checkpoints and validations; what training consists of is told by what the
     ranks did between two new values of a counter, and has a standard error.
     """
-    _check(carbon_intensity, carbon_source, carbon_date, carbon)
+    _check(carbon_intensity, carbon_source, carbon_date, options["forecast"])
     # Late: --help must not load numpy.
     from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
     from hpcdist.training.use_cases.energy_figures import EnergyReportOptions, figures
@@ -58,7 +55,7 @@ def command(
     if carbon_intensity is not None:
         intensity = CarbonIntensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
     with regular.damage(run_dir, regular.FIGURES):
-        account = figures(run_dir, EnergyReportOptions(target_loss, pue, intensity, carbon, price, currency, slurm))
+        account = figures(run_dir, EnergyReportOptions(intensity=intensity, **options))
         lines = json.dumps(account) if as_json else "\n".join(text(account))
     click.echo(lines)
 
@@ -98,27 +95,25 @@ def text(account: Mapping[str, Any]) -> Iterator[str]:
 def _phases(account: Mapping[str, Any]) -> Iterator[str]:
     if not account["phases"]:
         return
-    whole = account["energy_j"]
-    yield ""
-    yield f"{'phase':18} {'joules':>14} {'share':>7} {'seconds':>11} {'watts':>9}"
+    rows = [["phase", "joules", "share", "seconds", "watts", ""]]
     for name, row in account["phases"].items():
-        yield _row(name, row, whole)
+        rows.append(_row(name, row, account))
         if name == "training":
-            for part, own in account["activities"].items():
-                known = own["reason"] == account["energy_reason"]  # said once, above
-                yield _row(f"  {part}", own | {"reason": None} if known else own, whole)
+            rows += [_row(f"  {part}", own, account) for part, own in account["activities"].items()]
             if not account["activities"] and account["activities_reason"] != account["energy_reason"]:
-                yield f"  its parts are not known: {account['activities_reason']}"
-    yield ""
+                rows[-1][-1] = f"its parts are not known: {account['activities_reason']}"
+    yield from ("", *aligned(rows, left=(0, -1)), "")
 
 
-def _row(name: str, row: Mapping[str, Any], whole: float | None) -> str:
-    joules, seconds = row["joules"], row["seconds"]
+def _row(name: str, row: Mapping[str, Any], account: Mapping[str, Any]) -> list[str]:
+    joules, seconds, whole = row["joules"], row["seconds"], account["energy_j"]
     share = "" if joules is None or not whole else f"{joules / whole:.1%}"
     watts = "" if joules is None or not seconds else f"{joules / seconds:,.1f}"
-    error = f"  +- {_joules(row['error_j'])}" if row.get("error_j") else ""
-    why = f"  {row['reason']}" if joules is None and row.get("reason") else ""
-    return f"{name:18} {_number(joules, ',.1f'):>14} {share:>7} {seconds:11,.1f} {watts:>9}{error}{why}"
+    remark = f"+- {_joules(row['error_j'])}" if row.get("error_j") else ""
+    reason = row.get("reason")
+    if joules is None and reason and reason != account["energy_reason"]:  # which is said above
+        remark = reason
+    return [name, _number(joules, ",.1f"), share, f"{seconds:,.1f}", watts, remark]
 
 
 def _equivalents(account: Mapping[str, Any]) -> Iterator[str]:
@@ -142,27 +137,23 @@ def _equivalents(account: Mapping[str, Any]) -> Iterator[str]:
 def _sources(account: Mapping[str, Any]) -> Iterator[str]:
     if not account["sources"]:
         return
-    yield ""
-    width = max(len(row["name"]) for row in account["sources"])
-    yield f"node kind  {'source':{width}} {'joules':>14}"
+    rows = [["node", "kind", "source", "joules", ""]]
     for row in account["sources"]:
         notes = ["declared model, not measured"] if row["declared"] else []
         notes += [row["note"]] if row["note"] else []
         notes += [] if row["counted"] else ["part of the node's, not added"]
-        remarks = f"  {'; '.join(notes)}" if notes else ""
-        yield f"{row['node']:4} {row['kind']:5} {row['name']:{width}} {_number(row['joules'], ',.1f'):>14}{remarks}"
+        rows.append([str(row["node"]), row["kind"], row["name"], _number(row["joules"], ",.1f"), "; ".join(notes)])
+    yield from ("", *aligned(rows, left=(1, 2, -1)))
 
 
 def _starts(account: Mapping[str, Any]) -> Iterator[str]:
     if not account["starts"]:
         return
-    yield ""
-    yield f"{'start':5} {'steps kept':>10} {'seconds':>11} {'joules':>14} {'J a step':>10} {'watts':>9}"
+    rows = [["start", "steps kept", "seconds", "joules", "J a step", "watts"]]
     for row in account["starts"]:
-        yield (
-            f"{row['start']:5} {row['steps']:10} {row['seconds']:11,.1f} {_number(row['joules'], ',.1f'):>14} "
-            f"{_number(row['j_per_step'], '.4g'):>10} {_number(row['average_w'], ',.1f'):>9}"
-        )
+        figures = (("seconds", ",.1f"), ("joules", ",.1f"), ("j_per_step", ".4g"), ("average_w", ",.1f"))
+        rows.append([str(row["start"]), str(row["steps"]), *(_number(row[name], form) for name, form in figures)])
+    yield from ("", *aligned(rows, left=()))
 
 
 def _target(target: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from hpcdist.batch import ledger, requeue
 from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
 from hpcdist.batch.schedulers.slurm import allocation
+from hpcdist.cli.common import DIRECTORY, FILE
+from hpcdist.cli.jobs import lookup
 from hpcdist.errors import (
     CONFIGURATION,
     OK,
@@ -26,7 +28,7 @@ from hpcdist.reporting import atomic, regular
 GO: Final = "go"
 DONE: Final = "done"
 
-_RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
+_RUN_DIR = click.argument("run_dir", type=DIRECTORY)
 _JOB = click.option("--job", required=True, help="Number of the job.")
 _RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help="How often it was requeued before.")
 
@@ -51,7 +53,7 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
 @click.option(
     "--recipe",
     "recipe_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]",
 )
 @click.option("--program", help="In place of a recipe: the command that this start runs.")
@@ -83,7 +85,7 @@ def begin(
     # A recipe that contradicts it is not called complete here: the training refuses it, and names the keys.
     if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
         _end(run_dir, job, restart, OK, saved, ledger.STOP)
-        _log(f"the run in {run_dir} has all its {recipe.run.steps} steps")
+        lookup.say(f"the run in {run_dir} has all its {recipe.run.steps} steps")
         click.echo(DONE)
         return
     vain = requeue.fruitless_starts(entries, saved, digest)
@@ -104,12 +106,12 @@ def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
         return ledger.read(run_dir)
     except StorageError as error:
         if not regular.is_damage(error):
-            _log(f"{error}; it stays as it is, and what became of earlier jobs is not known")
+            lookup.say(f"{error}; it stays as it is, and what became of earlier jobs is not known")
             return []
         aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
         if aside is None:
             raise
-        _log(f"{error}; it is now {aside.name}, and what became of earlier jobs is not known")
+        lookup.say(f"{error}; it is now {aside.name}, and what became of earlier jobs is not known")
         return []
 
 
@@ -135,10 +137,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
     own = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
     if own:
         return own[-1].event == ledger.ENDED and own[-1].number("code") == OK
-    try:  # trained without jobs
-        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
-    except (OSError, ValueError, TypeError):
-        return False
+    starts = start_record.known_starts(run_dir)  # trained without jobs
     return bool(starts) and starts[-1].end == start_record.FINISHED
 
 
@@ -176,15 +175,15 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     try:
         entries = ledger.read(run_dir)
     except StorageError as error:
-        _log(f"warning: {error}")
+        lookup.say(f"warning: {error}")
     verdict = requeue.decide(
         entries, job, restart, code, saved, preempted=preempted, lost_nodes=lambda: allocation.lost_nodes()[0]
     )
     try:
         _end(run_dir, job, restart, code, saved, verdict.word, verdict.lost)
     except StorageError as error:  # the decision stands without it
-        _log(f"warning: {error}")
-    _log(verdict.reason)
+        lookup.say(f"warning: {error}")
+    lookup.say(verdict.reason)
     own = ledger.jobs(entries).get(job)
     is_cancelled = code == REQUEUE and own is not None and own.is_to_save
     click.echo(ledger.CANCELLED if is_cancelled else verdict.word)
@@ -196,7 +195,3 @@ def _end(
     """Enter the end of a start in the ledger. Raises StorageError."""
     values = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
     ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **values, **({"lost": list(lost)} if lost else {}))
-
-
-def _log(text: str) -> None:
-    click.echo(f"hpcdist jobs: {text}", err=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
@@ -104,14 +103,14 @@ def _carry_out(request: CancelRequest) -> None:
     if request.how == "over":
         gone = request.parts[0]
         why = f": {printable(gone.reason)}" if gone.state == SchedulerState.GONE else ""
-        _log(f"job {job.id} is over already ({printable(gone.state)}{why})")
+        lookup.say(f"job {job.id} is over already ({printable(gone.state)}{why})")
         return
     if request.how == ledger.SAVE:
         _ask_to_save(job)
         return
     dispatch.cancel([job.id])
     _record(job, request.how)
-    _log(f"job {job.id} {'left the queue' if request.how == 'pending' else 'was ended'}")
+    lookup.say(f"job {job.id} {'left the queue' if request.how == 'pending' else 'was ended'}")
 
 
 def _ask_to_save(job: LocatedJob) -> None:
@@ -122,23 +121,14 @@ def _ask_to_save(job: LocatedJob) -> None:
     if dispatch.scheduler_of(job.id) == dispatch.SLURM:
         refused = queue.forbid_requeue(job.id)
         if refused:
-            _log(f"warning: Slurm may start job {job.id} again if its node fails: {printable(refused)}")
+            lookup.say(f"warning: Slurm may start job {job.id} again if its node fails: {printable(refused)}")
     path = job.run_dir / STOP_FILE
-    _write(path, job.id)
-    _log(
+    atomic.save(path, f"{job.id}\n", "the job goes on. End it at once with --now")
+    lookup.say(
         f"job {job.id} saves after its step and ends: {printable(str(path))} asks it to. "
         f"`hpcdist jobs status {job.id}` "
         "tells when; --now ends it at once"
     )
-
-
-def _write(path: Path, job: str) -> None:
-    try:
-        atomic.write(path, f"{job}\n")
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}; the job goes on. End it at once with --now"
-        ) from error
 
 
 def _record(job: LocatedJob, how: str) -> None:
@@ -147,8 +137,4 @@ def _record(job: LocatedJob, how: str) -> None:
     try:
         ledger.record(job.run_dir, ledger.CANCELLED, job=job.id, how=how)
     except StorageError as error:  # the job has been cancelled nevertheless
-        _log(f"warning: {printable(str(error))}")
-
-
-def _log(text: str) -> None:
-    click.echo(f"hpcdist jobs: {text}", err=True)
+        lookup.say(f"warning: {printable(str(error))}")

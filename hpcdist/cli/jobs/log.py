@@ -29,7 +29,7 @@ def log(word: str, lines: int, follow: bool) -> None:
     """Show the end of the log of a job, of a run that of the job which began last. All its starts write one log."""
     job = lookup.job_named(word)
     path = log_path(job)
-    click.echo(f"hpcdist jobs: {printable(str(path))}", err=True)
+    lookup.say(printable(str(path)))
     if follow:
         _wait_for(path, job)
     try:

@@ -5,7 +5,7 @@ last. Also has the arguments, tables and formats that all `hpcdist jobs` command
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,6 @@ from hpcdist.reporting import regular
 
 JOB_ARGUMENT: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS_ARGUMENT: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
-JSON_OPTION: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 TASK_PATTERN: Final = "%a"  # number of a task in the name of a log, as Slurm writes it
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
@@ -113,7 +112,7 @@ def _of_run(run_dir: Path) -> list[LocatedJob]:
     try:
         return _jobs(run_dir, ledger.read(run_dir))
     except StorageError as error:
-        click.echo(f"hpcdist jobs: warning: {printable(str(error))}", err=True)
+        say(f"warning: {printable(str(error))}")
         return []
 
 
@@ -154,8 +153,6 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines whose columns are as wide as they need to be."""
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+def say(text: str) -> None:
+    """Print a line about jobs, on stderr."""
+    click.echo(f"hpcdist jobs: {text}", err=True)

@@ -21,9 +21,10 @@ from hpcdist.batch import ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
+from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
-from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, JSON_OPTION, LocatedJob, duration, printable
+from hpcdist.cli.jobs.lookup import JOB_ARGUMENT, LocatedJob, duration, printable
 from hpcdist.cli.jobs.status import by_ledger
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, ConfigurationError
 from hpcdist.reporting.units import counted
@@ -149,7 +150,7 @@ def _utc(seconds: float) -> datetime:
 
 @click.command("report")
 @JOB_ARGUMENT
-@JSON_OPTION
+@json_option
 def report(word: str, as_json: bool) -> None:
     """Account for a job, or for all jobs of a run: how it ended, time, node hours, restarts, steps, energy, lost work.
 
@@ -265,11 +266,7 @@ def _trainings(run_dir: Path) -> "list[StartEntry]":
     """Return the starts of the run by its own record, none where that cannot be read."""
     from hpcdist.training.run import start_record
 
-    try:
-        starts = start_record.read_starts(run_dir / start_record.STARTS_FILE)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return []
-    return [start for start in starts if has_plausible_times(start)]
+    return [start for start in start_record.known_starts(run_dir) if has_plausible_times(start)]
 
 
 def _lost(

@@ -15,10 +15,12 @@ from hpcdist.batch.requeue import NewestCheckpoint
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import queue
+from hpcdist.cli.common import json_option
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.begin import newest_checkpoint
-from hpcdist.cli.jobs.lookup import JOBS_ARGUMENT, JSON_OPTION, LocatedJob, duration, printable, short_path
+from hpcdist.cli.jobs.lookup import JOBS_ARGUMENT, LocatedJob, duration, printable, short_path
 from hpcdist.errors import OK, REQUEUE
+from hpcdist.reporting.table import aligned, text_of
 
 JOB_NAME_PREFIX: Final = "hpcdist"  # how the names of jobs begin that no ledger names, and are shown nevertheless
 _AS_ASKED: Final = "saved and ended, as it was asked to"
@@ -47,7 +49,7 @@ class StatusRow:
 @click.command("status")
 @JOBS_ARGUMENT
 @click.option("--all", "ended", is_flag=True, help="Show jobs that are over, too.")
-@JSON_OPTION
+@json_option
 def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
     """Show how jobs are: those that are named, by number or run directory, or all of yours that are not over.
 
@@ -66,10 +68,9 @@ def status(words: tuple[str, ...], ended: bool, as_json: bool) -> None:
         click.echo("no job of yours waits or runs; --all shows those that are over", err=True)
         return
     now = time.time_ns()
-    for line in lookup.table(_HEAD, [_cells(row, now) for row in rows]):
-        click.echo(line)
+    click.echo("\n".join(aligned([_HEAD, *(_cells(row, now) for row in rows)], left=range(len(_HEAD)))))
     for reason in dict.fromkeys(row.state.reason for row in rows if row.state.state in _UNKNOWN_STATES):
-        click.echo(f"hpcdist jobs: {printable(reason)}", err=True)
+        lookup.say(printable(reason))
 
 
 def _own_jobs(ended: bool) -> list[LocatedJob]:
@@ -127,6 +128,7 @@ def by_ledger(job: LocatedJob, state: JobState) -> JobState:
 
 
 def _cells(row: StatusRow, now_ns: int) -> list[str]:
+    """Return the texts of a row, under _HEAD."""
     state = row.state
     code = f" {state.exit_code}" if state.exit_code else ""
     reason = f" ({printable(state.reason)})" if state.reason and state.state not in _UNKNOWN_STATES else ""
@@ -136,18 +138,11 @@ def _cells(row: StatusRow, now_ns: int) -> list[str]:
         saved = f"{row.saved.name}{of}, {duration(max(0.0, (now_ns - row.saved.ns) / 1e9))} ago"
     elif row.steps is not None:
         saved = f"nothing of {row.steps}"
-    numbers = [("-" if number is None else str(number)) for number in (state.nodes, state.restarts)]
-    return [
-        state.id,
-        printable(row.name) or "-",
-        f"{printable(state.state)}{code}{reason}",
-        numbers[0],
-        duration(state.elapsed_s),
-        duration(state.time_left_s),
-        numbers[1],
-        saved,
-        "-" if row.job.run_dir is None else short_path(row.job.run_dir),
-    ]
+    nodes, restarts = (text_of(number, ".0f") for number in (state.nodes, state.restarts))
+    times = duration(state.elapsed_s), duration(state.time_left_s)
+    run_dir = "-" if row.job.run_dir is None else short_path(row.job.run_dir)
+    word = f"{printable(state.state)}{code}{reason}"
+    return [state.id, printable(row.name) or "-", word, nodes, *times, restarts, saved, run_dir]
 
 
 def jsonable(row: StatusRow) -> dict[str, Any]:

@@ -4,18 +4,20 @@ One process measures a device; on the ranks of a launcher the links between them
 measured (storage, failures, power, prices) comes from a cluster by name.
 """
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.tune import ByteSize
-from hpcdist.errors import OK, ConfigurationError, StorageError, UsageError
+from hpcdist.cli.common import FILE, ByteSize
+from hpcdist.errors import OK, ConfigurationError, UsageError
+from hpcdist.reporting import atomic
 
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
     from collections.abc import Mapping
 
-    from hpcdist.bench.calibrate.device import CalibrationPoints, CalibrationRequest, ModelPoint
+    from hpcdist.bench.calibrate.device import CalibrationPoints, ModelPoint
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
 
 _FROM: Final = "workstation"
@@ -30,7 +32,7 @@ _DTYPES: Final = ("float32", "float64", "float16")
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     required=True,
     help="TOML file to write; must not exist.",
 )
@@ -49,7 +51,9 @@ _DTYPES: Final = ("float32", "float64", "float16")
 @click.option(
     "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
 )
-@click.option("--max-bytes", type=ByteSize(), default="32M", help="The longest message, and buffer of a collective.")
+@click.option(
+    "--max-bytes", "most_bytes", type=ByteSize(), default="32M", help="Longest message, and buffer of a collective."
+)
 @click.option(
     "--algorithm",
     "algorithms",
@@ -58,19 +62,10 @@ _DTYPES: Final = ("float32", "float64", "float16")
     default=("auto", "ring"),
     help="Collectives to measure; may be repeated. auto: what a training chooses.",
 )
-@click.option("--points", type=click.Path(dir_okay=False, path_type=Path), help="HDF5 file for all that was measured.")
+@click.option("--points", type=FILE, help="HDF5 file for all that was measured.")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of --points.")
 def command(
-    output: Path,
-    base: str,
-    name: str | None,
-    device: str,
-    dtypes: tuple[str, ...],
-    seconds: float,
-    max_bytes: int,
-    algorithms: tuple[str, ...],
-    points: Path | None,
-    anonymous: bool,
+    output: Path, base: str, name: str | None, device: str, points: Path | None, anonymous: bool, **wanted: Any
 ) -> int:
     """Measure the machine at hand and write it as a cluster that `hpcdist plan --cluster` takes.
 
@@ -88,15 +83,18 @@ def command(
     """
     from hpcdist.bench import output_file
     from hpcdist.bench.calibrate import run
+    from hpcdist.bench.calibrate.device import CalibrationRequest, default_models
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
     from hpcdist.planner.cluster import toml_file
+    from hpcdist.telemetry.provenance import processor, provenance
 
-    if "float16" in dtypes and device == "cpu":
+    if "float16" in wanted["dtypes"] and device == "cpu":
         raise UsageError(
             "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
         )
-    request = _wanted(device, dtypes, seconds, max_bytes, algorithms)
+    wanted |= {name: tuple(dict.fromkeys(wanted[name])) for name in ("dtypes", "algorithms")}
+    request = CalibrationRequest(on=device, models=default_models(), **wanted)
     session = start.start(device)
     comm = session.comm
 
@@ -107,8 +105,10 @@ def command(
                 files.check_place(path)
 
     output_file.check_on_all_ranks(comm, check)
-    points_measured = run.run(comm, request, session.library, _processor(), _print_summary)
-    origin = _provenance(session, anonymous)
+    say = functools.partial(click.echo, err=True)
+    points_measured = run.run(comm, request, session.library, f"core of {processor()}", say)
+    hosts = sorted(set(comm.allgather_object(session.place.host)))
+    origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
     output_file.check_on_all_ranks(
         comm, lambda: written(points_measured, output, points, base, name or output.stem, origin)
     )
@@ -143,46 +143,10 @@ def written(
         raise type(error)(
             f"what was measured makes no cluster: {error}; the measurements are kept in {place}"
         ) from None
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{output}: cannot be written: {error.strerror}") from None
+    atomic.save(output, text)
     for line in calibrated.lines:
         click.echo(line)
     click.echo(f"{output}: {calibrated.cluster.name}, measured in {measured.seconds:.0f} s")
-
-
-def _print_summary(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _processor() -> str:
-    from hpcdist.telemetry.provenance import processor
-
-    return f"core of {processor()}"
-
-
-def _wanted(
-    device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int, algorithms: tuple[str, ...]
-) -> "CalibrationRequest":
-    from hpcdist.bench.calibrate.device import CalibrationRequest, default_models
-
-    return CalibrationRequest(
-        dtypes=tuple(dict.fromkeys(dtypes)),
-        on=device,
-        models=default_models(),
-        algorithms=tuple(dict.fromkeys(algorithms)),
-        most_bytes=max_bytes,
-        seconds=seconds,
-    )
-
-
-def _provenance(session: Any, anonymous: bool) -> dict[str, Any]:
-    """Return what a file says of the run. Collective over the world."""
-    from hpcdist.telemetry.provenance import provenance
-
-    hosts = sorted(set(session.comm.allgather_object(session.place.host)))
-    return provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
 
 
 def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
@@ -235,31 +199,18 @@ def _series(points: "CalibrationPoints") -> Any:
     """Yield the messages of each level, then each collective by algorithm and level."""
     from hpcdist.planner.calibrate.cluster_fit import MESSAGE, TimingSeries
 
-    for level in dict.fromkeys(point.level for point in points.links):
-        own = sorted((point for point in points.links if point.level == level), key=lambda point: point.nbytes)
+    by_series: dict[tuple[Any, ...], list[Any]] = {}
+    for link in points.links:
+        by_series.setdefault((MESSAGE, "auto", link.level, link.ranks), []).append(link)
+    for point in points.collectives:
+        by_series.setdefault((point.operation, point.algorithm, point.level, point.ranks), []).append(point)
+    for key, own in by_series.items():
+        own.sort(key=lambda point: point.nbytes)
+        is_link = key[0] == MESSAGE
         yield TimingSeries(
-            operation=MESSAGE,
-            algorithm="auto",
-            level=level,
-            ranks=own[0].ranks,
+            **dict(zip(("operation", "algorithm", "level", "ranks"), key, strict=True)),
             nbytes=tuple(float(point.nbytes) for point in own),
-            seconds=tuple(point.seconds.all for point in own),
-            alone_s=tuple(point.seconds.one for point in own),
+            seconds=tuple(point.seconds.all if is_link else point.seconds for point in own),
+            alone_s=tuple(point.seconds.one for point in own if is_link),
             borders=tuple(float(point.nbytes) for point in own if point.border),
-        )
-    for key in dict.fromkeys(
-        (point.operation, point.algorithm, point.level, point.ranks) for point in points.collectives
-    ):
-        measured = [
-            point for point in points.collectives if (point.operation, point.algorithm, point.level, point.ranks) == key
-        ]
-        measured.sort(key=lambda point: point.nbytes)
-        yield TimingSeries(
-            operation=key[0],
-            algorithm=key[1],
-            level=key[2],
-            ranks=key[3],
-            nbytes=tuple(float(point.nbytes) for point in measured),
-            seconds=tuple(point.seconds for point in measured),
-            borders=tuple(float(point.nbytes) for point in measured if point.border),
         )

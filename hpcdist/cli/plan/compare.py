@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from hpcdist.cli.plan import options
-from hpcdist.cli.plan.options import CLUSTER_SECTION, LAYOUT_OPTIONS, SectionedCommand, SectionedOption, layout_options
+from hpcdist.cli.common import COUNT, json_option, recipe_argument
+from hpcdist.cli.plan.options import (
+    CLUSTER_SECTION,
+    LAYOUT_FIELDS,
+    SectionedCommand,
+    clusters_option,
+    layout_options,
+    section_option,
+    subject_options,
+)
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
-    from hpcdist.cli.plan.subject import PlanSubject
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.estimate import PlanEstimate
+    from hpcdist.training.use_cases.recipe_plan import PlanSubject
 
 EXAMPLES: Final = """\b
 Examples:
@@ -25,20 +33,19 @@ _SIZE_OPTIONS: Final = ("devices", "batch")  # what a layout may say beside the 
 
 
 @click.command("compare", cls=SectionedCommand, epilog=EXAMPLES)
-@options.recipe_options
-@options.clusters_option
-@click.option(
+@recipe_argument
+@clusters_option
+@section_option(
+    CLUSTER_SECTION,
     "--layout",
     "layouts",
-    cls=SectionedOption,
-    section=CLUSTER_SECTION,
     multiple=True,
     metavar="'KEY=VALUE ...'",
     help="One layout: options of the layout without their dashes, also devices= and batch=; may be given again.",
 )
-@options.subject_options
+@subject_options
 @layout_options
-@options.json_option
+@json_option
 def command(
     recipe: Path | None,
     clusters: tuple[str, ...],
@@ -121,8 +128,8 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
 
 @click.command("layout")
 @layout_options
-@click.option("--devices", type=click.IntRange(min=1))
-@click.option("--batch", type=click.IntRange(min=1))
+@click.option("--devices", type=COUNT)
+@click.option("--batch", type=COUNT)
 def _options(**options: Any) -> None:
     """Take what a --layout may say; parsed, and never run."""
 
@@ -137,5 +144,5 @@ def _parse_layout(text: str) -> dict[str, Any]:
         context = _options.make_context("layout", words)
     except click.UsageError as error:
         raise UsageError(f"--layout {text!r}: {error.format_message()}") from error
-    values = {name: context.params[name] for name in (*LAYOUT_OPTIONS, *_SIZE_OPTIONS)}
+    values = {name: context.params[name] for name in (*LAYOUT_FIELDS, *_SIZE_OPTIONS)}
     return {name: value for name, value in values.items() if value is not None}

@@ -14,48 +14,55 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from hpcdist.cli.lazy_group import LazyGroup
-from hpcdist.cli.plan import options
-from hpcdist.cli.plan.options import CALIBRATE, COMMANDS, SectionedCommand, layout_options
+from hpcdist.cli.common import FILE, LazyGroup, json_option
+from hpcdist.cli.plan.options import (
+    CALIBRATE,
+    COMMANDS,
+    SectionedCommand,
+    cluster_option,
+    layout_options,
+    plot_option,
+    subject_options,
+)
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.table import aligned
+from hpcdist.reporting.toml_text import toml_lines
 
 if TYPE_CHECKING:
-    from hpcdist.cli.plan.subject import PlanSubject
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.estimate import PlanEstimate
+    from hpcdist.training.use_cases.recipe_plan import PlanSubject
 
 
 @click.command("clusters")
 @click.argument("named", metavar="[NAME|FILE]", required=False)
-@options.json_option
+@json_option
 def clusters(named: str | None, as_json: bool) -> None:
     """List the clusters that come with hpcdist, or print one as TOML: the start of a file of your own.
 
     A file is checked as it is read, so this tells as well whether one is right.
     """
     from hpcdist.planner.cluster import toml_file
-    from hpcdist.planner.report.quantities import finite_json
 
     if named is not None:
         cluster = toml_file.read(named)
-        click.echo(
-            json.dumps(finite_json(dataclasses.asdict(cluster))) if as_json else toml_file.dump(cluster), nl=as_json
-        )
+        click.echo(json.dumps(jsonable(cluster)) if as_json else toml_file.dump(cluster), nl=as_json)
         return
     known = [toml_file.read(name) for name in toml_file.names()]
     if as_json:
         click.echo(json.dumps([{"name": item.name, "about": item.about, "devices": item.devices} for item in known]))
         return
-    width = max(len(item.name) for item in known)
-    for item in known:
-        click.echo(
-            f"{item.name:{width}}  {item.devices:>6,} x {item.device.name}, {item.node.devices} a node: {item.about}"
-        )
+    rows = [
+        (item.name, f"{item.devices:,}", f"x {item.device.name}, {item.node.devices} a node: {item.about}")
+        for item in known
+    ]
+    click.echo("\n".join(aligned(rows, left=(0, -1))))
 
 
 @click.command("models")
 @click.argument("named", metavar="[NAME]", required=False)
-@options.json_option
+@json_option
 def models(named: str | None, as_json: bool) -> None:
     """List the models that --model knows, or print the numbers of one, as the options of `hpcdist plan` take them."""
     from hpcdist.planner.model import transformer
@@ -69,17 +76,13 @@ def models(named: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows[named] if named is not None else rows))
     elif named is not None:
-        for key, value in rows[named].items():
-            click.echo(f"{key} = {str(value).lower() if isinstance(value, bool) else json.dumps(value)}")
+        click.echo("\n".join(toml_lines(rows[named])))
     else:
         from hpcdist.planner.report.quantities import large_count
 
-        width = max(len(name) for name in rows)
-        for name, row in rows.items():
-            click.echo(
-                f"{name:{width}}  {large_count(row['parameters'], 4):>14}: {row['layers']} layers x {row['hidden']}, "
-                f"{row['heads']} heads, context {row['context']:,}, vocabulary {row['vocabulary']:,}"
-            )
+        shown = "{layers} layers x {hidden}, {heads} heads, context {context:,}, vocabulary {vocabulary:,}"
+        cells = [(name, large_count(row["parameters"], 4), shown.format_map(row)) for name, row in rows.items()]
+        click.echo("\n".join(aligned(cells, left=(0, -1))))
 
 
 PlanResult = TypeVar("PlanResult")
@@ -96,7 +99,6 @@ class PlanGroup(LazyGroup):
 
     allow_interspersed_args = True
     allow_extra_args = False
-    lazy = COMMANDS
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -137,16 +139,14 @@ def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str
     return [*commands, CompletionItem(incomplete, type="file")]
 
 
-@click.command("plan", cls=PlanGroup, epilog=EXAMPLES)
-@click.argument(
-    "recipe", type=click.Path(dir_okay=False, path_type=Path), required=False, shell_complete=_complete_recipe
-)
-@options.cluster_option
-@options.subject_options
+@click.command("plan", cls=PlanGroup, lazy=COMMANDS, epilog=EXAMPLES)
+@click.argument("recipe", type=FILE, required=False, shell_complete=_complete_recipe)
+@cluster_option
+@subject_options
 @layout_options
 @click.option("--simulate/--no-simulate", default=True, help="Time a pipeline by the simulator of schedules.")
-@options.plot_option
-@options.json_option
+@plot_option
+@json_option
 def command(
     recipe: Path | None,
     cluster: str | None,

@@ -1,17 +1,19 @@
 """Options of `hpcdist plan`: the model, the layout and the cluster, with headings of their own in the help.
 
-There is one layout option for each field of `hpcdist.planner.layout.ParallelLayout`. All options default to None, so
+Each is a row of a table: its flags, what it takes and its help; an option of the layout also has the field of
+`hpcdist.planner.layout.ParallelLayout` that it sets, and the axis of a search that it fixes. All default to None, so
 that a command knows which of them were given.
 """
 
+import importlib
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import click
 from click.shell_completion import CompletionItem
 
+from hpcdist.cli.common import COUNT, FILE, Decorator, stacked
 from hpcdist.planner.layout import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -22,8 +24,6 @@ from hpcdist.planner.layout import (
     STRATEGIES,
 )
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-
-ClickCommand = Callable[..., Any]
 
 MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"
@@ -76,50 +76,138 @@ class FiniteNumber(click.FloatRange):
         return number
 
 
-def count_option(
-    *names: str, section: str, text: str, least: int = 1, **settings: Any
-) -> Callable[[ClickCommand], ClickCommand]:
-    """Return an option that is a whole number, ``least`` or more."""
-    return click.option(
-        *names,
-        cls=SectionedOption,
-        section=section,
-        type=click.IntRange(min=least),
-        metavar="N",
-        help=text,
-        show_default=False,
-        **settings,
-    )
+Kind: TypeAlias = click.ParamType | tuple[str, ...] | None  # of a value: a type, words to choose from, yes or no
+SHARE: Final = FiniteNumber(0.0, 1.0)
 
 
-def choice_option(*names: str, section: str, of: tuple[str, ...], text: str) -> Callable[[ClickCommand], ClickCommand]:
-    """Return an option that is one ``of`` some words."""
-    return click.option(
-        *names, cls=SectionedOption, section=section, type=click.Choice(of), help=text, show_default=False
-    )
+class PlanOption(NamedTuple):
+    """Option of the model, the layout or the run.
+
+    ``axis`` is the field of `SearchSpec` that has only its value where it is given; ``field`` is that of a layout where
+    it has another name than the option.
+    """
+
+    flags: str
+    kind: Kind
+    text: str
+    axis: str = ""
+    field: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its value."""
+        return self.flags.partition("/")[0].removeprefix("--").replace("-", "_")
+
+    def decorator(self, section: str) -> Decorator:
+        """Return the option of click, under the heading ``section``."""
+        settings: dict[str, Any] = {"type": self.kind, "metavar": "N"}
+        if self.kind is None:
+            settings = {"default": None}
+        elif isinstance(self.kind, tuple):
+            settings = {"type": click.Choice(self.kind)}
+        elif isinstance(self.kind, click.FloatRange):
+            settings["metavar"] = "X"
+        return section_option(section, self.flags, help=self.text, show_default=False, **settings)
 
 
-# Options that describe a transformer, by the field of `hpcdist.planner.model.description.TransformerShape`.
-SHAPE_OPTIONS: Final = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "vocabulary",
-    "feed_forward",
-    "mlp_ratio",
-    "gated",
-    "experts",
+def section_option(section: str, *names: str, **settings: Any) -> Decorator:
+    """Return an option of click under the heading ``section``."""
+    return click.option(*names, cls=SectionedOption, section=section, **settings)
+
+
+_SHAPE: Final = (
+    PlanOption("--layers", COUNT, "Blocks of a transformer."),
+    PlanOption("--hidden", COUNT, "Their width."),
+    PlanOption("--heads", COUNT, "Heads of a block."),
+    PlanOption("--kv-heads", COUNT, "Heads of keys and values.  [default: as many]"),
+    PlanOption("--vocabulary", COUNT, "Tokens that there are."),
+    PlanOption("--context", COUNT, "Tokens of a sample; also beside --model."),
+    PlanOption("--feed-forward", COUNT, "Inner width of a feed-forward."),
+    PlanOption(
+        "--mlp-ratio", FiniteNumber(min=0.0, min_open=True), "The same as a multiple of --hidden.  [default: 4]"
+    ),
+    PlanOption("--gated/--no-gated", None, "Three matrices in a feed-forward (SwiGLU).  [default: no-gated]"),
+    PlanOption("--experts", COUNT, "Feed-forwards of a block.  [default: 1]"),
+    PlanOption("--experts-per-token", COUNT, "Of those, how many see a token.  [default: 1]"),
+    PlanOption("--tied/--untied", None, "The embedding is the output matrix as well.  [default: tied]"),
+    PlanOption("--positions", ("learned", "rotary"), "How a token's place is told.  [default: learned]"),
+    PlanOption("--norm", ("layer", "rms"), "Which norm.  [default: layer]"),
+    PlanOption("--bias/--no-bias", None, "Linears have biases.  [default: bias]"),
+    PlanOption("--causal/--no-causal", None, "A token sees those before it alone.  [default: causal]"),
 )
-SHAPE_FLAGS: Final = ("experts_per_token", "tied", "positions", "norm", "bias", "causal")
+# Options that describe a transformer: fields of `hpcdist.planner.model.description.TransformerShape`, and mlp_ratio.
+SHAPE_OPTIONS: Final = tuple(option.name for option in _SHAPE)
+
+_RUN: Final = (
+    PlanOption("--devices", COUNT, "Devices, or ranks, in all.  [default: as the degrees need]"),
+    PlanOption("--batch", COUNT, "Samples of a step, over all replicas.  [default: the recipe's]"),
+    PlanOption("--steps", COUNT, "Steps of the run.  [default: the recipe's, else 1000]"),
+    PlanOption("--tokens", FiniteNumber(min=1.0), "The same in tokens, e.g. 300e9."),
+)
+
+_LAYOUT: Final = (
+    PlanOption("--data", COUNT, "Replicas.  [default: what --devices leaves]"),
+    PlanOption("--pipeline", COUNT, "Stages.  [default: 1]", "pipelines"),
+    PlanOption("--tensor", COUNT, "Devices that compute each layer together.  [default: 1]", "tensors"),
+    PlanOption(
+        "--context-ranks", COUNT, "Devices that share the tokens of a sample.  [default: 1]", "contexts", "context"
+    ),
+    PlanOption("--expert-ranks", COUNT, "Data devices that share the experts.  [default: 1]", "experts", "expert"),
+    PlanOption("--strategy", STRATEGIES, "How replicas meet.  [default: allreduce]"),
+    PlanOption("--zero", click.IntRange(0, 3), "Its stage: --strategy zeroN, or allreduce for 0."),
+    PlanOption("--servers", COUNT, "Dedicated parameter servers beside the other devices."),
+    PlanOption("--microbatch", COUNT, "Samples of a micro-batch.  [default: 1]", "microbatches"),
+    PlanOption("--schedule", tuple(SCHEDULES), "Order of the passes of a pipeline.  [default: 1f1b]", "schedules"),
+    PlanOption(
+        "--chunks", COUNT, "Parts of the model on each pipeline device.  [default: as the schedule has]", "chunks"
+    ),
+    PlanOption("--recompute", RECOMPUTE, "What is computed again: attention, or all.  [default: none]", "recompute"),
+    PlanOption(
+        "--sequence-parallel/--no-sequence-parallel",
+        None,
+        "Cut by tokens what lies between the products of tensor devices.",
+        "sequence_parallel",
+    ),
+    PlanOption("--precision", PRECISIONS, "Type of the numbers.  [default: bfloat16]"),
+    PlanOption("--main-gradients", ("float32", "working"), "Type in which gradients are summed.  [default: float32]"),
+    PlanOption(
+        "--activations",
+        ("working", "float32"),
+        "Type in which layers compute, and keep what they do.  [default: working]",
+    ),
+    PlanOption(
+        "--optimizer-slots",
+        click.IntRange(0, 2),
+        "Numbers that the optimizer keeps of a parameter: 2 for Adam, 1 for momentum.  [default: 2]",
+    ),
+    PlanOption("--compression", COMPRESSIONS, "How gradients travel.  [default: none]", "compressions"),
+    PlanOption("--algorithm", ALGORITHMS, "Of the exchange.  [default: auto, the fastest]"),
+    PlanOption(
+        "--implementation",
+        IMPLEMENTATIONS,
+        "Whose kernels and memory.  [default: megatron on a GPU that nobody has measured, else hpcdist]",
+    ),
+    PlanOption("--library", tuple(filter(None, LIBRARIES)), "Whose collectives.  [default: as the implementation]"),
+    PlanOption(
+        "--gradient-fusion/--no-gradient-fusion",
+        None,
+        "Of megatron: products add to the gradients of before.  [default: gradient-fusion]",
+    ),
+    PlanOption(
+        "--tensor-overlap", SHARE, "Share of the tensor messages that may hide behind the backward.  [default: 0]"
+    ),
+    PlanOption("--overlap", SHARE, "Share of the exchange that may hide behind computation.  [default: 1]"),
+)
+# Option of the layout -> the field of a `ParallelLayout` that it sets; --zero is the strategy.
+LAYOUT_FIELDS: Final = {option.name: option.field or option.name for option in _LAYOUT}
+# Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
+SEARCH_AXES: Final = {option.name: option.axis for option in _LAYOUT if option.axis}
 
 
 def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
     """Return a completion of the names that a module of the planner knows; files are completed beside them."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        import importlib
-
         known = importlib.import_module(f"hpcdist.planner.{module}").names()
         names = [CompletionItem(name) for name in known if name.startswith(incomplete)]
         return names or [CompletionItem(incomplete, type="file")]
@@ -127,270 +215,34 @@ def _complete_names(module: str) -> Callable[[click.Context, click.Parameter, st
     return complete
 
 
-_MODEL_OPTIONS: Final = (
-    click.option(
-        "--model",
-        "model",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        metavar="NAME",
-        shell_complete=_complete_names("model.transformer"),
-        help="A published model: see `hpcdist plan models`.",
-    ),
-    count_option("--layers", section=MODEL_SECTION, text="Blocks of a transformer."),
-    count_option("--hidden", section=MODEL_SECTION, text="Their width."),
-    count_option("--heads", section=MODEL_SECTION, text="Heads of a block."),
-    count_option("--kv-heads", section=MODEL_SECTION, text="Heads of keys and values.  [default: as many]"),
-    count_option("--vocabulary", section=MODEL_SECTION, text="Tokens that there are."),
-    count_option("--context", section=MODEL_SECTION, text="Tokens of a sample; also beside --model."),
-    count_option("--feed-forward", section=MODEL_SECTION, text="Inner width of a feed-forward."),
-    click.option(
-        "--mlp-ratio",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        type=FiniteNumber(min=0.0, min_open=True),
-        metavar="X",
-        help="The same as a multiple of --hidden.  [default: 4]",
-    ),
-    click.option(
-        "--gated/--no-gated",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        default=None,
-        help="Three matrices in a feed-forward (SwiGLU).  [default: no-gated]",
-    ),
-    count_option("--experts", section=MODEL_SECTION, text="Feed-forwards of a block.  [default: 1]"),
-    count_option("--experts-per-token", section=MODEL_SECTION, text="Of those, how many see a token.  [default: 1]"),
-    click.option(
-        "--tied/--untied",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        default=None,
-        help="The embedding is the output matrix as well.  [default: tied]",
-    ),
-    choice_option(
-        "--positions",
-        section=MODEL_SECTION,
-        of=("learned", "rotary"),
-        text="How a token's place is told.  [default: learned]",
-    ),
-    choice_option("--norm", section=MODEL_SECTION, of=("layer", "rms"), text="Which norm.  [default: layer]"),
-    click.option(
-        "--bias/--no-bias",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        default=None,
-        help="Linears have biases.  [default: bias]",
-    ),
-    click.option(
-        "--causal/--no-causal",
-        cls=SectionedOption,
-        section=MODEL_SECTION,
-        default=None,
-        help="A token sees those before it alone.  [default: causal]",
-    ),
+def _cluster_option(*names: str, more: str = "", **settings: Any) -> Decorator:
+    complete, text = _complete_names("cluster.toml_file"), f"See `hpcdist plan clusters`{more}."
+    place = {"metavar": "NAME|FILE", "shell_complete": complete, "help": text}
+    return section_option(CLUSTER_SECTION, *names, **place, **settings)
+
+
+cluster_option = _cluster_option("--cluster")
+clusters_option = _cluster_option("--cluster", "clusters", multiple=True, more="; may be given again")
+plot_option = click.option("--plot", type=FILE, help="Draw memory and timeline into this file (.png, .pdf, .svg).")
+layout_options = stacked(*(option.decorator(LAYOUT_SECTION) for option in _LAYOUT))
+_MODEL: Final = section_option(
+    MODEL_SECTION,
+    "--model",
+    metavar="NAME",
+    shell_complete=_complete_names("model.transformer"),
+    help="A published model: see `hpcdist plan models`.",
 )
-
-_CLUSTER_OPTIONS: Final = (
-    click.option(
-        "--set",
-        "overrides",
-        cls=SectionedOption,
-        section=CLUSTER_SECTION,
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Override a key of the recipe, e.g. parallel.tensor=2.",
-    ),
-    count_option(
-        "--devices", section=CLUSTER_SECTION, text="Devices, or ranks, in all.  [default: as the degrees need]"
-    ),
-    count_option(
-        "--batch", section=CLUSTER_SECTION, text="Samples of a step, over all replicas.  [default: the recipe's]"
-    ),
-    count_option("--steps", section=CLUSTER_SECTION, text="Steps of the run.  [default: the recipe's, else 1000]"),
-    click.option(
-        "--tokens",
-        cls=SectionedOption,
-        section=CLUSTER_SECTION,
-        type=FiniteNumber(min=1.0),
-        metavar="X",
-        help="The same in tokens, e.g. 300e9.",
-    ),
+_SET: Final = section_option(
+    CLUSTER_SECTION,
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of the recipe, e.g. parallel.tensor=2.",
 )
-
-
-def cluster_option(command: ClickCommand) -> ClickCommand:
-    """Add --cluster."""
-    return click.option(
-        "--cluster",
-        cls=SectionedOption,
-        section=CLUSTER_SECTION,
-        metavar="NAME|FILE",
-        shell_complete=_complete_names("cluster.toml_file"),
-        help="See `hpcdist plan clusters`.",
-    )(command)
-
-
-def clusters_option(command: ClickCommand) -> ClickCommand:
-    """Add --cluster, which may be given more than once."""
-    return click.option(
-        "--cluster",
-        "clusters",
-        cls=SectionedOption,
-        section=CLUSTER_SECTION,
-        multiple=True,
-        metavar="NAME|FILE",
-        shell_complete=_complete_names("cluster.toml_file"),
-        help="See `hpcdist plan clusters`; may be given again.",
-    )(command)
-
-
-def recipe_options(command: ClickCommand) -> ClickCommand:
-    """Add the argument RECIPE."""
-    return click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)(command)
-
-
-def subject_options(command: ClickCommand) -> ClickCommand:
-    """Add the options of the model and of the run."""
-    for option in reversed((*_CLUSTER_OPTIONS, *_MODEL_OPTIONS)):
-        command = option(command)
-    return command
-
-
-def json_option(command: ClickCommand) -> ClickCommand:
-    """Add --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(command)
-
-
-def plot_option(command: ClickCommand) -> ClickCommand:
-    """Add --plot."""
-    return click.option(
-        "--plot",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="Draw memory and timeline into this file (.png, .pdf, .svg).",
-    )(command)
-
-
-# Options that are fields of a `Layout` under another name.
-LAYOUT_FIELDS: Final = {"context_ranks": "context", "expert_ranks": "expert"}
-LAYOUT_OPTIONS: Final = (
-    *("data", "pipeline", "tensor", "context_ranks", "expert_ranks", "strategy", "zero", "servers", "microbatch"),
-    *("schedule", "chunks", "recompute", "sequence_parallel", "precision", "main_gradients", "compression"),
-    *("activations", "optimizer_slots", "algorithm", "implementation", "library", "gradient_fusion", "overlap"),
-    "tensor_overlap",
+subject_options = stacked(
+    _SET,
+    *(option.decorator(CLUSTER_SECTION) for option in _RUN),
+    _MODEL,
+    *(option.decorator(MODEL_SECTION) for option in _SHAPE),
 )
-_LAYOUT_DECORATORS: Final = (
-    count_option("--data", section=LAYOUT_SECTION, text="Replicas.  [default: what --devices leaves]"),
-    count_option("--pipeline", section=LAYOUT_SECTION, text="Stages.  [default: 1]"),
-    count_option("--tensor", section=LAYOUT_SECTION, text="Devices that compute each layer together.  [default: 1]"),
-    count_option(
-        "--context-ranks", section=LAYOUT_SECTION, text="Devices that share the tokens of a sample.  [default: 1]"
-    ),
-    count_option("--expert-ranks", section=LAYOUT_SECTION, text="Data devices that share the experts.  [default: 1]"),
-    choice_option("--strategy", section=LAYOUT_SECTION, of=STRATEGIES, text="How replicas meet.  [default: allreduce]"),
-    click.option(
-        "--zero",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        type=click.IntRange(0, 3),
-        metavar="N",
-        help="Its stage: --strategy zeroN, or allreduce for 0.",
-    ),
-    count_option("--servers", section=LAYOUT_SECTION, text="Dedicated parameter servers beside the other devices."),
-    count_option("--microbatch", section=LAYOUT_SECTION, text="Samples of a micro-batch.  [default: 1]"),
-    choice_option(
-        "--schedule",
-        section=LAYOUT_SECTION,
-        of=tuple(SCHEDULES),
-        text="Order of the passes of a pipeline.  [default: 1f1b]",
-    ),
-    count_option(
-        "--chunks",
-        section=LAYOUT_SECTION,
-        text="Parts of the model on each pipeline device.  [default: as the schedule has]",
-    ),
-    choice_option(
-        "--recompute",
-        section=LAYOUT_SECTION,
-        of=RECOMPUTE,
-        text="What is computed again: attention, or all.  [default: none]",
-    ),
-    click.option(
-        "--sequence-parallel/--no-sequence-parallel",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        default=None,
-        help="Cut by tokens what lies between the products of tensor devices.",
-    ),
-    choice_option(
-        "--precision", section=LAYOUT_SECTION, of=PRECISIONS, text="Type of the numbers.  [default: bfloat16]"
-    ),
-    choice_option(
-        "--main-gradients",
-        section=LAYOUT_SECTION,
-        of=("float32", "working"),
-        text="Type in which gradients are summed.  [default: float32]",
-    ),
-    choice_option(
-        "--activations",
-        section=LAYOUT_SECTION,
-        of=("working", "float32"),
-        text="Type in which layers compute, and keep what they do.  [default: working]",
-    ),
-    click.option(
-        "--optimizer-slots",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        type=click.IntRange(0, 2),
-        metavar="N",
-        help="Numbers that the optimizer keeps of a parameter: 2 for Adam, 1 for momentum.  [default: 2]",
-    ),
-    choice_option(
-        "--compression", section=LAYOUT_SECTION, of=COMPRESSIONS, text="How gradients travel.  [default: none]"
-    ),
-    choice_option(
-        "--algorithm", section=LAYOUT_SECTION, of=ALGORITHMS, text="Of the exchange.  [default: auto, the fastest]"
-    ),
-    choice_option(
-        "--implementation",
-        section=LAYOUT_SECTION,
-        of=IMPLEMENTATIONS,
-        text="Whose kernels and memory.  [default: megatron on a GPU that nobody has measured, else hpcdist]",
-    ),
-    choice_option(
-        "--library",
-        section=LAYOUT_SECTION,
-        of=tuple(name for name in LIBRARIES if name),
-        text="Whose collectives.  [default: as the implementation]",
-    ),
-    click.option(
-        "--gradient-fusion/--no-gradient-fusion",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        default=None,
-        help="Of megatron: products add to the gradients of before.  [default: gradient-fusion]",
-    ),
-    click.option(
-        "--tensor-overlap",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        type=FiniteNumber(0.0, 1.0),
-        metavar="X",
-        help="Share of the tensor messages that may hide behind the backward.  [default: 0]",
-    ),
-    click.option(
-        "--overlap",
-        cls=SectionedOption,
-        section=LAYOUT_SECTION,
-        type=FiniteNumber(0.0, 1.0),
-        metavar="X",
-        help="Share of the exchange that may hide behind computation.  [default: 1]",
-    ),
-)
-
-
-def layout_options(command: ClickCommand) -> ClickCommand:
-    """Add the options of the layout."""
-    for option in reversed(_LAYOUT_DECORATORS):
-        command = option(command)
-    return command

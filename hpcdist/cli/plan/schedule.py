@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpcdist.cli.common import COUNT, EXISTING_FILE, FILE, json_option, set_option
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -39,9 +40,9 @@ class _Costs(click.ParamType):
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--stages", type=click.IntRange(min=1), default=4, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=click.IntRange(min=1), default=8, help="Micro-batches of a step.")
-@click.option("--chunks", type=click.IntRange(min=1), default=2, help="Chunks of every rank, for interleaved.")
+@click.option("--stages", type=COUNT, default=4, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=COUNT, default=8, help="Micro-batches of a step.")
+@click.option("--chunks", type=COUNT, default=2, help="Chunks of every rank, for interleaved.")
 @click.option(
     "--costs",
     multiple=True,
@@ -56,19 +57,19 @@ class _Costs(click.ParamType):
 @click.option(
     "--file",
     "source",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     help="A schedule that was written out, or by hand.",
 )
 @click.option(
     "--recipe",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     help="Show the stages that the pipeline of a recipe is cut into: their work and memory.",
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe.")
-@click.option("--dump", type=click.Path(dir_okay=False, path_type=Path), help="Write the schedule for --file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the timelines (.png, .pdf, .svg).")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write them for Perfetto (.json).")
+@set_option
+@click.option("--dump", type=FILE, help="Write the schedule for --file.")
+@json_option
+@click.option("--plot", type=FILE, help="Draw the timelines (.png, .pdf, .svg).")
+@click.option("--trace", type=FILE, help="Write them for Perfetto (.json).")
 def command(
     names: tuple[str, ...],
     stages: int,

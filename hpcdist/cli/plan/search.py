@@ -6,62 +6,53 @@ It also prints the `hpcdist plan` command that plans the best layout again, with
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.plan import options
+from hpcdist.cli.common import COUNT, json_option, recipe_argument
 from hpcdist.cli.plan.options import (
     LAYOUT_FIELDS,
-    LAYOUT_OPTIONS,
     PARAMETER_SERVER,
+    SEARCH_AXES,
     SectionedCommand,
-    SectionedOption,
+    cluster_option,
     layout_options,
+    plot_option,
+    section_option,
+    subject_options,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
+from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
-    from hpcdist.cli.plan.subject import PlanSubject
     from hpcdist.planner.cluster.hardware import Cluster
     from hpcdist.planner.layout import ParallelLayout
     from hpcdist.planner.search.best_layouts import SearchResult
     from hpcdist.planner.search.space import SearchSpec
+    from hpcdist.training.use_cases.recipe_plan import PlanSubject
 
 SEARCH_SECTION: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
-# Option of the layout -> the field of `SearchSpec` that has only its value, where it is given.
-FIXED_OPTIONS: Final = {
-    "schedule": "schedules",
-    "chunks": "chunks",
-    "recompute": "recompute",
-    "compression": "compressions",
-    "tensor": "tensors",
-    "pipeline": "pipelines",
-    "context_ranks": "contexts",
-    "expert_ranks": "experts",
-    "microbatch": "microbatches",
-    "sequence_parallel": "sequence_parallel",
-}
 _DERIVED_OPTIONS: Final = ("data", "servers")
 # Of the command that plans the best layout again: options that are written where the layout has another value than it
 # would have without them,
-_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_OPTIONS if name not in ("data", "microbatch", "zero"))
+_LAYOUT_FIELDS: Final = tuple(name for name in LAYOUT_FIELDS if name not in ("data", "microbatch", "zero"))
 # and those of them that a search does not vary, which stay as they were given.
-_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*FIXED_OPTIONS, "strategy"))
+_AS_GIVEN: Final = tuple(name for name in _LAYOUT_FIELDS if name not in (*SEARCH_AXES, "strategy"))
 _COLOCATED: Final = "parameter_server.placement=colocated"
 
 
-def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(*names, cls=SectionedOption, section=SEARCH_SECTION, **settings)
+_option: Final = partial(section_option, SEARCH_SECTION)
 
 
 @click.command("search", cls=SectionedCommand)
-@options.recipe_options
-@options.cluster_option
-@options.subject_options
+@recipe_argument
+@cluster_option
+@subject_options
 @_option(
     "--objective",
     type=click.Choice(OBJECTIVES),
@@ -74,11 +65,11 @@ def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Call
 @_option("--fewer", is_flag=True, help="A layout may leave devices unused.")
 @_option("--runnable", is_flag=True, help="Only what this version of hpcdist runs itself.")
 @_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
-@_option("--first", type=click.IntRange(min=1), default=10, metavar="N", help="How many to show and explain.")
+@_option("--first", type=COUNT, default=10, metavar="N", help="How many to show and explain.")
 @_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
 @layout_options
-@options.plot_option
-@options.json_option
+@plot_option
+@json_option
 def command(
     recipe: Path | None,
     cluster: str | None,
@@ -133,7 +124,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 
     for name in options_given(options, _DERIVED_OPTIONS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
-    varied = {*FIXED_OPTIONS, "strategy", "zero", "devices"}
+    varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
     return subject_from_options(path, overrides, {name: value for name, value in options.items() if name not in varied})
 
 
@@ -142,7 +133,7 @@ def _search_request(subject: "PlanSubject", cluster: "Cluster", options: Mapping
     from hpcdist.planner.search.space import SearchSpec
 
     values: dict[str, Any] = {
-        field: (options[name],) for name, field in FIXED_OPTIONS.items() if options.get(name) is not None
+        field: (options[name],) for name, field in SEARCH_AXES.items() if options.get(name) is not None
     }
     strategy = strategy_from_options(options, subject.layout).get("strategy")
     if strategy is not None:
@@ -191,7 +182,7 @@ def _replan(
 def _jsonable(
     result: "SearchResult", subject: "PlanSubject", cluster: "Cluster", notes: tuple[str, ...]
 ) -> dict[str, Any]:
-    from hpcdist.planner.report.quantities import estimate_json, finite_json
+    from hpcdist.planner.report.quantities import estimate_json
 
     plans = [
         {"value": candidate.value, "unit": candidate.unit, "why": candidate.why, "limits": candidate.limits}
@@ -199,10 +190,8 @@ def _jsonable(
         for candidate in result.found
     ]
     about = {name: getattr(result, name) for name in ("objective", "devices", "layouts", "estimated", "left_out")}
-    refused = [dataclasses.asdict(candidate) for candidate in result.refused]
-    figures: dict[str, Any] = finite_json(
-        {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *notes)}
-    )
+    more = {"refused": result.refused, "nothing": result.nothing, "flags": (*result.flags, *notes)}
+    figures: dict[str, Any] = jsonable({**about, "found": plans, **more})
     return figures
 
 
@@ -224,7 +213,7 @@ def replan_command(
 
     is_wider = layout.strategy == base.strategy == PARAMETER_SERVER and base.servers > layout.servers == 0
     values = {
-        **{name: value for name, value in options.items() if name not in (*LAYOUT_OPTIONS, "devices", "simulate")},
+        **{name: value for name, value in options.items() if name not in (*LAYOUT_FIELDS, "devices", "simulate")},
         **{name: options[name] for name in _AS_GIVEN},
         **_changed_options(base, layout),
         "overrides": (*overrides, _COLOCATED) if is_wider else overrides,
@@ -242,7 +231,7 @@ def _changed_options(base: "ParallelLayout", layout: "ParallelLayout") -> dict[s
     for name in _LAYOUT_FIELDS:
         if layout.pipeline == 1 and name in ("schedule", "chunks"):
             continue  # which has no effect, and is refused
-        field = LAYOUT_FIELDS.get(name, name)
+        field = LAYOUT_FIELDS[name]
         if getattr(layout, field) != getattr(base, field):
             values[name] = getattr(layout, field)
     if not layout.servers:

@@ -6,39 +6,32 @@ kernels of published trainings (Megatron) are planned, the only ones that estima
 """
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.cli.plan.options import (
-    COMMANDS,
-    LAYOUT_FIELDS,
-    LAYOUT_OPTIONS,
-    PARAMETER_SERVER,
-    SHAPE_FLAGS,
-    SHAPE_OPTIONS,
-)
+from hpcdist.cli.plan.options import COMMANDS, LAYOUT_FIELDS, PARAMETER_SERVER, SHAPE_OPTIONS
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import HALVES, ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
+from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
 
 if TYPE_CHECKING:
     from hpcdist.training.recipe.recipe import Recipe
 
 DEFAULT_STEPS: Final = 1000  # of a run of which nobody says how long it is
 MAX_STEPS: Final = 10**12  # more is a slip of the keyboard
+_OWN_RULES: Final = ("zero", "strategy", "servers", "data")  # options that decide fields together with others
 _REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
-_ALL_SHAPE_OPTIONS: Final = (*SHAPE_OPTIONS, "context", *SHAPE_FLAGS)
 
 
-def options_given(options: Mapping[str, Any], names: tuple[str, ...] = LAYOUT_OPTIONS) -> list[str]:
+def options_given(options: Mapping[str, Any], names: Iterable[str] = LAYOUT_FIELDS) -> list[str]:
     """Return those of the options ``names`` that were given, as they are written."""
     return [flag(name) for name in names if options.get(name) is not None]
 
@@ -53,8 +46,8 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
 
     Raises UsageError where the options contradict each other, or the degrees do not make up the devices.
     """
-    plain = {name for name in LAYOUT_OPTIONS if name not in ("zero", "strategy", "servers", "data")}
-    values = {LAYOUT_FIELDS.get(name, name): options[name] for name in plain if options.get(name) is not None}
+    plain = {name: field for name, field in LAYOUT_FIELDS.items() if name not in _OWN_RULES}
+    values = {field: options[name] for name, field in plain.items() if options.get(name) is not None}
     layout = dataclasses.replace(base, **values, **strategy_from_options(options, base))
     _check_pipeline(layout, options)
     _check_effect(layout, options)
@@ -152,19 +145,6 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
     return int(replicas)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSubject:
-    """A model, the layout that was asked for, samples and steps; ``notes`` say what the plan leaves out."""
-
-    description: ModelDescription
-    layout: ParallelLayout
-    global_batch: int
-    steps: int
-    notes: tuple[str, ...] = ()
-    kernels: str | None = None  # whose were asked for
-    of_recipe: bool = False  # this toolkit will train it
-
-
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
     """Return ``subject`` with the kernels of published trainings, where nobody has measured others on such a device.
 
@@ -195,7 +175,7 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
     StorageError for a recipe that is not there.
     """
     named = options.get("model") is not None
-    numbers = options_given(options, _ALL_SHAPE_OPTIONS)
+    numbers = options_given(options, SHAPE_OPTIONS)
     if path is not None and (named or numbers):
         raise UsageError(
             f"the recipe {path} and {'--model' if named else numbers[0]} are two models; keep one (--set model.KEY="
@@ -229,10 +209,9 @@ def _check_recipe_exists(path: Path) -> None:
     """Raise where there is no file ``path``: UsageError for what looks like a command, else StorageError."""
     if path.exists():
         return
-    close = difflib.get_close_matches(str(path), COMMANDS, 1)
-    if close:
+    if near := nearest(str(path), COMMANDS):
         raise UsageError(
-            f"there is no recipe {str(path)!r}, and no command of that name; did you mean `hpcdist plan {close[0]}`?"
+            f"there is no recipe {str(path)!r}, and no command of that name; did you mean `hpcdist plan {near}`?"
         )
     raise StorageError(f"recipe {path}: there is no such file")
 
@@ -251,8 +230,6 @@ def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -
 
     Raises ConfigurationError where it cannot be planned, and UsageError.
     """
-    from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
-
     planned = plan_of_recipe(recipe, name)
     batch = options.get("batch") or planned.global_batch
     layout = layout_from_options(options, planned.layout)
@@ -263,14 +240,9 @@ def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -
     notes = list(planned.notes)
     if not (recipe.parallel.data or options.get("data") or options.get("devices")):
         notes.append("neither parallel.data nor --devices says how many replicas there are: one is planned")
-    return PlanSubject(
-        description=planned.description,
-        layout=layout,
-        global_batch=batch,
-        steps=planned.steps if steps is None else steps,
-        notes=tuple(notes),
-        kernels=options.get("implementation"),
-        of_recipe=True,
+    steps, kernels = planned.steps if steps is None else steps, options.get("implementation")
+    return dataclasses.replace(
+        planned, layout=layout, global_batch=batch, steps=steps, notes=tuple(notes), kernels=kernels
     )
 
 
@@ -293,7 +265,7 @@ def _by_name(options: Mapping[str, Any]) -> ModelDescription:
     from hpcdist.planner.model import transformer
     from hpcdist.planner.model.transformer import describe
 
-    others = options_given(options, (*SHAPE_OPTIONS, *SHAPE_FLAGS))
+    others = options_given(options, (name for name in SHAPE_OPTIONS if name != "context"))
     if others:
         raise UsageError(
             f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
@@ -315,9 +287,7 @@ def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
         raise UsageError("--feed-forward and --mlp-ratio say the same; keep one")
     if options.get("experts_per_token") is not None and options.get("experts") is None:
         raise UsageError(f"--experts-per-token {options['experts_per_token']} needs --experts, how many there are")
-    values = {
-        name: options[name] for name in _ALL_SHAPE_OPTIONS if options.get(name) is not None and name != "mlp_ratio"
-    }
+    values = {name: options[name] for name in SHAPE_OPTIONS if options.get(name) is not None and name != "mlp_ratio"}
     if options.get("mlp_ratio") is not None:
         wide = options["mlp_ratio"] * options["hidden"]
         if not math.isclose(wide, round(wide)) or round(wide) < 1:

@@ -3,25 +3,26 @@
 It works while the run hangs and after it died. Exit code 1 when something is wrong.
 """
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
+from hpcdist.cli.common import existing_run_argument, json_option
 from hpcdist.comm.record.flight_recorder import RecordedEvent
 from hpcdist.errors import FAILURE, OK
 from hpcdist.reporting import regular
+from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.table import aligned
 from hpcdist.telemetry.hang import Finding, HangReport, RankState, analyse, load
 
 MAX_RANKS = 32  # ranks in the table; a job of thousands is not read line by line
 
 
 @click.command("hang")
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@existing_run_argument
 @click.option("--patience", default=10.0, show_default=True, help="Seconds an operation of a running job may take.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_context
 def command(context: click.Context, run_dir: Path, patience: float, as_json: bool) -> None:
     """Name the first rank of RUN_DIR that left the common path, with its operation and line.
@@ -32,7 +33,8 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
     damaged: dict[int, str] = {}
     with regular.damage(run_dir, regular.FIGURES):
         report = analyse(load(run_dir, damaged), patience, damaged=damaged)
-        text = json.dumps(as_dict(report)) if as_json else render(report)
+        figures = {"wrong": bool(report.findings), **jsonable(report)}
+        text = json.dumps(figures) if as_json else render(report)
     click.echo(text)
     context.exit(FAILURE if report.findings else OK)
 
@@ -47,15 +49,10 @@ def render(report: HangReport) -> str:
     shown = sorted(
         sorted(report.ranks, key=lambda rank: rank.rank not in named)[:MAX_RANKS], key=lambda rank: rank.rank
     )
-    lines += ["", f"{'rank':>6}  {'state':<9} operation", *(_row(rank) for rank in shown)]
+    lines += ["", *aligned([("rank", "state", "operation"), *map(_row, shown)], left=(1, 2))]
     if len(shown) < len(report.ranks):
-        lines.append(f"{'':>6}  and {len(report.ranks) - len(shown)} more ranks; --json lists them")
+        lines.append(f"and {len(report.ranks) - len(shown)} more ranks; --json lists them")
     return "\n".join(lines)
-
-
-def as_dict(report: HangReport) -> dict[str, Any]:
-    """Return the report as plain values; an operation becomes its fields."""
-    return {"wrong": bool(report.findings), **dataclasses.asdict(report)}
 
 
 def _sentence(finding: Finding) -> str:
@@ -64,9 +61,9 @@ def _sentence(finding: Finding) -> str:
     return f"{finding.kind.upper()}: {ranks} {finding.text}{at}"
 
 
-def _row(rank: RankState) -> str:
+def _row(rank: RankState) -> tuple[str, str, str]:
     note = f" [{rank.note}]" if rank.note else ""
-    return f"{rank.rank:>6}  {rank.state:<9} {_where(rank.last, rank.waiting_s)}{note}"
+    return str(rank.rank), rank.state, f"{_where(rank.last, rank.waiting_s)}{note}"
 
 
 def _where(last: RecordedEvent | None, waiting_s: float | None) -> str:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
+from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
 
 if TYPE_CHECKING:
@@ -68,9 +70,7 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
     except HpcdistError as error:
         return [], f"The recipe cannot be read: {error}", None
     known = recipes.defaults()
-    rows = [
-        RecipeSetting(key, recipes.toml_value(value), recipes.toml_value(known[key])) for key, value in values.items()
-    ]
+    rows = [RecipeSetting(key, toml_value(value), toml_value(known[key])) for key, value in values.items()]
     return rows, "", int(values["run.steps"])
 
 
@@ -123,7 +123,7 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
         return TextSample(reason=str(error))
     if nbytes > MAX_MODEL_BYTES:
         return TextSample(
-            reason=f"the parameters take {nbytes / 2**30:.1f} GiB; hpcdist sample {run_dir} where there is room"
+            reason=f"the parameters take {format_bytes(nbytes)}; hpcdist sample {run_dir} where there is room"
         )
     words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
     line = [sys.executable, "-P", "-m", "hpcdist", "sample", *words]
@@ -142,16 +142,12 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
 
 
 @click.command("report")
-@click.argument("place", metavar="RUN_DIR|RESULTS.h5", type=click.Path(path_type=Path))
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this file (.png, .pdf)."
-)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write all of it as a page that needs no network."
-)
+@click.argument("place", metavar="RUN_DIR|RESULTS.h5", type=PATH)
+@click.option("--plot", type=FILE, help="Draw the curves into this file (.png, .pdf).")
+@click.option("--html", type=FILE, help="Write all of it as a page that needs no network.")
 @click.option("--no-sample", is_flag=True, help="The page: no text from the model.")
 @click.option("--sample-prompt", default="def ", help="The page: text that the model continues.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@json_option
 @click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
 def report(
     place: Path,
@@ -175,7 +171,9 @@ def report(
     if place.name == METRICS_FILE and place.is_file():
         raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
     if html is not None:
-        _report_page(place, html, None if no_sample else sample_prompt, as_json)
+        write_page(place, html, sample=not no_sample, prompt="" if no_sample else sample_prompt)
+        if not as_json:
+            click.echo(f"page       {html}, {format_bytes(html.stat().st_size)}")
         if not (as_json or plot):
             return
     if place.is_file() and _is_collectives(place):
@@ -202,12 +200,6 @@ def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str)
         raise UsageError("--sample-prompt is empty; give at least one character, or --no-sample")
     if html is not None and place.is_file():
         raise UsageError(f"--html makes the page of a run; {place} is a file of results: use --plot or --markdown")
-
-
-def _report_page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
-    write_page(run_dir, file, sample=prompt is not None, prompt=prompt or "")
-    if not quiet:
-        click.echo(f"page       {file}, {format_bytes(file.stat().st_size)}")
 
 
 def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:

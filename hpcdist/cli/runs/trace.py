@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist import __version__
+from hpcdist.cli.common import FILE, existing_run_argument, json_option
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.telemetry.trace.summary import Trace
+
+
+def _range_of(text: str, sign: str, digits: int) -> range:
+    """Return the numbers from A to B of A``sign``B, or A alone; an empty range for another text."""
+    ends = re.fullmatch(rf"(\d{{1,{digits}}})(?:{sign}(\d{{1,{digits}}}))?", text)
+    return range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
 
 
 class _Steps(click.ParamType):
@@ -24,10 +31,10 @@ class _Steps(click.ParamType):
         """Return the steps."""
         if isinstance(value, range):
             return value
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        steps = _range_of(str(value), ":", 18)
+        if not steps:
             self.fail(f"{value!r} are no steps; give the first and the last, as 100:120, or one", param, ctx)
-        return range(int(match[1]), int(match[2] or match[1]) + 1)
+        return steps
 
 
 class _Ranks(click.ParamType):
@@ -39,26 +46,19 @@ class _Ranks(click.ParamType):
         """Return the ranks, ascending."""
         if isinstance(value, tuple):
             return value
-        ranks: set[int] = set()
-        for part in str(value).split(","):
-            ends = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
-            if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-                self.fail(f"{value!r} are no ranks; give numbers and ranges, as 0-3,7", param, ctx)
-            ranks |= set(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
-        return tuple(sorted(ranks))
+        parts = [_range_of(part.strip(), "-", 7) for part in str(value).split(",")]
+        if not all(parts):
+            self.fail(f"{value!r} are no ranks; give numbers and ranges, as 0-3,7", param, ctx)
+        return tuple(sorted(set().union(*parts)))
 
 
 @click.command("trace")
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace (.json or .json.gz)."
-)
+@existing_run_argument
+@click.option("-o", "--output", type=FILE, help="Write the trace (.json or .json.gz).")
 @click.option("--steps", type=_Steps(), help="Which steps; the last 20 that all ranks have, where none are given.")
 @click.option("--ranks", type=_Ranks(), help="Which ranks to show; all, where none are given.")
-@click.option("--json", "as_json", is_flag=True, help="Print what it tells as one JSON object.")
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the step of middle length (.png, .pdf, .svg)."
-)
+@json_option
+@click.option("--plot", type=FILE, help="Draw the step of middle length (.png, .pdf, .svg).")
 def command(
     run_dir: Path,
     output: Path | None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.batch.job import walltime_s
+from hpcdist.cli.common import COUNT, DIRECTORY, FILE, recipe_argument, set_option
 from hpcdist.cli.submit import kinds
 from hpcdist.comm.launch.exit_file import SURVIVE_MODES
 
@@ -71,11 +72,11 @@ class SubmitCommand(click.Command):
 
 
 @click.command("submit", cls=SubmitCommand)
-@click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@recipe_argument
 @click.option("--site", metavar="NAME|FILE", help="Profile of the site; see `hpcdist site list`.  [default: found out]")
-@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Number of nodes.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=1, help="Ranks on each of them.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), default=1, help="Cores, and threads, of each rank.")
+@click.option("--nodes", type=COUNT, required=True, help="Number of nodes.")
+@click.option("--ranks-per-node", type=COUNT, default=1, help="Ranks on each of them.")
+@click.option("--cpus-per-task", type=COUNT, default=1, help="Cores, and threads, of each rank.")
 @click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of a node.  [default: one a rank, if any]")
 @click.option("--time", "walltime", metavar="WALLTIME", help="D-HH:MM:SS, HH:MM:SS or minutes.  [default: the site's]")
 @click.option("--partition", help="Partition, or queue, of the cluster.  [default: the site's]")
@@ -87,13 +88,11 @@ class SubmitCommand(click.Command):
 @click.option("--signal-seconds", "signal_s", default=120, help="How long before the walltime the job saves and stops.")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=DIRECTORY,
     help="Run directory.  [default: runs/<job name>-<id of the run>]",
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
-)
-@click.option("--chain", "links", default=1, type=click.IntRange(min=1), help="Jobs that go on with one another.")
+@set_option
+@click.option("--chain", "links", default=1, type=COUNT, help="Jobs that go on with one another.")
 @click.option(
     "--restarts",
     default=0,
@@ -115,7 +114,7 @@ class SubmitCommand(click.Command):
 @click.option(
     "--stage-environment",
     "environment",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="TAR",
     help="Unpack a Python environment on each node before, and use it: an archive that has bin/python.",
 )
@@ -123,7 +122,7 @@ class SubmitCommand(click.Command):
 @click.option("--container", metavar="IMAGE", help="Run the ranks in this image.  [default: the site's]")
 @click.option(
     "--carbon",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="CSV",
     help="Carbon forecast: begin when it is lowest.",
 )
@@ -138,7 +137,7 @@ class SubmitCommand(click.Command):
     metavar="NAME|FILE",
     help="Show an estimate: see `hpcdist plan clusters`.  [default: the site's, if any]",
 )
-@click.option("--tasks", type=click.IntRange(min=1), help="A job array of so many runs of PROGRAM: see HPCDIST_TASK.")
+@click.option("--tasks", type=COUNT, help="A job array of so many runs of PROGRAM: see HPCDIST_TASK.")
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing; needs no scheduler.")
 def command(
     recipe: Path | None, overrides: tuple[str, ...], cluster: str | None, dry_run: bool, **options: Any

@@ -4,12 +4,11 @@ Each kind has options of its own, which are refused without it. An array runs on
 the results; a benchmark runs on nodes of its own; parameter servers may have nodes of a second kind.
 """
 
-import difflib
 import hashlib
 import os
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.batch.job import SUITES, SWEEP, BatchJob
+from hpcdist.cli.common import COUNT, FILE, stacked
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help is instant
@@ -37,14 +38,14 @@ _OWNER_OPTION: Final = {
 }
 _SUITES: Final = [name for name in SUITES if name != SWEEP]
 _KIND_OPTIONS: Final = ("array", "bench", "server_nodes")
-_OPTIONS: Final = (
+kind_options = stacked(
     click.option(
         "--array",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FILE,
         metavar="SWEEP",
         help="Instead of a training: a sweep as a job array, one trial a task.",
     ),
-    click.option("--at-most", type=click.IntRange(min=1), help="Trials of --array at a time.  [default: all]"),
+    click.option("--at-most", type=COUNT, help="Trials of --array at a time.  [default: all]"),
     click.option("--retry-failed", is_flag=True, help="With --array: run trials again that are recorded as failed."),
     click.option(
         "--bench",
@@ -52,22 +53,13 @@ _OPTIONS: Final = (
         help=f"Instead of a training: a benchmark on nodes of its own: {', '.join(_SUITES)} or a sweep file.",
     ),
     click.option("--bench-args", help="Options of that `hpcdist bench`, in one string."),
-    click.option(
-        "--server-nodes", type=click.IntRange(min=1), help="Nodes more, for dedicated parameter servers alone."
-    ),
-    click.option("--server-ranks-per-node", type=click.IntRange(min=1), help="Servers on each of them.  [default: 1]"),
+    click.option("--server-nodes", type=COUNT, help="Nodes more, for dedicated parameter servers alone."),
+    click.option("--server-ranks-per-node", type=COUNT, help="Servers on each of them.  [default: 1]"),
     click.option("--server-partition", help="Partition that they are in.  [default: that of the workers]"),
     click.option(
         "--server-sbatch-arg", "server_sbatch_args", multiple=True, help="Further option of sbatch for their nodes."
     ),
 )
-
-
-def kind_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of these jobs to a click command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def planned_job(
@@ -185,7 +177,6 @@ def _trial_resources(trials: "list[SweepTrial]", options: Mapping[str, Any]) -> 
 
 def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     from hpcdist.batch.array import SweepJob
-    from hpcdist.batch.sites import search
     from hpcdist.training.use_cases import batch_job as plan
 
     sweep, trials, text = _sweep(options["array"], site, options)
@@ -200,20 +191,12 @@ def _array(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
         at_most=options["at_most"] or 0,
         retry_failed=options["retry_failed"],
     )
-    search.check(job, site)
-    shape = f"{counted(len(trials), 'trial')} x {counted(sweep.repeats, 'repeat')}, each on {_nodes_text(job.nodes)}"
-    return plan.PlannedJob(
-        job, site, (f"site {site.name}; {shape}", *lines), tuple(plan.hidden_paths(job, site, sorted(data)))
-    )
-
-
-def _nodes_text(count: int) -> str:
-    return counted(count, "node")
+    shape = f"{counted(len(trials), 'trial')} x {counted(sweep.repeats, 'repeat')}"
+    return plan.checked_job(job, site, f"{shape}, each on {counted(job.nodes, 'node')}", lines, sorted(data))
 
 
 def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
     from hpcdist.batch.array import BenchmarkJob
-    from hpcdist.batch.sites import search
     from hpcdist.training.use_cases import batch_job as plan
 
     suite = _suite(options["bench"])
@@ -233,11 +216,7 @@ def _benchmark(site: "SiteProfile", options: Mapping[str, Any]) -> "PlannedJob":
         sweep=text,
         trial_ranks=tuple(trial.ranks for trial in trials),
     )
-    search.check(job, site)
-    shape = f"bench {suite} on {_nodes_text(job.nodes)} x {counted(job.ranks_per_node, 'rank')}"
-    return plan.PlannedJob(
-        job, site, (f"site {site.name}; {shape}", *lines), tuple(plan.hidden_paths(job, site, sorted(data)))
-    )
+    return plan.checked_job(job, site, f"bench {suite} on {plan.size_of(job)}", lines, sorted(data))
 
 
 def _suite(named: str) -> str:
@@ -245,9 +224,7 @@ def _suite(named: str) -> str:
         return named
     if named.endswith(".toml"):
         return SWEEP
-    close = difflib.get_close_matches(named, _SUITES, 1)
-    cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(_SUITES)}, or a sweep.toml"
-    raise UsageError(f"--bench {named!r} is no benchmark; {cure}")
+    raise UsageError(f"--bench {named!r} is no benchmark; {suggestion(named, _SUITES, 'or a sweep.toml')}")
 
 
 def _arguments(suite: str, text: str) -> tuple[str, ...]:

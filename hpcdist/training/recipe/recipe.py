@@ -9,7 +9,6 @@ Light: imports nothing that starts MPI or opens HDF5.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -23,6 +22,7 @@ from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.reporting.toml_text import toml_lines
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
@@ -183,8 +183,12 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
             values.update(source.values)
             origin.update(source.origin)
     try:
-        sections = {item.name: item.default_factory for item in fields(Recipe)}
-        recipe = Recipe(**{name: kind(**_section_values(values, name)) for name, kind in sections.items()})  # type: ignore[operator]
+        keys: dict[str, dict[str, Any]] = {item.name: {} for item in fields(Recipe)}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            keys[section][name] = value
+        sections: dict[str, Any] = {item.name: item.default_factory for item in fields(Recipe)}
+        recipe = Recipe(**{name: kind(**keys[name]) for name, kind in sections.items()})
     except ConfigurationError as error:
         # A value of another file or the environment is easily forgotten: the message names its place.
         named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
@@ -192,32 +196,10 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, origin)
 
 
-def _section_values(values: Mapping[str, Any], section: str) -> dict[str, Any]:
-    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(section + ".")}
-
-
 def dump(recipe: Recipe) -> str:
     """Return ``recipe`` as TOML, with every key: `load_stored` gives an equal recipe."""
-    tables = []
-    for section, keys in asdict(recipe).items():
-        tables.append("\n".join([f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in keys.items())]))
+    tables = ["\n".join([f"[{section}]", *toml_lines(keys)]) for section, keys in asdict(recipe).items()]
     return "\n\n".join(tables) + "\n"
-
-
-def toml_value(value: bool | int | float | str | tuple[int | str, ...]) -> str:
-    """Return ``value`` as it is written in TOML. Raises ConfigurationError for text that is not Unicode."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)  # inf, nan and exponents are written alike in both languages
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"{value!r} is not valid Unicode; rename the file or directory") from None
-    # A TOML basic string is a JSON string in which DEL must be escaped too.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def digest(recipe: Recipe) -> str:

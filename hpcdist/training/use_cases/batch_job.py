@@ -98,11 +98,12 @@ def plan_training(
         local=local,
     )
     search.check(job, site)
-    size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
-    shape = f"{size}: {degrees_equation(recipe, job.ranks)}"
-    unseen = tuple(hidden_paths(job, site, [recipe.data.path]))
-    lines = (f"site {site.name}; {shape}", *notes, *saves)
-    return PlannedJob(job, site, lines, unseen, recipe, _missing_packages(job, recipe))
+    shape = f"{size_of(job)}: {degrees_equation(recipe, job.ranks)}"
+    planned = checked_job(job, site, shape, [*notes, *saves], [recipe.data.path])
+    # Ranks with another Python may have what this one lacks: see `hpcdist doctor --job`.
+    own_python = not job.python_of_ranks and job.environment is None
+    missing = tuple(requirements.missing_packages(recipe)) if own_python else ()
+    return dataclasses.replace(planned, recipe=recipe, missing=missing)
 
 
 def plan_script(
@@ -127,9 +128,22 @@ def plan_script(
         environment=options["environment"] and options["environment"].absolute(),
         local=_node_local_folder(options, site, run_dir),
     )
+    return checked_job(job, site, f"{size_of(job)}: {shlex.join(program)}", notes, [])
+
+
+def size_of(job: BatchJob) -> str:
+    """Return the nodes and ranks of ``job`` in words."""
+    return f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
+
+
+def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
+    """Return ``job``, which reads the files ``data``, with lines about it: its ``shape``, and ``notes``.
+
+    Raises ConfigurationError where ``site`` cannot run it.
+    """
     search.check(job, site)
-    shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
-    return PlannedJob(job, site, (f"site {site.name}; {shape}", *notes), tuple(hidden_paths(job, site, [])))
+    lines = (f"site {site.name}; {shape}", *notes)
+    return PlannedJob(job, site, lines, tuple(hidden_paths(job, site, data)))
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
@@ -138,7 +152,9 @@ def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[s
     begin, notes = _carbon_begin(options)
     fields = {name: options[name] for name in _FIELDS}
     fields |= {"python": sys.executable, "python_path": source_folder(), "begin": begin}
-    return fields | {"python_of_ranks": _python_of_ranks(options["container"], site)}, notes
+    image = options["container"] or site.container.image
+    python_of_ranks = (*site.container.runtime, image, site.container.python) if image else ()
+    return fields | {"python_of_ranks": python_of_ranks}, notes
 
 
 def check_visible(planned: PlannedJob) -> None:
@@ -149,11 +165,6 @@ def check_visible(planned: PlannedJob) -> None:
         f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or say in a profile of the site "
         "which those are (storage.roots and storage.private)"
     )
-
-
-def _missing_packages(job: BatchJob, recipe: "Recipe") -> tuple[str, ...]:
-    """Return the modules that this Python lacks for ``recipe``; none where ranks have another Python (see doctor)."""
-    return () if job.python_of_ranks or job.environment is not None else tuple(requirements.missing_packages(recipe))
 
 
 def check_packages(planned: PlannedJob) -> None:
@@ -299,11 +310,6 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
     if "$USER" in folder:
         folder = folder.replace("$USER", getpass.getuser())
     return Path(folder) / f"hpcdist-{os.getuid()}-{place}"
-
-
-def _python_of_ranks(container: str | None, site: SiteProfile) -> tuple[str, ...]:
-    image = container or site.container.image
-    return (*site.container.runtime, image, site.container.python) if image else ()
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:

@@ -34,18 +34,20 @@ _PLANNED_ALGORITHMS: Final = {
 }
 
 
-@dataclass(frozen=True)
-class RecipePlan:
-    """Recipe in the terms of the planner; ``notes`` name the differences."""
+@dataclass(frozen=True, kw_only=True)
+class PlanSubject:
+    """A model, its layout, samples and steps in the terms of the planner; ``notes`` say what a plan leaves out."""
 
     description: ModelDescription
     layout: ParallelLayout
     global_batch: int
     steps: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    kernels: str | None = None  # whose were asked for
+    of_recipe: bool = False  # this toolkit will train it
 
 
-def plan_of_recipe(recipe: "Recipe", name: str) -> RecipePlan:
+def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
     """Return ``recipe`` for the planner. Without ``parallel.data`` it has one replica.
 
     Raises ConfigurationError for what cannot be described, and DataError where the model depends on data that cannot
@@ -58,7 +60,10 @@ def plan_of_recipe(recipe: "Recipe", name: str) -> RecipePlan:
     batch = recipe.run.global_batch
     if recipe.run.batch_warmup:
         notes.append(f"run.batch_warmup: all steps are planned with the {batch} samples of the last ones")
-    return RecipePlan(_description(recipe, name), layout, batch, recipe.run.steps, tuple(notes))
+    steps, description = recipe.run.steps, _description(recipe, name)
+    return PlanSubject(
+        description=description, layout=layout, global_batch=batch, steps=steps, notes=tuple(notes), of_recipe=True
+    )
 
 
 def _refuse(recipe: "Recipe") -> None:

@@ -109,13 +109,13 @@ def test_figures_of_a_run(tmp_path):
     shown = report(path, "--carbon-intensity", 360, "--carbon-source", "operator", "--carbon-date", "2025")
     for line in (
         "energy      4,000.0 J of cpu + gpu",
-        "training                  3,600.0   90.0%         9.0     400.0",
-        "  compute                 3,000.0   75.0%         7.0     428.6  +- 20.0 J",
-        "  idle                    unknown                 2.0          ",
+        "training    3,600.0  90.0%      9.0  400.0",
+        "  compute   3,000.0  75.0%      7.0  428.6  +- 20.0 J",
+        "  idle      unknown             2.0",
         "training    180 J a step",
         "            2.812 J a token",
         "emissions   0.4 g CO2e at 360 g/kWh (operator, 2025)",
-        "   0 gpu   GPU-1            3,000.0",
+        "   0  gpu   GPU-1      3,000.0",
     ):
         assert line in shown.splitlines(), shown
 

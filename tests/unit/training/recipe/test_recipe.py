@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcdist import errors
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.reporting.toml_text import toml_value
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.config import DataConfig, RunConfig
@@ -273,7 +274,7 @@ def test_a_dump_reads_back_as_it_was(path: str, seed: int, fraction: float, ever
 
 @given(st.one_of(st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=["Cs"]))))
 def test_toml_of_any_value(value: bool | int | float | str) -> None:
-    got = tomllib.loads(f"value = {recipes.toml_value(value)}")["value"]
+    got = tomllib.loads(f"value = {toml_value(value)}")["value"]
     assert type(got) is type(value)
     assert got == value or (math.isnan(got) and math.isnan(value))
 

@@ -1,0 +1,87 @@
+"""Parts that commands share: the lazy group, options and arguments that several have, and types of their values.
+
+Light: `hpcdist --help` imports it, and of all commands only the one that is called.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import click
+
+from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.units import parse_bytes
+
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+PATH: Final = click.Path(path_type=Path)
+FILE: Final = click.Path(dir_okay=False, path_type=Path)
+EXISTING_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+DIRECTORY: Final = click.Path(file_okay=False, path_type=Path)
+EXISTING_DIRECTORY: Final = click.Path(exists=True, file_okay=False, path_type=Path)
+COUNT: Final = click.IntRange(min=1)
+
+recipe_argument = click.argument("recipe", type=FILE, required=False)
+run_dir_argument = click.argument("run_dir", type=PATH)
+existing_run_argument = click.argument("run_dir", type=EXISTING_DIRECTORY)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
+)
+
+
+def stacked(*options: Decorator) -> Decorator:
+    """Return one decorator for ``options``, which stand in this order in the help."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+class ByteSize(click.ParamType):
+    """Click type of a number of bytes: 4096, 16K, 1M, 2G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number; refuse another text."""
+        try:
+            return parse_bytes(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class LazyGroup(click.Group):
+    """Group that knows the names and one-liners of its commands, and imports only the one that is called.
+
+    ``lazy`` has for each name where its click command is, "module:attribute", and what the overview says of it. A
+    misspelt name is answered with the nearest known.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of ``lazy``."""
+        return list(self.lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None for an unknown name. Raises click.UsageError where one is near."""
+        if cmd_name not in self.lazy:
+            near = nearest(cmd_name, self.lazy)
+            if near is not None and not ctx.resilient_parsing:
+                ctx.fail(f"there is no command {cmd_name!r}; the nearest known is {near!r}")
+            return None
+        module, _, attribute = self.lazy[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the overview without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.lazy.items()])
