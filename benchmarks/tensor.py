@@ -30,9 +30,11 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
-from hpcdist.strategies.config import ParallelConfig, check_tensor_parallel
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.tensor.model import cut_model
+from hpcdist.training.recipe.config import DataConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 WARM_UP: Final = 3
 SAME: Final = 1e-4  # norm of the difference of weights over their norm
@@ -69,7 +71,8 @@ class Contender:
         own = comm.dup(name)  # its messages are counted apart
         self.comm, self.number, self.ledger = own, 0, Ledger()
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=options.heads)
-        check_tensor_parallel(config, comm.size if over_tensor else 1, options.context, by_rows)
+        parallel = ParallelConfig(tensor=comm.size if over_tensor else 1, sequence_parallel=by_rows and over_tensor)
+        Recipe(model=config, data=DataConfig(context=options.context), parallel=parallel)  # or it raises
         whole = models.build(config, "float32", context=options.context)
         self.whole = whole.layout.parameters
         context = RankContext(

@@ -1,11 +1,11 @@
-"""Configuration of checkpoints: the ``[checkpoint]`` section of a recipe. Imports nothing but the errors."""
+"""Configuration of checkpoints: the ``[checkpoint]`` section of a recipe. Imports nothing but `reporting`."""
 
 import math
 import shlex
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import at_least, check_section, must, rule
 
 GROUPS: Final = ("rank", "node")
 OBSERVED: Final = "observed"
@@ -41,70 +41,7 @@ class CheckpointConfig:
     local_directory: str = ""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ConfigurationError(
-                f"checkpoint.every_steps = {self.every_steps}; give a number of steps, or 0 to save at the end only"
-            )
-        if self.keep < 1:
-            raise ConfigurationError(f"checkpoint.keep = {self.keep}; at least 1 checkpoint must be kept")
-        if self.writers not in GROUPS and not (self.writers.isascii() and self.writers.strip("0").isdecimal()):
-            raise ConfigurationError(
-                f"checkpoint.writers = {self.writers!r}; choose 'rank', 'node', or a number of ranks of at least 1"
-            )
-        if self.local_directory and not self.asynchronous:
-            raise ConfigurationError(
-                f"checkpoint.local_directory = {self.local_directory!r} with checkpoint.asynchronous = false: a state "
-                "would be written there and copied while all ranks wait; set checkpoint.asynchronous = true"
-            )
-        if self.incremental and not (self.asynchronous or self.writers == "rank"):
-            raise ConfigurationError(
-                f"checkpoint.incremental = true with checkpoint.writers = {self.writers!r}: a writer would have to be "
-                "sent what it then leaves out; set checkpoint.asynchronous = true, or writers = 'rank'"
-            )
-        self._check_rules()
-
-    def _check_rules(self) -> None:
-        for key in ("keep_every", "keep_best"):
-            if getattr(self, key) < 0:
-                raise ConfigurationError(f"checkpoint.{key} = {getattr(self, key)}; give a number, or 0 for none")
-        if self.mtbf_s != OBSERVED and (isinstance(self.mtbf_s, str) or not 0 <= self.mtbf_s < math.inf):
-            raise ConfigurationError(
-                f"checkpoint.mtbf_s = {self.mtbf_s!r}; give the seconds between two failures of the job, 'observed', "
-                "or 0"
-            )
-        if self.mtbf_s and self.every_steps:
-            raise ConfigurationError(
-                f"checkpoint.mtbf_s = {self.mtbf_s!r} with checkpoint.every_steps = {self.every_steps}: one of them "
-                "says when to save; set the other to 0"
-            )
-        if self.stripe not in ("auto", "none") and not _options(self.stripe):
-            raise ConfigurationError(
-                f"checkpoint.stripe = {self.stripe!r}; choose 'auto', 'none', or options of lfs setstripe (or the tool "
-                "of BeeGFS) such as '-c 4 -S 4M'"
-            )
-
-    def check_steps(self, lock_step: bool, validated: bool) -> None:
-        """Raise ConfigurationError where no step is followed by a decision of all ranks, or nothing is validated."""
-        for key in ("mtbf_s", "keep_best"):
-            if getattr(self, key) and not lock_step:
-                raise ConfigurationError(
-                    f"checkpoint.{key} = {getattr(self, key)!r} where workers are not in lock-step is not built in "
-                    f"this version; set checkpoint.{key} = 0, or parameter_server.consistency = 'bsp' without backup "
-                    "workers"
-                )
-        if self.keep_best and not validated:
-            raise ConfigurationError(
-                f"checkpoint.keep_best = {self.keep_best} with data.validation_fraction = 0: there is no validation "
-                "loss; set checkpoint.keep_best = 0, or keep some data for validation"
-            )
-
-    def check_beside(self, in_file: bool) -> None:
-        """Raise ConfigurationError for a copy in memory of a state that is kept ``in_file``."""
-        if self.asynchronous and in_file and not self.local_directory:
-            raise ConfigurationError(
-                "checkpoint.asynchronous = true with a state offloaded to a file: it would make a copy in memory; "
-                "set checkpoint.asynchronous = false, or name a checkpoint.local_directory"
-            )
+        check_section(RULES, "checkpoint", self)
 
 
 def _options(text: str) -> list[str]:
@@ -114,3 +51,40 @@ def _options(text: str) -> list[str]:
     except ValueError:
         return []
     return words if words and words[0].startswith("-") else []
+
+
+RULES: Final = (
+    *at_least(0, "checkpoint.every_steps", expected="give a number of steps, or 0 to save at the end only"),
+    *at_least(1, "checkpoint.keep", expected="at least 1 checkpoint must be kept"),
+    must(
+        "checkpoint.writers",
+        lambda text: text in GROUPS or (text.isascii() and text.strip("0").isdecimal()),
+        "choose 'rank', 'node', or a number of ranks of at least 1",
+    ),
+    rule(
+        "checkpoint.local_directory with checkpoint.asynchronous=false",
+        "a state would be written there and copied while all ranks wait",
+        "set checkpoint.asynchronous = true",
+    ),
+    rule(
+        "checkpoint.incremental with checkpoint.writers!=rank where checkpoint.asynchronous=false",
+        "a writer would have to be sent what it then leaves out",
+        "set checkpoint.asynchronous = true, or writers = 'rank'",
+    ),
+    *at_least(0, "checkpoint.keep_every", "checkpoint.keep_best", expected="give a number, or 0 for none"),
+    must(
+        "checkpoint.mtbf_s",
+        lambda mtbf_s: mtbf_s == OBSERVED or (not isinstance(mtbf_s, str) and 0 <= mtbf_s < math.inf),
+        "give the seconds between two failures of the job, 'observed', or 0",
+    ),
+    rule(
+        "checkpoint.mtbf_s with checkpoint.every_steps",
+        "one of them says when to save",
+        "set the other to 0",
+    ),
+    must(
+        "checkpoint.stripe",
+        lambda text: text in ("auto", "none") or _options(text),
+        "choose 'auto', 'none', or options of lfs setstripe (or the tool of BeeGFS) such as '-c 4 -S 4M'",
+    ),
+)

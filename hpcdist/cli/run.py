@@ -340,7 +340,7 @@ def check_training(
     or on other hosts, see other files.
     """
     from hpcdist.cli import train
-    from hpcdist.training.recipe import requirements, rules
+    from hpcdist.training.recipe import requirements
 
     options = _train_options(command)
     if elsewhere and options["recipe"] is not None and not options["recipe"].exists():
@@ -348,7 +348,7 @@ def check_training(
     train.time_limit_s(options["time_limit"])
     recipe = train.recipe_from_options(options)
     if survive is not None:
-        rules.refuse_beside_survival(recipe, survive, spares)
+        recipe.check_world(0, **{"--survive": survive, "--spares": spares})
     if ranks is not None:
         requirements.grid_of_recipe(recipe, ranks)
     if not elsewhere:

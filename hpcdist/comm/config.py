@@ -1,6 +1,5 @@
-"""The ``[communication]`` section of a recipe; imports only the errors, so that reading a recipe is fast."""
+"""The ``[communication]`` section of a recipe; imports only the errors and `reporting`: it is read fast."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.rules import at_least, check_section, finite, one_of, rule
 
 ALGORITHMS: Final = (
     "auto",
@@ -45,6 +45,24 @@ COMPRESSIONS: Final = (
 )
 POLLED: Final = ("ring",)  # algorithms that can be polled step by step, with the same bits
 BUCKET_BYTES: Final = 4 << 20
+RULES: Final = (
+    one_of("communication.overlap", OVERLAPS),
+    rule(
+        "communication.overlap=poll with communication.algorithm!={polled}",
+        "it has no steps with the same bits",
+        f"choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'",
+        polled=POLLED,
+    ),
+    rule(
+        "communication.delayed with communication.overlap=none",
+        "nothing would sum gradients behind the next step",
+        "choose the overlap 'thread' or 'poll'",
+    ),
+    one_of("communication.compression", COMPRESSIONS),
+    *at_least(1, "communication.bucket_bytes"),
+    finite("communication.deadline_s", lambda seconds: seconds > 0, "above 0"),
+    *at_least(0, "communication.ranks_per_node", expected="give a number of ranks, or 0 for nodes as found"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,33 +98,7 @@ class CommunicationConfig:
                 f"communication.algorithm: {fault}; choose one of {', '.join(ALGORITHMS)}, or a "
                 "table of them by size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
-        self._check_overlap()
-        if self.compression not in COMPRESSIONS:
-            raise ConfigurationError(
-                f"communication.compression = {self.compression!r}; choose one of {', '.join(COMPRESSIONS)}"
-            )
-        if self.bucket_bytes < 1:
-            raise ConfigurationError(f"communication.bucket_bytes = {self.bucket_bytes}; it must be at least 1")
-        if not (math.isfinite(self.deadline_s) and self.deadline_s > 0):
-            raise ConfigurationError(f"communication.deadline_s = {self.deadline_s}; it must be finite and above 0")
-        if self.ranks_per_node < 0:
-            raise ConfigurationError(
-                f"communication.ranks_per_node = {self.ranks_per_node}; give a number of ranks, or 0 for nodes as found"
-            )
-
-    def _check_overlap(self) -> None:
-        if self.overlap not in OVERLAPS:
-            raise ConfigurationError(f"communication.overlap = {self.overlap!r}; choose one of {', '.join(OVERLAPS)}")
-        if self.overlap == "poll" and self.algorithm not in POLLED:
-            raise ConfigurationError(
-                f"communication.overlap = 'poll' with communication.algorithm = {self.algorithm!r}, which has no "
-                f"steps with the same bits; choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'"
-            )
-        if self.delayed and self.overlap == "none":
-            raise ConfigurationError(
-                "communication.delayed = true with communication.overlap = 'none': nothing would sum gradients behind "
-                "the next step; choose the overlap 'thread' or 'poll'"
-            )
+        check_section(RULES, "communication", self)
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:

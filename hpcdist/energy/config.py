@@ -1,18 +1,15 @@
-"""Configuration of energy: the ``[energy]`` section of a recipe. Imports nothing but the errors."""
+"""Configuration of energy: the ``[energy]`` section of a recipe. Imports nothing but `reporting`."""
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import NO_EFFECT, Rule, check_section, must, no_effect, one_of, rule
 
 SOURCES: Final = ("auto", "nvml", "rapl", "cray", "declared", "none")
 POWERCAP: Final = "/sys/class/powercap"
 PM_COUNTERS: Final = "/sys/cray/pm_counters"
 LONGEST_INTERVAL_S: Final = 10.0  # a processor's counter wraps within a minute at the least
 MOST_PUE: Final = 10.0
-# Keys of the declared model alone: elsewhere they would have no effect.
-_DECLARED: Final = ("cpu_tdp_w", "gpu_tdp_w", "idle_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,64 +52,52 @@ class EnergyConfig:
     currency: str = ""
 
     def __post_init__(self) -> None:
-        if self.sources not in SOURCES:
-            raise ConfigurationError(f"energy.sources = {self.sources!r}; choose one of {', '.join(SOURCES)}")
-        self._between("interval_s", 0.001, LONGEST_INTERVAL_S, "s")
-        self._check_model()
-        self._between("sensor_window_s", 0.0, LONGEST_INTERVAL_S, "s")
-        if self.shift and not (self.wants("nvml") or self.sensor_window_s):
-            raise ConfigurationError(
-                f"energy.shift = true has no effect with energy.sources = {self.sources!r}: it is sensors of GPUs that "
-                "look part of the time; remove it, or choose 'nvml'"
-            )
-        if self.utilisation_s:
-            self._between("utilisation_s", 0.01, 3600.0, "s, or 0")
-        self._between("pue", 1.0, MOST_PUE, "")
-        self._between("carbon_g_per_kwh", 0.0, 10_000.0, "g")
-        self._between("price_per_kwh", 0.0, 1e9, "")
-        for name, needed in (
-            ("carbon_source", "carbon_g_per_kwh"),
-            ("carbon_date", "carbon_g_per_kwh"),
-            ("currency", "price_per_kwh"),
-        ):
-            if getattr(self, name) and not getattr(self, needed):
-                raise ConfigurationError(
-                    f"energy.{name} = {getattr(self, name)!r} has no effect without energy.{needed}; give both"
-                )
-        if self.carbon_g_per_kwh and not self.carbon_source:
-            raise ConfigurationError(
-                f"energy.carbon_g_per_kwh = {self.carbon_g_per_kwh} without energy.carbon_source; say whose figure it "
-                "is, such as 'grid operator, mean of 2025': nobody can judge emissions otherwise"
-            )
-
-        if self.price_per_kwh and not self.currency:
-            raise ConfigurationError(
-                f"energy.price_per_kwh = {self.price_per_kwh} without energy.currency; say of what, such as 'EUR'"
-            )
-
-    def _check_model(self) -> None:
-        declared = self.sources == "declared"
-        for name in _DECLARED:
-            if getattr(self, name) != getattr(EnergyConfig, name) and not declared:
-                raise ConfigurationError(
-                    f"energy.{name} = {getattr(self, name)} has no effect with energy.sources = {self.sources!r}; "
-                    "remove it, or choose 'declared'"
-                )
-        self._between("cpu_tdp_w", 0.0, 1e5, "W")
-        self._between("gpu_tdp_w", 0.0, 1e5, "W")
-        self._between("idle_fraction", 0.0, 1.0, "")
-        if declared and not (self.cpu_tdp_w or self.gpu_tdp_w):
-            raise ConfigurationError(
-                "energy.sources = 'declared' needs energy.cpu_tdp_w (of all processors of a node) or energy.gpu_tdp_w"
-            )
-
-    def _between(self, name: str, least: float, most: float, unit: str) -> None:
-        value = getattr(self, name)
-        if not (math.isfinite(value) and least <= value <= most):
-            raise ConfigurationError(
-                f"energy.{name} = {value}; it must be between {least:g} and {most:g} {unit}".rstrip()
-            )
+        check_section(RULES, "energy", self)
 
     def wants(self, source: str) -> bool:
         """Whether ``source`` ("nvml", "rapl", "cray") is to be read. The declared model is none that "auto" means."""
         return self.sources == source or (self.sources == "auto" and source != "declared")
+
+
+def _between(name: str, least: float, most: float, unit: str = "", off: bool = False) -> Rule:
+    """Return the rule of the bounds of a number; ``off``: it may be 0, too."""
+    return must(
+        f"energy.{name}",
+        lambda value: least <= value <= most or (off and value == 0),
+        f"it must be between {least:g} and {most:g} {unit}".rstrip(),
+    )
+
+
+RULES: Final = (
+    one_of("energy.sources", SOURCES),
+    _between("interval_s", 0.001, LONGEST_INTERVAL_S, "s"),
+    *(
+        no_effect(f"energy.{name}", getattr(EnergyConfig, name), "energy.sources", ["declared"])
+        for name in ("cpu_tdp_w", "gpu_tdp_w", "idle_fraction")
+    ),
+    _between("cpu_tdp_w", 0.0, 1e5, "W"),
+    _between("gpu_tdp_w", 0.0, 1e5, "W"),
+    _between("idle_fraction", 0.0, 1.0),
+    rule(
+        "energy.sources=declared where energy.cpu_tdp_w=0 with energy.gpu_tdp_w=0",
+        cure="it needs energy.cpu_tdp_w (of all processors of a node) or energy.gpu_tdp_w",
+    ),
+    _between("sensor_window_s", 0.0, LONGEST_INTERVAL_S, "s"),
+    rule(
+        "energy.shift with energy.sources!=auto|nvml where energy.sensor_window_s=0",
+        NO_EFFECT,
+        "it is sensors of GPUs that look part of the time; remove it, or choose 'nvml'",
+    ),
+    _between("utilisation_s", 0.01, 3600.0, "s, or 0", off=True),
+    _between("pue", 1.0, MOST_PUE),
+    _between("carbon_g_per_kwh", 0.0, 10_000.0, "g"),
+    _between("price_per_kwh", 0.0, 1e9),
+    rule("energy.carbon_source with energy.carbon_g_per_kwh=0", NO_EFFECT, "give both"),
+    rule("energy.carbon_date with energy.carbon_g_per_kwh=0", NO_EFFECT, "give both"),
+    rule("energy.currency with energy.price_per_kwh=0", NO_EFFECT, "give both"),
+    rule(
+        "energy.carbon_g_per_kwh with energy.carbon_source=",
+        cure="say whose figure it is, such as 'grid operator, mean of 2025': nobody can judge emissions otherwise",
+    ),
+    rule("energy.price_per_kwh with energy.currency=", cure="say of what, such as 'EUR'"),
+)

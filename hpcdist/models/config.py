@@ -1,9 +1,9 @@
-"""The ``[model]`` section of a recipe. Light: imports nothing but the errors."""
+"""The ``[model]`` section of a recipe. Light: imports nothing but `reporting`."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import at_least, check_section, must, no_effect, one_of, rule
 
 TRANSFORMERS: Final = ("gpt", "encoder")
 BUILT: Final = (*TRANSFORMERS, "mlp", "convnet")
@@ -24,7 +24,6 @@ _ONLY: Final = {
     "bias": TRANSFORMERS,
     "mask_token": ("encoder",),
     "factory": ("import",),
-    "kind": KINDS,
 }
 
 
@@ -88,77 +87,57 @@ class ModelConfig:
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:
-        for name, choices in (("kind", KINDS), ("activation", ACTIVATIONS), ("positions", POSITIONS), ("norm", NORMS)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigurationError(f"model.{name} is {value!r}; choose one of {', '.join(choices)}")
-        for name, least in (
-            ("layers", 1),
-            ("hidden", 1),
-            ("heads", 1),
-            ("vocabulary", 1),
-            ("kv_heads", 0),
-            ("feed_forward", 0),
-            ("mask_token", -1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"model.{name} is {getattr(self, name)}; it must be at least {least}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigurationError(f"model.dropout is {self.dropout}; it must be at least 0 and less than 1")
-        self._check_kind()
-        if self.kind in TRANSFORMERS:
-            self._check_heads()
-        if self.kind == "encoder":
-            self._check_mask()
-
-    def _check_kind(self) -> None:
-        """Refuse keys that this kind of model would ignore."""
-        for item in fields(self):
-            value, kinds = getattr(self, item.name), _ONLY.get(item.name, BUILT)
-            if value != item.default and self.kind not in kinds:
-                raise ConfigurationError(
-                    f"model.{item.name} = {_written(value)} has no effect with model.kind = {self.kind!r}; remove it, "
-                    f"or choose {' or '.join(kinds)}"
-                )
-        if self.kind == "import" and not self.factory:
-            raise ConfigurationError(
-                "model.kind = 'import' needs model.factory, the function that makes the model: 'file.py:function' or "
-                "'package.module:function'"
-            )
-        if self.activation == "swiglu" and self.kind not in TRANSFORMERS:
-            raise ConfigurationError(
-                f"model.activation = 'swiglu' is for {' and '.join(TRANSFORMERS)}; a model of kind {self.kind!r} uses "
-                "'gelu' or 'relu'"
-            )
-
-    def _check_heads(self) -> None:
-        if self.hidden % self.heads:
-            raise ConfigurationError(
-                f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; "
-                f"choose a hidden size of {self.heads * max(1, round(self.hidden / self.heads))}, or other heads"
-            )
-        if self.kv_heads and self.heads % self.kv_heads:
-            divisors = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
-            raise ConfigurationError(
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; choose one of {divisors}"
-            )
-        size = self.hidden // self.heads
-        if self.positions == "rotary" and size % 2:
-            raise ConfigurationError(
-                f"model.positions = 'rotary' turns pairs, and a head has model.hidden / model.heads = {size} numbers; "
-                "make that even, or use learned positions"
-            )
-
-    def _check_mask(self) -> None:
-        if self.vocabulary < 2:
-            raise ConfigurationError("model.vocabulary is 1; an encoder needs a token to say and one for the mask")
-        if self.mask_token >= self.vocabulary:
-            raise ConfigurationError(
-                f"model.mask_token is {self.mask_token}, outside of the model.vocabulary = {self.vocabulary} tokens; "
-                "make the vocabulary larger, or name another token"
-            )
+        check_section(RULES, "model", self)
 
 
-def _written(value: Any) -> str:
-    """Return ``value`` as messages quote it: true and false as a recipe has them."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+_BLOCKS: Final = f"where model.kind={'|'.join(TRANSFORMERS)}"
+RULES: Final = (
+    one_of("model.kind", KINDS),
+    one_of("model.activation", ACTIVATIONS),
+    one_of("model.positions", POSITIONS),
+    one_of("model.norm", NORMS),
+    *at_least(1, "model.layers", "model.hidden", "model.heads", "model.vocabulary"),
+    *at_least(0, "model.kv_heads", "model.feed_forward"),
+    *at_least(-1, "model.mask_token"),
+    must("model.dropout", lambda share: 0.0 <= share < 1.0, "it must be at least 0 and less than 1"),
+    *(
+        no_effect(f"model.{item.name}", item.default, "model.kind", _ONLY.get(item.name, BUILT))
+        for item in fields(ModelConfig)
+        if item.name != "kind"
+    ),
+    rule(
+        "model.kind=import with model.factory=",
+        cure="name the function that makes the model: 'file.py:function' or 'package.module:function'",
+    ),
+    rule(f"model.activation=swiglu with model.kind!={'|'.join(TRANSFORMERS)}", cure="use 'gelu' or 'relu'"),
+    rule(
+        f"model.hidden? with model.heads? {_BLOCKS}",
+        "heads have as many numbers each",
+        lambda hidden, heads: f"choose a hidden size of {heads * max(1, round(hidden / heads))}, or other heads",
+        relation=lambda hidden, heads: hidden % heads,
+    ),
+    rule(
+        f"model.kv_heads with model.heads? {_BLOCKS}",
+        "as many queries share each",
+        lambda _, heads: f"choose one of {[count for count in range(1, heads + 1) if heads % count == 0]}",
+        relation=lambda kv_heads, heads: heads % kv_heads,
+    ),
+    rule(
+        f"model.positions=rotary with model.hidden? with model.heads? {_BLOCKS}",
+        lambda _, hidden, heads: (
+            f"pairs are turned, and a head has model.hidden / model.heads = {hidden // heads} numbers"
+        ),
+        "make that even, or use learned positions",
+        relation=lambda _, hidden, heads: hidden // heads % 2,
+    ),
+    rule(
+        "model.vocabulary<2 where model.kind=encoder",
+        cure="an encoder needs a token to say and one for the mask",
+    ),
+    rule(
+        "model.mask_token? with model.vocabulary? where model.kind=encoder",
+        "there is no such token",
+        "make the vocabulary larger, or name another token",
+        relation=lambda token, vocabulary: token >= vocabulary,
+    ),
+)

@@ -1,16 +1,16 @@
 """The ``[optimizer]`` section of a recipe.
 
-Light: imports nothing but the errors, so that a login node can read recipes.
+Light: imports nothing but the errors and `reporting`, so that a login node can read recipes.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Final, Literal, get_args
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import check_section, finite, no_effect, one_of, rule
 
 Name = Literal["adamw", "sgd", "lars", "lamb"]
 Decay = Literal["cosine", "polynomial", "constant"]
@@ -114,63 +114,44 @@ class OptimizerConfig:
     groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _one_of("name", self.name, get_args(Name))
-        _one_of("decay", self.decay, get_args(Decay))
-        _one_of("scaling", self.scaling, get_args(Scaling))
-        for key in ("learning_rate", "epsilon", "trust_coefficient", "power"):
-            _check(key, getattr(self, key), lambda value: value > 0, "above 0")
-        for key in ("momentum", "beta1", "beta2"):
-            _check(key, getattr(self, key), lambda value: 0 <= value < 1, "at least 0 and below 1")
-        for key in ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO):
-            _check(key, getattr(self, key), lambda value: value >= 0, "at least 0")
-        _check("final_fraction", self.final_fraction, lambda value: 0 <= value <= 1, "between 0 and 1")
-        if self.nesterov and (self.name != "sgd" or self.momentum == 0):
-            raise ConfigurationError(
-                f"optimizer.nesterov = true with optimizer.name = {self.name!r} and momentum {self.momentum}: "
-                "it is defined for sgd with a momentum above 0; set nesterov = false or change the others"
-            )
-        for key, names in OF.items():
-            default = getattr(type(self), key)
-            if (given := getattr(self, key)) != default and self.name not in names:
-                raise ConfigurationError(
-                    f"optimizer.{key} = {_written(given)} has no effect with optimizer.name = {self.name!r}; set it to "
-                    f"{_written(default)}, or choose {' or '.join(names)}"
-                )
-        if 0 < self.trust_ratio_max <= self.trust_ratio_min:
-            raise ConfigurationError(
-                f"optimizer.trust_ratio_max = {self.trust_ratio_max} is not above optimizer.trust_ratio_min = "
-                f"{self.trust_ratio_min}; lower the second, or set the first to 0 for no upper bound"
-            )
+        check_section(RULES, "optimizer", self)
         _ = self.parsed_groups  # or it raises
-        self._check_batch()
 
     @property
     def parsed_groups(self) -> tuple[ParameterGroup, ...]:
         """The groups, in their order."""
         return tuple(map(ParameterGroup.of, self.groups))
 
-    def _check_batch(self) -> None:
-        if (self.scaling == "none") != (self.base_batch == 0):
-            raise ConfigurationError(
-                f"optimizer.scaling = {self.scaling!r} with optimizer.base_batch = {self.base_batch}: a rate is scaled "
-                "from a batch, by a rule; give both (sgd and lars: 'linear'; adamw and lamb: 'sqrt'), or 'none' and 0"
-            )
-        if self.warmup_samples and self.warmup_steps not in (0, type(self).warmup_steps):
-            raise ConfigurationError(
-                f"optimizer.warmup_samples = {self.warmup_samples} with optimizer.warmup_steps = {self.warmup_steps}: "
-                "there is one warm-up; remove one of them"
-            )
 
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _one_of(key: str, got: str, choices: tuple[str, ...]) -> None:
-    if got not in choices:
-        raise ConfigurationError(f"optimizer.{key} = {got!r}; choose one of {', '.join(choices)}")
-
-
-def _check(key: str, value: float, holds: Callable[[float], bool], expected: str) -> None:
-    if not (math.isfinite(value) and holds(value)):
-        raise ConfigurationError(f"optimizer.{key} = {value}; it must be finite and {expected}")
+_PEAKS: Final = ("learning_rate", "epsilon", "trust_coefficient", "power")
+_SHARES: Final = ("momentum", "beta1", "beta2")
+_COUNTS: Final = ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO)
+_BOTH: Final = "give both (sgd and lars: 'linear'; adamw and lamb: 'sqrt'), or 'none' and 0"
+RULES: Final = (
+    one_of("optimizer.name", get_args(Name)),
+    one_of("optimizer.decay", get_args(Decay)),
+    one_of("optimizer.scaling", get_args(Scaling)),
+    *(finite(f"optimizer.{name}", lambda value: value > 0, "above 0") for name in _PEAKS),
+    *(finite(f"optimizer.{name}", lambda value: 0 <= value < 1, "at least 0 and below 1") for name in _SHARES),
+    *(finite(f"optimizer.{name}", lambda value: value >= 0, "at least 0") for name in _COUNTS),
+    finite("optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1"),
+    rule("optimizer.nesterov with optimizer.name!=sgd", "it is defined for sgd"),
+    rule("optimizer.nesterov with optimizer.momentum=0", "it is defined for a momentum above 0"),
+    *(
+        no_effect(f"optimizer.{name}", getattr(OptimizerConfig, name), "optimizer.name", names)
+        for name, names in OF.items()
+    ),
+    rule(
+        "optimizer.trust_ratio_max with optimizer.trust_ratio_min?",
+        "it is not above that",
+        "lower the second, or set the first to 0 for no upper bound",
+        relation=lambda most, least: most <= least,
+    ),
+    rule("optimizer.scaling with optimizer.base_batch=0", "a rate is scaled from a batch, by a rule", _BOTH),
+    rule("optimizer.base_batch with optimizer.scaling=none", "a rate is scaled from a batch, by a rule", _BOTH),
+    rule(
+        f"optimizer.warmup_samples with optimizer.warmup_steps!=0|{OptimizerConfig.warmup_steps}",
+        "there is one warm-up",
+        "remove one of them",
+    ),
+)

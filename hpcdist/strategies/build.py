@@ -13,6 +13,8 @@ from typing import Final
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
+from hpcdist.reporting.rules import section_values
+from hpcdist.strategies import rules
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
@@ -85,7 +87,15 @@ def server_exchange(
     roles = Roles.of(config, context.members.size)
     if compression is not None:
         assert shards is None
-        config.check_compressed(compression.name, context.algorithm, across_nodes=compression.config.across_nodes)
+        rules.check(
+            {
+                **section_values("parameter_server", config),
+                "compression.across_nodes": compression.config.across_nodes,
+                "parallel.strategy": "parameter_server",
+                "communication.compression": compression.name,
+                "communication.algorithm": context.algorithm,
+            }
+        )
     if config.backup_workers:
         return BackupExchange(context, roles, config.backup_workers)
     if not config.lock_step:

@@ -1,101 +1,75 @@
-"""The ``[parallel]`` section of a recipe: degrees, strategy, schedule, partition, tensor parallelism.
+"""The ``[parallel]`` section of a recipe: degrees, strategy, schedule, partition.
 
-Light: imports the errors, the model's configuration and the table of schedules, no array library and no MPI.
-`check_partition` refuses keys of the pipeline's partition that are wrong or would be ignored; `check_tensor_parallel`
-refuses models that cannot be cut over a tensor axis, before anything is loaded.
+Light: imports `reporting` and the table of schedules, no array library and no MPI.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.errors import ConfigurationError
-from hpcdist.models.config import TRANSFORMERS, ModelConfig
-from hpcdist.strategies.schedule.generate.registry import FILE, NAMES, SCHEDULES, check_schedule
+from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, at_least, check_section, one_of, rule
+from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
+from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 
 PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
+SUMMING: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")  # they sum gradients, the others mix
+STRATEGIES: Final = (*SUMMING, *DECENTRALISED)
+_HOLDING: Final = [name for name, row in SCHEDULES.items() if row.splits or row.folded]
+_CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition!={DEFAULT_PARTITION}")
 
-
-def check_partition(
-    pipeline: int,
-    partition: str,
-    stage_units: Sequence[int],
-    stage_speeds: Sequence[int],
-    stage_memory_bytes: Sequence[int],
-) -> None:
-    """Raise ConfigurationError where a key is wrong, or would be ignored (local)."""
-    if partition not in PARTITIONS:
-        raise ConfigurationError(f"parallel.partition = {partition!r}; choose one of {', '.join(PARTITIONS)}")
-    lists = {"stage_units": stage_units, "stage_speeds": stage_speeds, "stage_memory_bytes": stage_memory_bytes}
-    changed = {name: list(given) for name, given in lists.items() if given}
-    if pipeline == 1 and (changed or partition != DEFAULT_PARTITION):
-        name, given = next(iter(changed.items()), ("partition", repr(partition)))
-        raise ConfigurationError(
-            f"parallel.{name} = {given} has no effect with parallel.pipeline = 1, where one rank has all units; remove "
-            "it, or use several pipeline ranks"
+RULES: Final = (
+    *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all that are left"),
+    *at_least(1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "microbatches", "chunks"))),
+    rule("parallel.context>1", UNBUILT),
+    one_of("parallel.strategy", STRATEGIES),
+    one_of("parallel.schedule", ("auto", *NAMES)),
+    rule("parallel.schedule_file= with parallel.schedule=file", cure="the schedule 'file' needs one"),
+    rule("parallel.schedule_file with parallel.schedule!=file", "no other reads it", "set parallel.schedule = 'file'"),
+    rule("parallel.chunks>1 with parallel.schedule=file", "it says itself how many chunks a rank has", "leave it out"),
+    # gossip and local_sgd step by the norm of what one rank has
+    *(
+        rule(f"parallel.strategy!={'|'.join(SUMMING)} with parallel.{axis}>1", UNBUILT)
+        for axis in ("pipeline", "tensor")
+    ),
+    rule(
+        "parallel.recompute with parallel.schedule={holding}",
+        "what a weight gradient needs stays in memory until it is computed",
+        "set it to false, or choose gpipe, 1f1b or interleaved",
+        holding=_HOLDING,
+    ),
+    rule(
+        "parallel.sequence_parallel with parallel.tensor=1",
+        "nothing is cut",
+        "set it to false, or use several tensor ranks",
+    ),
+    one_of("parallel.partition", PARTITIONS),
+    *(
+        rule(
+            f"parallel.{cut} with parallel.pipeline=1",
+            NO_EFFECT,
+            "one rank has all units; remove it, or use several pipeline ranks",
         )
-    for name, given in changed.items():
-        least = 0 if name == "stage_memory_bytes" else 1
-        if min(given) < least:
-            raise ConfigurationError(f"parallel.{name} = {given}; each must be at least {least}")
-    if stage_units and (partition != DEFAULT_PARTITION or stage_speeds):
-        name = "stage_speeds" if stage_speeds else "partition"
-        raise ConfigurationError(
-            f"parallel.{name} has no effect with parallel.stage_units = {list(stage_units)}, which cuts by hand; "
-            "remove one of them"
-        )
-    if stage_speeds and len(stage_speeds) != pipeline:
-        raise ConfigurationError(
-            f"parallel.stage_speeds = {list(stage_speeds)} for parallel.pipeline = {pipeline}; give one for each "
-            "pipeline rank, relative to each other, as [2, 1] where the first is twice as fast"
-        )
-    if stage_memory_bytes and len(stage_memory_bytes) not in (1, pipeline):
-        raise ConfigurationError(
-            f"parallel.stage_memory_bytes = {list(stage_memory_bytes)} for parallel.pipeline = {pipeline}; give one "
-            "number for all pipeline ranks, or one for each, 0 for no limit"
-        )
-
-
-def check_tensor_parallel(config: ModelConfig, ranks: int, context: int, sequence_parallel: bool) -> None:
-    """Raise ConfigurationError for a model that cannot be cut over ``ranks`` (local)."""
-    if ranks == 1:
-        return
-    if config.kind not in TRANSFORMERS:
-        raise ConfigurationError(
-            f"parallel.tensor = {ranks} with model.kind = {config.kind!r} is not built in this version: set it to 1, "
-            f"or train a {' or an '.join(TRANSFORMERS)}"
-        )
-    if config.kv_heads and config.kv_heads % ranks:
-        divisors = [count for count in range(1, config.kv_heads + 1) if config.kv_heads % count == 0]
-        raise ConfigurationError(
-            f"parallel.tensor = {ranks} with model.kv_heads = {config.kv_heads}: every rank takes as many of them, "
-            f"with the queries that share them; choose one of {divisors} ranks, or a multiple of {ranks} heads"
-        )
-    if config.heads % ranks:
-        divisors = [count for count in range(1, config.heads + 1) if config.heads % count == 0]
-        raise ConfigurationError(
-            f"parallel.tensor = {ranks} with model.heads = {config.heads}: every rank takes as many heads; choose one "
-            f"of {divisors} ranks, or a multiple of {ranks} heads"
-        )
-    for name, key, size in (
-        ("a row of the embedding", "model.vocabulary", config.vocabulary),
-        ("a column of the feed-forward", "model.feed_forward", config.inner),
-        *((("a token of a sample", "data.context", context),) if sequence_parallel else ()),
-    ):
-        if size < ranks:
-            raise ConfigurationError(
-                f"parallel.tensor = {ranks} with {key} = {size}: each rank needs at least {name}; use at most {size} "
-                "tensor ranks"
-            )
-
-
-STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
-WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
-WITH_PIPELINE: Final = WITH_TENSOR  # gossip and local_sgd step by the norm of what one rank has
-# Names that mean something, but have no code behind them in this version: refused, never ignored.
-UNBUILT_STRATEGIES: Final = ()
-UNBUILT_DEGREES: Final = ("context",)
+        for cut in _CUTS
+    ),
+    *(
+        rule(f"parallel.{name}", cure=f"each must be at least {least}", relation=lambda v, least=least: min(v) < least)
+        for name, least in (("stage_units", 1), ("stage_speeds", 1), ("stage_memory_bytes", 0))
+    ),
+    *(
+        rule(f"parallel.{cut} with parallel.stage_units", NO_EFFECT, "these cut by hand; remove one of them")
+        for cut in _CUTS[1::2]
+    ),
+    rule(
+        "parallel.stage_speeds with parallel.pipeline?",
+        cure="give one for each pipeline rank, relative to each other, as [2, 1] where the first is twice as fast",
+        relation=lambda speeds, ranks: len(speeds) != ranks,
+    ),
+    rule(
+        "parallel.stage_memory_bytes with parallel.pipeline?",
+        cure="give one number for all pipeline ranks, or one for each, 0 for no limit",
+        relation=lambda limits, ranks: len(limits) not in (1, ranks),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,66 +131,5 @@ class ParallelConfig:
         return check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
 
     def __post_init__(self) -> None:
-        if self.data < 0:
-            raise ConfigurationError(f"parallel.data = {self.data}; give a number of ranks, or 0 for all that are left")
-        for name in ("pipeline", "tensor", "context", "microbatches", "chunks"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigurationError(f"parallel.{name} = {value}; it must be at least 1")
-            if value > 1 and name in UNBUILT_DEGREES:
-                raise ConfigurationError(
-                    f"parallel.{name} = {value} is known, but not built in this version; set it to 1"
-                )
-        _choose("strategy", self.strategy, STRATEGIES, UNBUILT_STRATEGIES)
-        _choose("schedule", self.schedule, ("auto", *NAMES), ())
-        self._check_pipeline()
-        self._check_tensor()
-        check_partition(self.pipeline, self.partition, self.stage_units, self.stage_speeds, self.stage_memory_bytes)
-
-    def _check_pipeline(self) -> None:
-        if (self.order == FILE) != bool(self.schedule_file):
-            raise ConfigurationError(
-                f"parallel.schedule_file = {self.schedule_file!r} with parallel.schedule = {self.schedule!r}: the "
-                "schedule 'file' needs one, and no other reads it"
-            )
-        if self.order == FILE and self.chunks > 1:
-            raise ConfigurationError(
-                f"parallel.chunks = {self.chunks} with parallel.schedule = 'file', which says itself how many chunks a "
-                "rank has; leave it out"
-            )
+        check_section(RULES, "parallel", self)
         check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
-        if self.pipeline > 1 and self.strategy not in WITH_PIPELINE:
-            raise ConfigurationError(
-                f"parallel.strategy = {self.strategy!r} with parallel.pipeline = {self.pipeline} is known, but not "
-                f"built in this version; a pipeline goes with {', '.join(WITH_PIPELINE)}"
-            )
-        self._check_recompute()
-
-    def _check_recompute(self) -> None:
-        row = SCHEDULES.get(self.order)
-        if self.recompute and row is not None and (row.splits or row.folded):
-            raise ConfigurationError(
-                f"parallel.recompute = true with parallel.schedule = {self.schedule!r}: what a weight gradient needs "
-                "stays in memory until it is computed; set it to false, or choose gpipe, 1f1b or interleaved"
-            )
-
-    def _check_tensor(self) -> None:
-        if self.tensor > 1 and self.strategy not in WITH_TENSOR:
-            raise ConfigurationError(
-                f"parallel.strategy = {self.strategy!r} with parallel.tensor = {self.tensor} is not built in this "
-                f"version; choose one of {', '.join(WITH_TENSOR)}, or parallel.tensor = 1"
-            )
-        if self.sequence_parallel and self.tensor == 1:
-            raise ConfigurationError(
-                "parallel.sequence_parallel = true with parallel.tensor = 1 cuts nothing; set it to false, or use "
-                "several tensor ranks"
-            )
-
-
-def _choose(name: str, value: str, built: tuple[str, ...], unbuilt: tuple[str, ...]) -> None:
-    if value in unbuilt:
-        raise ConfigurationError(
-            f"parallel.{name} = {value!r} is known, but not built in this version; choose one of {', '.join(built)}"
-        )
-    if value not in built:
-        raise ConfigurationError(f"parallel.{name} = {value!r}; choose one of {', '.join(built)}")

@@ -1,15 +1,12 @@
-"""Configuration of telemetry: the ``[telemetry]`` section of a recipe. Imports nothing but the errors."""
+"""Configuration of telemetry: the ``[telemetry]`` section of a recipe. Imports nothing but `reporting`."""
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import check_section, finite, must, no_effect, one_of, rule
 
 PROMETHEUS: Final = ("off", "textfile", "http", "push")
 PORT: Final = 9464
-# Keys with one place each: elsewhere they would have no effect.
-_OF_MODE: Final = {"textfile_directory": "textfile", "port": "http", "gateway": "push"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +36,26 @@ class TelemetryConfig:
     throughput_drop: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.prometheus not in PROMETHEUS:
-            raise ConfigurationError(
-                f"telemetry.prometheus = {self.prometheus!r}; choose one of {', '.join(PROMETHEUS)}"
-            )
-        for name, mode in _OF_MODE.items():
-            if getattr(self, name) != getattr(TelemetryConfig, name) and self.prometheus != mode:
-                raise ConfigurationError(
-                    f"telemetry.{name} = {getattr(self, name)!r} has no effect with telemetry.prometheus = "
-                    f"{self.prometheus!r}; remove it, or choose {mode!r}"
-                )
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"telemetry.port = {self.port}; it must be between 0 (any free one) and 65535")
-        if self.prometheus == "push" and not _is_address(self.gateway):
-            raise ConfigurationError(
-                f"telemetry.gateway = {self.gateway!r}; it must be the host:port of a Pushgateway, such as "
-                "'login1:9091'"
-            )
-        if not (math.isfinite(self.loss_spike) and self.loss_spike >= 0):
-            raise ConfigurationError(
-                f"telemetry.loss_spike = {self.loss_spike}; it must be finite and at least 0 (never)"
-            )
-        if not 0 <= self.throughput_drop < 1:
-            raise ConfigurationError(
-                f"telemetry.throughput_drop = {self.throughput_drop}; it must be at least 0 (never) and below 1"
-            )
+        check_section(RULES, "telemetry", self)
 
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+
+
+RULES: Final = (
+    one_of("telemetry.prometheus", PROMETHEUS),
+    *(
+        no_effect(f"telemetry.{name}", getattr(TelemetryConfig, name), "telemetry.prometheus", [mode])
+        for name, mode in (("textfile_directory", "textfile"), ("port", "http"), ("gateway", "push"))
+    ),
+    must("telemetry.port", lambda port: 0 <= port <= 65535, "it must be between 0 (any free one) and 65535"),
+    rule(
+        "telemetry.gateway? where telemetry.prometheus=push",
+        cure="it must be the host:port of a Pushgateway, such as 'login1:9091'",
+        relation=lambda text: not _is_address(text),
+    ),
+    finite("telemetry.loss_spike", lambda spike: spike >= 0, "at least 0 (never)"),
+    must("telemetry.throughput_drop", lambda drop: 0 <= drop < 1, "it must be at least 0 (never) and below 1"),
+)

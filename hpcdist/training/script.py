@@ -37,6 +37,7 @@ from hpcdist.comm.record.spans import now_ns
 from hpcdist.comm.start import fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
+from hpcdist.reporting.rules import written
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
@@ -45,7 +46,6 @@ from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.data import SampleOrder, own_samples
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
-from hpcdist.training.recipe.config import written
 from hpcdist.training.run.job import JobResult, TrainingJob
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
 

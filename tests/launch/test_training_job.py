@@ -270,7 +270,7 @@ def test_bad_input_is_refused_with_a_word_and_a_code(
 
 def test_more_ranks_than_samples(text: Path, tmp_path: Path) -> None:
     done = train(3, text, "--out", tmp_path / "run", "--set", "run.global_batch=2")
-    assert done.returncode == 78 and "fewer samples than the 3 data ranks" in done.stderr
+    assert done.returncode == 78 and "with 3 data ranks: each needs at least one sample" in done.stderr
 
 
 def test_a_loss_that_is_nan_names_step_rank_and_tensor(text: Path, tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """The ``[decentralised]`` section of a recipe: graph, order of mixing, period, moments, and the outer optimizer.
 
-Light: imports nothing but the errors.
+Light: imports nothing but the errors and `reporting`.
 """
 
-import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import at_least, check_section, finite, must, one_of, rule
 
 STRATEGIES: Final = ("gossip", "local_sgd")
 GRAPHS: Final = ("ring", "torus", "exponential", "one_peer", "complete", "edges")
@@ -20,6 +20,17 @@ KEYS: Final = {
 }
 CORRECTED: Final = ("adamw", "lamb")  # optimizers that divide their moments by what a start at zero makes them lack
 _EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
+RULES: Final = (
+    one_of("decentralised.graph", GRAPHS),
+    one_of("decentralised.order", ORDERS),
+    one_of("decentralised.moments", MOMENTS),
+    *at_least(0, "decentralised.report_every"),
+    *at_least(1, "decentralised.period"),
+    finite("decentralised.outer_learning_rate", lambda rate: rate > 0, "above 0"),
+    must("decentralised.outer_momentum", lambda momentum: 0 <= momentum < 1, "it must be at least 0 and below 1"),
+    rule("decentralised.edges= with decentralised.graph=edges", cure="give them as in '0-1, 1-2'"),
+    rule("decentralised.edges with decentralised.graph!=edges", cure="set decentralised.graph = 'edges'"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +63,7 @@ class DecentralisedConfig:
         return self.outer_learning_rate != 1.0 or self.outer_momentum != 0.0
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("graph", self.graph, GRAPHS),
-            ("order", self.order, ORDERS),
-            ("moments", self.moments, MOMENTS),
-        ):
-            if value not in known:
-                raise ConfigurationError(f"decentralised.{name} = {value!r}; choose one of {', '.join(known)}")
-        for name, count, least in (("report_every", self.report_every, 0), ("period", self.period, 1)):
-            if count < least:
-                raise ConfigurationError(f"decentralised.{name} = {count}; it must be at least {least}")
-        if not (math.isfinite(self.outer_learning_rate) and self.outer_learning_rate > 0):
-            raise ConfigurationError(
-                f"decentralised.outer_learning_rate = {self.outer_learning_rate}; it must be finite and above 0"
-            )
-        if not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(
-                f"decentralised.outer_momentum = {self.outer_momentum}; it must be at least 0 and below 1"
-            )
-        self._check_edges()
-
-    def _check_edges(self) -> None:
-        if (self.graph == "edges") != bool(self.edges):
-            cure = "give them as in '0-1, 1-2'" if not self.edges else "set decentralised.graph = 'edges'"
-            raise ConfigurationError(
-                f"decentralised.edges = {self.edges!r} with decentralised.graph = {self.graph!r}; {cure}"
-            )
+        check_section(RULES, "decentralised", self)
         seen: set[frozenset[int]] = set()
         for first, other in parse_edges(self.edges):
             if frozenset((first, other)) in seen:
@@ -90,24 +76,6 @@ class DecentralisedConfig:
                 raise ConfigurationError(
                     f"decentralised.edges: {first}-{other} joins a rank to itself, as every rank is anyway; remove it"
                 )
-
-    def check_beside(self, strategy: str, optimizer: str) -> None:
-        """Raise ConfigurationError for keys that ``strategy`` would ignore, or that ruin ``optimizer`` (local)."""
-        default = DecentralisedConfig()
-        for name in (item.name for item in fields(self)):
-            given = getattr(self, name)
-            if given != getattr(default, name) and name not in KEYS.get(strategy, ()):
-                needed = next(other for other, names in KEYS.items() if name in names)
-                raise ConfigurationError(
-                    f"decentralised.{name} = {given!r} has no effect with parallel.strategy = {strategy!r}; "
-                    f"remove it, or choose the strategy {needed!r}"
-                )
-        if self.moments == "reset" and optimizer in CORRECTED:
-            raise ConfigurationError(
-                f"decentralised.moments = 'reset' with optimizer.name = {optimizer!r}: its correction for moments that "
-                "begin at zero counts from the start of the run, so the steps after each averaging would be several "
-                "times too long; choose keep or average, or another optimizer"
-            )
 
 
 def parse_edges(text: str) -> tuple[tuple[int, int], ...]:

@@ -1,15 +1,16 @@
 """The ``[chaos]`` section of a recipe: stragglers and faults made on purpose, and their entries.
 
-A fault is named as ``RANK@STEP``, and what happens there. Light: imports nothing but the errors.
+A fault is named as ``RANK@STEP``, and what happens there. Light: imports nothing but the errors and `reporting`.
 """
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, finite, must, rule
 
 STEP_PHASES: Final = ("begin", "forward", "backward", "exchange", "update", "save")
 CORRUPTION_TARGETS: Final = ("gradients", "parameters")
@@ -139,31 +140,8 @@ class ChaosConfig:
     disk: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(rank < 0 for rank in self.slow_ranks) or len(set(self.slow_ranks)) < len(self.slow_ranks):
-            raise ConfigurationError(
-                f"chaos.slow_ranks = {list(self.slow_ranks)}; give ranks of the world, from 0 on, each once"
-            )
-        if not (math.isfinite(self.slow_factor) and self.slow_factor >= 1):
-            raise ConfigurationError(f"chaos.slow_factor = {self.slow_factor}; it must be finite and at least 1")
-        if not 0 <= self.slow_probability <= 1:
-            raise ConfigurationError(f"chaos.slow_probability = {self.slow_probability}; it must be between 0 and 1")
-        if not (math.isfinite(self.step_s) and self.step_s >= 0):
-            raise ConfigurationError(f"chaos.step_s = {self.step_s}; it must be finite and at least 0")
-        if self.seed < 0:
-            raise ConfigurationError(f"chaos.seed = {self.seed}; it must be at least 0")
-        self._refuse_without_effect()
+        check_section(RULES, "chaos", self)
         _ = self.faults  # each entry is read
-
-    def _refuse_without_effect(self) -> None:
-        if self.slow_ranks:
-            return
-        for item in fields(self):
-            given = getattr(self, item.name)
-            if item.name in ("slow_factor", "slow_probability", "seed") and given != item.default:
-                raise ConfigurationError(
-                    f"chaos.{item.name} = {given} has no effect without chaos.slow_ranks; name the ranks that shall be "
-                    "slow, or remove it"
-                )
 
     @property
     def on(self) -> bool:
@@ -239,3 +217,24 @@ class ChaosConfig:
             often = "" if self.slow_probability == 1 else f" with probability {self.slow_probability:g} a step"
             parts.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
         return "; ".join([*parts, *(fault.described() for fault in self.faults)])
+
+
+RULES: Final = (
+    must(
+        "chaos.slow_ranks",
+        lambda ranks: all(rank >= 0 for rank in ranks) and len(set(ranks)) == len(ranks),
+        "give ranks of the world, from 0 on, each once",
+    ),
+    finite("chaos.slow_factor", lambda factor: factor >= 1, "at least 1"),
+    must("chaos.slow_probability", lambda share: 0 <= share <= 1, "it must be between 0 and 1"),
+    finite("chaos.step_s", lambda seconds: seconds >= 0, "at least 0"),
+    *at_least(0, "chaos.seed"),
+    *(
+        rule(
+            f"chaos.{name}!={int(getattr(ChaosConfig, name))} with chaos.slow_ranks=",
+            NO_EFFECT,
+            "name the ranks that shall be slow, or remove it",
+        )
+        for name in ("slow_factor", "slow_probability", "seed")
+    ),
+)

@@ -1,30 +1,61 @@
 """The ``[data]``, ``[precision]``, ``[run]`` and ``[survival]`` sections of a recipe.
 
-Frozen dataclasses with their defaults and the checks of single values. Light: imports nothing but the errors and the
-arithmetic of batch sizes.
+Frozen dataclasses with their defaults and the rules of single keys. Light: imports nothing but the errors, `reporting`
+and the arithmetic of batch sizes.
 """
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from hpcdist.errors import ConfigurationError, DataError
+from hpcdist.errors import DataError
 from hpcdist.optim.rates import BatchSchedule, staged_batches
+from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, finite, must, no_effect, one_of, rule
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
 ACTIVATIONS: Final = ("float32", "working")
-WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 SHARES: Final = ("even", "measured")
 DIGESTS: Final = ("whole", "probes")
 DEVICES: Final = ("cpu", "gpu")
 
 
-def written(value: Any) -> str:
-    """Return ``value`` as messages quote it: true and false as a recipe has them, the rest as Python has it."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+def _is_power_of_two(value: float, least: float, most: float) -> bool:
+    return least <= value <= most and math.frexp(value)[0] == 0.5
+
+
+DATA_RULES: Final = (
+    rule("data.staged with data.path=", "there is nothing of which it is a copy", "set data.path, or leave it out"),
+    *at_least(1, "data.context"),
+    must("data.validation_fraction", lambda share: 0 <= share <= 0.5, "it must be between 0 and 0.5"),
+    one_of("data.digest", DIGESTS),
+    one_of("data.shares", SHARES),
+)
+RUN_RULES: Final = (
+    *at_least(1, "run.steps", "run.global_batch"),
+    *at_least(0, "run.seed", "run.sentinel_every_steps", "run.validation_samples"),
+    one_of("run.device", DEVICES),
+    finite("run.log_every_s", lambda seconds: seconds >= 0, "at least 0"),
+    rule(
+        "run.allow_partial with run.init_from=",
+        NO_EFFECT,
+        "all parameters are drawn; name a checkpoint with run.init_from (--init-from), or set it to false",
+    ),
+    *at_least(0, "run.logical_shards", "run.recompute_every_steps", "run.noise_scale_every_steps"),
+    rule(
+        "run.global_batch? with run.logical_shards",
+        "it does not divide into so many equal parts",
+        "choose a multiple of {1} samples, or a divisor of {0} for the shards",
+        relation=lambda batch, shards: batch % shards,
+    ),
+    rule("run.logical_shards with run.device!=cpu", "a GPU adds up rows of embeddings in an order of its own"),
+    must(
+        "run.suspicious_factor",
+        lambda factor: factor == 0 or (math.isfinite(factor) and factor > 1),
+        "it must be finite and above 1, such as 5, or 0 to suspect nothing",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +86,7 @@ class DataConfig:
     digest: str = "whole"
 
     def __post_init__(self) -> None:
-        if self.staged and not self.path:
-            raise ConfigurationError(f"data.staged = {self.staged!r}: data.path, of which it is a copy, is empty")
-        if self.context < 1:
-            raise ConfigurationError(f"data.context = {self.context}; it must be at least 1")
-        if not 0 <= self.validation_fraction <= 0.5:
-            raise ConfigurationError(
-                f"data.validation_fraction = {self.validation_fraction}; it must be between 0 and 0.5"
-            )
-        if self.digest not in DIGESTS:
-            raise ConfigurationError(f"data.digest = {self.digest!r}; choose one of {', '.join(DIGESTS)}")
-        if self.shares not in SHARES:
-            raise ConfigurationError(f"data.shares = {self.shares!r}; choose one of {', '.join(SHARES)}")
+        check_section(DATA_RULES, "data", self)
 
     def check_exists(self) -> None:
         """Raise DataError where there is nothing at the path that is read (local)."""
@@ -113,70 +133,36 @@ class PrecisionConfig:
         return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigurationError(f"precision.mode = {self.mode!r}; choose one of {', '.join(MODES)}")
-        if self.activations not in ACTIVATIONS:
-            raise ConfigurationError(
-                f"precision.activations = {self.activations!r}; choose one of {', '.join(ACTIVATIONS)}"
-            )
-        if self.activations == "working" and self.working is None:
-            raise ConfigurationError(
-                f"precision.activations = 'working' with precision.mode = {self.mode!r}: there are no working copies; "
-                f"choose a mode of {' and '.join(HALVES)}, or leave it out"
-            )
-        if self.loss_scale and not (1.0 <= self.loss_scale <= 2.0**24 and math.frexp(self.loss_scale)[0] == 0.5):
-            raise ConfigurationError(
-                f"precision.loss_scale = {self.loss_scale}; it must be 0 (dynamic) or a power of two from 1 to 2^24, "
-                "so that it rounds nothing"
-            )
-        if not (2.0**-24 <= self.minimum_scale <= 2.0**16 and math.frexp(self.minimum_scale)[0] == 0.5):
-            raise ConfigurationError(
-                f"precision.minimum_scale = {self.minimum_scale}; it must be a power of two from 2^-24 to 2^16, with "
-                "which a run begins"
-            )
-        for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"precision.{name} = {getattr(self, name)}; it must be at least 1")
-        for name in ("loss_scale", "growth_interval", "hysteresis", "minimum_scale"):
-            value, default = getattr(self, name), getattr(PrecisionConfig, name)
-            if value != default and self.mode != "float16":
-                raise ConfigurationError(
-                    f"precision.{name} = {value} has no effect with precision.mode = {self.mode!r}; remove it, or "
-                    "choose the mode 'float16'"
-                )
-            if value != default and self.loss_scale and name != "loss_scale":
-                raise ConfigurationError(
-                    f"precision.{name} = {value} has no effect with precision.loss_scale = {self.loss_scale}, which "
-                    "stays as it is; remove one of them"
-                )
+        check_section(PRECISION_RULES, "precision", self)
 
-    def check_beside(
-        self, strategy: str, others: Mapping[str, tuple[Any, Any]], stages: Mapping[str, tuple[Any, Any]]
-    ) -> None:
-        """Raise ConfigurationError where 16-bit working copies do not go with the rest of a recipe.
 
-        ``others`` are keys with the value that each has, and the only one that goes with 16 bits; ``stages`` are those
-        of stages that compute in the 16-bit type.
-        """
-        if self.working is None:
-            return
-        built = f"precision.mode = {self.mode!r} is not built in this version"
-        if strategy not in WITH_HALVES:
-            raise ConfigurationError(
-                f"parallel.strategy = {strategy!r} with {built}; choose {', '.join(WITH_HALVES)}, or the mode 'float32'"
-            )
-        for key, (value, only) in others.items():
-            if value != only:
-                raise ConfigurationError(
-                    f"{key} = {written(value)} with {built}; set {key} = {written(only)}, or precision.mode = 'float32'"
-                )
-        for key, (value, only) in stages.items():
-            if self.activations == "working" and value != only:
-                raise ConfigurationError(
-                    f"{key} = {written(value)} with precision.activations = 'working' is not built in this version; "
-                    f"precision.mode = {self.mode!r} is, with precision.activations = 'float32': set that, or {key} = "
-                    f"{written(only)}"
-                )
+_SCALING: Final = ("loss_scale", "growth_interval", "hysteresis", "minimum_scale")
+PRECISION_RULES: Final = (
+    one_of("precision.mode", MODES),
+    one_of("precision.activations", ACTIVATIONS),
+    rule(
+        "precision.activations=working with precision.mode!={halves}",
+        "there are no working copies",
+        f"choose a mode of {' and '.join(HALVES)}, or leave it out",
+        halves=HALVES,
+    ),
+    must(
+        "precision.loss_scale",
+        lambda scale: scale == 0 or _is_power_of_two(scale, 1.0, 2.0**24),
+        "it must be 0 (dynamic) or a power of two from 1 to 2^24, so that it rounds nothing",
+    ),
+    must(
+        "precision.minimum_scale",
+        lambda scale: _is_power_of_two(scale, 2.0**-24, 2.0**16),
+        "it must be a power of two from 2^-24 to 2^16, with which a run begins",
+    ),
+    *at_least(1, "precision.growth_interval", "precision.hysteresis"),
+    *(
+        no_effect(f"precision.{name}", getattr(PrecisionConfig, name), f"precision.{other}", [needed])
+        for other, needed, names in (("mode", "float16", _SCALING), ("loss_scale", 0, _SCALING[1:]))
+        for name in names
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,27 +209,8 @@ class RunConfig:
     allow_partial: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("global_batch", 1), ("seed", 0), ("sentinel_every_steps", 0)):
-            self._at_least(name, least)
-        self._at_least("validation_samples", 0)
-        if self.device not in DEVICES:
-            raise ConfigurationError(f"run.device = {self.device!r}; choose one of {', '.join(DEVICES)}")
-        if not (math.isfinite(self.log_every_s) and self.log_every_s >= 0):
-            raise ConfigurationError(f"run.log_every_s = {self.log_every_s}; it must be finite and at least 0")
-        if self.allow_partial and not self.init_from:
-            raise ConfigurationError(
-                "run.allow_partial = true has no effect where all parameters are drawn; name a checkpoint with "
-                "run.init_from (--init-from), or set it to false"
-            )
-        self._check_logical_shards()
+        check_section(RUN_RULES, "run", self)
         assert self.batches.final  # or it raises
-        self._at_least("recompute_every_steps", 0)
-        self._at_least("noise_scale_every_steps", 0)
-        if self.suspicious_factor and not (math.isfinite(self.suspicious_factor) and self.suspicious_factor > 1):
-            raise ConfigurationError(
-                f"run.suspicious_factor = {self.suspicious_factor}; it must be finite and above 1, such as 5, or 0 to "
-                "suspect nothing"
-            )
 
     @property
     def batches(self) -> BatchSchedule:
@@ -254,25 +221,6 @@ class RunConfig:
     def recomputes(self) -> bool:
         """Whether a step may be computed again."""
         return self.suspicious_factor > 0 or self.recompute_every_steps > 0
-
-    def _check_logical_shards(self) -> None:
-        self._at_least("logical_shards", 0)
-        if self.logical_shards and self.global_batch % self.logical_shards:
-            raise ConfigurationError(
-                f"run.global_batch = {self.global_batch} does not divide into run.logical_shards = "
-                f"{self.logical_shards} equal parts; choose a multiple of {self.logical_shards} samples, or a divisor "
-                f"of {self.global_batch} for the shards"
-            )
-        if self.logical_shards and self.device != "cpu":
-            raise ConfigurationError(
-                f"run.logical_shards = {self.logical_shards} with run.device = {self.device!r}: a GPU adds up rows of "
-                "embeddings in an order of its own; set run.device = 'cpu', or run.logical_shards = 0"
-            )
-
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value < least:
-            raise ConfigurationError(f"run.{name} = {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +238,8 @@ class SurvivalConfig:
     least_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("every_steps", 1), ("check_every_steps", 0), ("least_ranks", 1)):
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"survival.{name} = {getattr(self, name)}; it must be at least {least}")
+        rules = (
+            *at_least(1, "survival.every_steps", "survival.least_ranks"),
+            *at_least(0, "survival.check_every_steps"),
+        )
+        check_section(rules, "survival", self)

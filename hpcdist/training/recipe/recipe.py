@@ -22,7 +22,9 @@ from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.reporting.rules import section_values, written
 from hpcdist.reporting.toml_text import toml_lines
+from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
@@ -30,8 +32,8 @@ from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training.chaos.config import ChaosConfig
-from hpcdist.training.recipe import rules, settings
-from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, SurvivalConfig, written
+from hpcdist.training.recipe import settings
+from hpcdist.training.recipe.config import DataConfig, PrecisionConfig, RunConfig, SurvivalConfig
 
 DEFAULT: Final = "default"
 
@@ -59,71 +61,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
-        self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
-        self.decentralised.check_beside(self.parallel.strategy, self.optimizer.name)
-        rules.refuse_without_effect(self)
-        if self.parallel.strategy == "parameter_server":
-            self.parameter_server.check_beside(self.parallel.pipeline, self.parallel.tensor)
-        if self.communication.overlap != "none" and self.run.device != "cpu":
-            raise ConfigurationError(
-                f"communication.overlap = {self.communication.overlap!r} with run.device = {self.run.device!r} is not "
-                "built in this version; set it to 'none'"
-            )
-        if self.zero.prefetch and self.communication.overlap == "none":
-            raise ConfigurationError(
-                f"zero.prefetch = {self.zero.prefetch} with communication.overlap = 'none': nothing would move what is "
-                "gathered ahead; choose the overlap 'thread' or 'poll', or set zero.prefetch = 0"
-            )
-        rules.refuse_beside_logical_shards(self)
-        rules.refuse_measured_shares(self)
-        rules.refuse_beside_16_bits(self)
-        rules.refuse_beside_tensor(self)
-        rules.refuse_recomputation(self)
-        rules.refuse_batch_warmup(self)
-        self.compression.check_beside(self.communication.compression)
-        rules.refuse_beside_compression(self)
-        self.checkpoint.check_beside("file" in (self.zero.offload_optimizer, self.zero.offload_parameters))
         self.chaos.check_steps(self.run.steps)
-        lock_step = self.parallel.strategy != "parameter_server" or self.parameter_server.lock_step
-        if self.energy.shift and not lock_step:
-            raise ConfigurationError(
-                "energy.shift = true with a parameter server that is not in lock-step: each worker would have to wait "
-                "by itself, which is not built; set it to false, or parameter_server.consistency = 'bsp'"
-            )
-        self.checkpoint.check_steps(lock_step, self.data.validation_fraction > 0)
-        microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
-        for samples in self.run.batches.sizes:
-            key = "run.global_batch" if samples == self.run.global_batch else "a stage of run.batch_warmup"
-            if microbatches > samples:
-                raise ConfigurationError(
-                    f"parallel.microbatches = {microbatches} of {key} = {samples} samples: some would always be "
-                    f"empty; use at most {samples}"
-                )
-            if pipeline > 1 and samples % microbatches:
-                raise ConfigurationError(
-                    f"{key} = {samples} does not divide into parallel.microbatches = {microbatches} for a pipeline of "
-                    f"{pipeline}; choose a multiple of {microbatches} samples"
-                )
 
-    def check_world(self, data_ranks: int) -> None:
-        """Raise ConfigurationError when a step has fewer samples, or logical shards, than there are data ranks.
+    def check_world(self, data_ranks: int, **options: object) -> None:
+        """Raise ConfigurationError for keys that do not go together, or with so many data ranks (0: not known yet).
 
-        Also when there are too few of them to measure the noise scale.
+        ``options`` of `hpcdist run` are keys too: "--survive" and "--spares".
         """
-        rules.refuse_noise_scale(self, data_ranks)
-        smallest = self.run.batches.smallest
-        if smallest < data_ranks:
-            key = "a stage of run.batch_warmup" if self.run.batch_warmup else "run.global_batch"
-            raise ConfigurationError(
-                f"{key} = {smallest} is fewer samples than the {data_ranks} data ranks "
-                f"(parallel.data); each needs at least one: use at least {data_ranks} samples, or fewer ranks"
-            )
-        if 0 < self.run.logical_shards < data_ranks:
-            raise ConfigurationError(
-                f"run.logical_shards = {self.run.logical_shards} is fewer than the {data_ranks} data ranks "
-                f"(parallel.data); each needs at least one: use at most {self.run.logical_shards} ranks, or as many "
-                "shards from the start of the run"
-            )
+        rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.inner, **options})
 
 
 @dataclass(frozen=True)
@@ -142,7 +87,11 @@ def defaults() -> Mapping[str, Any]:
 
 def flat(recipe: Recipe) -> dict[str, Any]:
     """Return the values of ``recipe`` by key."""
-    return {f"{section}.{name}": value for section, keys in asdict(recipe).items() for name, value in keys.items()}
+    return {
+        key: value
+        for item in fields(recipe)
+        for key, value in section_values(item.name, getattr(recipe, item.name)).items()
+    }
 
 
 def load(

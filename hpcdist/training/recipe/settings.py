@@ -17,7 +17,7 @@ from hpcdist.batch.sites import search
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest
-from hpcdist.training.recipe.config import written
+from hpcdist.reporting.rules import written
 
 PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = (

@@ -18,7 +18,6 @@ from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource
 from hpcdist.training.elastic import job as elastic_job
 from hpcdist.training.elastic import membership
-from hpcdist.training.recipe import rules
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.job import TrainingJob
 from hpcdist.training.run.stop_requests import StopRequests
@@ -35,7 +34,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     stop_requests = StopRequests.listening(limit_s, lock.release, failfast.note_end)
     mode, spares = membership.mode_of()
     if mode:
-        rules.refuse_beside_survival(recipe, mode, spares)
+        recipe.check_world(0, **{"--survive": mode, "--spares": spares})
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     survived = elastic_job.begin_membership(session, mode, spares) if mode else None

@@ -55,7 +55,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ([], ["--set", "parallel.pipelin=2"], 78, "the nearest known is 'parallel.pipeline'"),
         ([], ["--set", "data.path=/no/such"], 78, "data.path = /no/such: there is no such file or directory"),
         ([], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
-        ([], ["--set", "run.global_batch=2"], 78, "is fewer samples than the 3 data ranks"),
+        ([], ["--set", "run.global_batch=2"], 78, "with 3 data ranks: each needs at least one sample"),
         ([], ["--time-limit", "5:00"], 2, "--time-limit"),
         ([], ["--frob"], 2, "No such option"),
         (["--survive", "shrink"], ["--set", "parallel.strategy=gossip"], 78, "with --survive"),

@@ -111,7 +111,7 @@ def test_what_the_function_raises_is_its_own(file):
 
 def test_keys_that_do_not_go_together_are_refused():
     for keys, told in (
-        ({"kind": "import"}, "needs model.factory"),
+        ({"kind": "import"}, "model.kind = 'import' with model.factory = ''"),
         ({"kind": "gpt", "factory": "a:b"}, "model.factory = 'a:b' has no effect with model.kind = 'gpt'"),
         ({"kind": "import", "factory": "a:b", "hidden": 64}, "model.hidden = 64 has no effect"),
     ):

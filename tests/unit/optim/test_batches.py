@@ -166,9 +166,12 @@ REFUSED = [
     ({"precision.mode": "float16"}, "precision.mode = 'float16' is not built"),
     ({"parallel.strategy": "gossip", "optimizer.name": "sgd"}, "share no count of samples"),
     ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "share no count of samples"),
-    ({"parallel.data": 5}, "a stage of run.batch_warmup = 4 is fewer samples than the 5 data ranks"),
-    ({"parallel.microbatches": 6}, "parallel.microbatches = 6 of a stage of run.batch_warmup = 4"),
-    ({"parallel.pipeline": 2, "parallel.microbatches": 3}, "a stage of run.batch_warmup = 4 does not divide"),
+    ({"parallel.data": 5}, "with 5 data ranks: each needs at least one sample of a step"),
+    ({"parallel.microbatches": 6}, "parallel.microbatches = 6 with run.batch_warmup = "),
+    (
+        {"parallel.pipeline": 2, "parallel.microbatches": 3},
+        "parallel.pipeline = 2: those of a pipeline have as many samples each",
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from hpcdist.telemetry.config import TelemetryConfig
     [
         ({"prometheus": "pull"}, "choose one of off, textfile, http, push"),
         ({"port": 9000}, "no effect with telemetry.prometheus = 'off'"),
-        ({"prometheus": "http", "textfile_directory": "there"}, "choose 'textfile'"),
+        ({"prometheus": "http", "textfile_directory": "there"}, "set telemetry.prometheus = 'textfile'"),
         ({"prometheus": "http", "port": 65536}, "port = 65536"),
         ({"prometheus": "push"}, "host:port"),
         ({"prometheus": "push", "gateway": "login1"}, "host:port"),

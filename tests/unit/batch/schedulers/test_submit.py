@@ -170,7 +170,7 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
         (["--nodes=2", "--set=model.layer=3"], 78, "model.layers"),
         (["--nodes=2", "--set=parallel.data=3"], 78, "parallel.data 3 x parallel.pipeline 1"),
         (["--nodes=1", "--set=parallel.strategy=parameter_server"], 78, "at least 1 must compute"),
-        (["--nodes=17"], 78, "fewer samples than the 17 data ranks"),
+        (["--nodes=17"], 78, "with 17 data ranks: each needs at least one sample"),
         (["missing.toml", "--nodes=1"], 74, "missing.toml"),
         (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
         (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),

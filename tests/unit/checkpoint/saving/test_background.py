@@ -178,5 +178,5 @@ def test_of_a_gpu(gpu, tmp_path, writers):
 def test_no_copy_in_memory_of_a_state_in_a_file():
     keys = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
     assert load(None, keys).recipe.zero.offload_optimizer == "file"
-    with pytest.raises(ConfigurationError, match="checkpoint.asynchronous = true with a state offloaded to a file"):
+    with pytest.raises(ConfigurationError, match="checkpoint.asynchronous = true with zero.offload_optimizer = 'file'"):
         load(None, [*keys, "checkpoint.asynchronous=true"])

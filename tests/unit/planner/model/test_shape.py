@@ -76,11 +76,11 @@ def test_feed_forward_widths_are_those_of_a_recipe() -> None:
     ("changes", "message"),
     [
         ({"layers": 0}, "layers of the model is 0"),
-        ({"hidden": 30}, "not a multiple of model.heads"),
-        ({"kv_heads": 3}, "does not divide"),
+        ({"hidden": 30}, "model.hidden = 30 with model.heads = 4"),
+        ({"kv_heads": 3}, "model.kv_heads = 3 with model.heads = 4"),
         ({"experts": 2, "experts_per_token": 3}, "experts_per_token of the model is 3"),
         ({"context": -1}, "context of the model is -1"),
-        ({"positions": "alibi"}, "model.positions is 'alibi'"),
+        ({"positions": "alibi"}, "model.positions = 'alibi'"),
     ],
 )
 def test_numbers_of_no_transformer_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -10,13 +10,16 @@ from compressed_server import EVEN, SOME, UNEVEN, Case, Job, OneProcess, colocat
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SPARSE, CompressionConfig
 from hpcdist.strategies.compressed.registry import compressor
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 NAMES = (*QUANTISED, *SPARSE)
 
@@ -241,6 +244,16 @@ def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng: np.random.Generato
     assert run_threads(4, lambda comm: body(comm, 3)) == run_threads(4, lambda comm: body(comm, None))
 
 
+def recipe_of(servers: ParameterServerConfig, name: str, algorithm: str, across: bool) -> Recipe:
+    """Return a recipe of these servers with compressed gradients, or raise what refuses it."""
+    return Recipe(
+        parallel=ParallelConfig(strategy="parameter_server"),
+        parameter_server=servers,
+        communication=CommunicationConfig(algorithm=algorithm, compression=name),
+        compression=CompressionConfig(across_nodes=across),
+    )
+
+
 @pytest.mark.parametrize(
     ("servers", "name", "algorithm", "across", "why"),
     [
@@ -250,7 +263,7 @@ def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng: np.random.Generato
         (ParameterServerConfig(transport="shared"), "int8", "ring", False, "does not travel"),
         (ParameterServerConfig(transport="rma"), "int8", "ring", False, "do not decode it"),
         (ParameterServerConfig(), LOW_RANK[0], "ring", False, "ask servers once"),
-        (ParameterServerConfig(), "dgc", "ring", False, "not built in this version"),
+        (ParameterServerConfig(), "dgc", "ring", False, "each rank steps all of the model"),
         (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
     ],
 )
@@ -258,11 +271,11 @@ def test_what_is_not_built_is_refused(
     servers: ParameterServerConfig, name: str, algorithm: str, across: bool, why: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        servers.check_compressed(name, algorithm, across_nodes=across)
+        recipe_of(servers, name, algorithm, across)
 
 
 def test_a_bound_of_no_steps_is_lock_step() -> None:
-    ParameterServerConfig(consistency="ssp").check_compressed("int8", "hierarchical", across_nodes=True)
+    recipe_of(ParameterServerConfig(consistency="ssp"), "int8", "hierarchical", across=True)
 
 
 def test_only_what_speaks_keeps_residuals() -> None:

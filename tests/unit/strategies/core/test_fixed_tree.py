@@ -203,8 +203,8 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
         ("communication.algorithm=ring", "communication.algorithm"),
         ("communication.overlap=thread", "communication.overlap"),
         ("run.device=gpu", "run.device"),
-        ("run.global_batch=18", "run.global_batch = 18 does not divide into run.logical_shards = 4"),
-        ("parallel.data=5", "fewer than the 5 data ranks"),
+        ("run.global_batch=18", "run.global_batch = 18 with run.logical_shards = 4"),
+        ("parallel.data=5", "run.logical_shards = 4 with 5 data ranks"),
         ("run.logical_shards=-1", "run.logical_shards"),
     ],
 )
@@ -215,5 +215,5 @@ def test_what_does_not_go_with_it_is_refused_by_name(override: str, key: str) ->
 
 
 def test_more_ranks_than_shards_are_refused(text: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 is fewer than the 3 data ranks"):
+    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 with 3 data ranks: each needs"):
         run_threads(3, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2}))

@@ -217,7 +217,7 @@ def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any
 @pytest.mark.parametrize(
     ("override", "match"),
     [
-        ("parallel.strategy=gossip", r"parallel\.strategy = 'gossip' .*choose one of allreduce, zero1, zero2, zero3"),
+        ("parallel.strategy=gossip", r"parallel\.strategy = 'gossip' .*to one of allreduce, zero1, zero2, zero3"),
         ("communication.overlap=thread", r"communication\.overlap"),
         ("precision.mode=bfloat16", r"run\.logical_shards"),
     ],

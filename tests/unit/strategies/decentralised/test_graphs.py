@@ -8,6 +8,7 @@ import pytest
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
 from hpcdist.strategies.decentralised.gossip import Graph, build
+from hpcdist.training.recipe.recipe import Recipe, load
 
 NAMES = ("ring", "torus", "exponential", "one_peer", "complete")
 SIZES = range(1, 17)
@@ -120,19 +121,26 @@ def test_bad_sections_are_refused(keys: dict[str, object], words: str) -> None:
     assert words in str(refused.value)
 
 
+def recipe_of(keys: dict[str, object], strategy: str, optimizer: str) -> Recipe:
+    """Return a recipe with the keys of the section, or raise what refuses it."""
+    given = {"parallel.strategy": strategy, "optimizer.name": optimizer}
+    given |= {f"decentralised.{key}": str(value) for key, value in keys.items()}
+    return load(None, [f"{key}={value}" for key, value in given.items()], {}).recipe
+
+
 def test_keys_without_effect_are_refused() -> None:
-    DecentralisedConfig().check_beside("allreduce", "adamw")
+    recipe_of({}, "allreduce", "adamw")
     for keys, strategy, needed in (
         ({"graph": "torus"}, "allreduce", "gossip"),
         ({"period": 2}, "gossip", "local_sgd"),
         ({"order": "adapt_first"}, "local_sgd", "gossip"),
         ({"outer_momentum": 0.9}, "zero3", "local_sgd"),
     ):
-        with pytest.raises(ConfigurationError, match=f"has no effect .* choose the strategy '{needed}'"):
-            DecentralisedConfig(**keys).check_beside(strategy, "sgd")
+        with pytest.raises(ConfigurationError, match=f"has no effect .* set parallel.strategy = '{needed}'"):
+            recipe_of(keys, strategy, "sgd")
     with pytest.raises(ConfigurationError, match="moments = 'reset' with optimizer.name = 'lamb'"):
-        DecentralisedConfig(moments="reset").check_beside("local_sgd", "lamb")
-    DecentralisedConfig(moments="reset").check_beside("local_sgd", "lars")
+        recipe_of({"moments": "reset"}, "local_sgd", "lamb")
+    recipe_of({"moments": "reset"}, "local_sgd", "lars")
 
 
 def test_edges_are_pairs() -> None:

@@ -1,6 +1,7 @@
 """What cannot be run is refused with the reason; who serves and who computes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
+from hpcdist.training.recipe.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,10 @@ from hpcdist.strategies.parameter_server.partition import Roles
         ({"staleness_aware": True}, "staleness_aware = true has no effect"),
         ({"consistency": "ssp", "staleness_aware": True}, "staleness_aware = true has no effect"),
         ({"backup_workers": -1}, "backup_workers = -1"),
-        ({"consistency": "asp", "backup_workers": 1}, "backup_workers = 1 .* 'asp'.*set consistency = 'bsp'"),
+        (
+            {"consistency": "asp", "backup_workers": 1},
+            "backup_workers = 1 .* 'asp'.*or parameter_server.consistency = 'bsp'",
+        ),
         ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
     ],
 )
@@ -59,15 +64,16 @@ def test_as_many_backups_as_workers_are_refused(placement: str, world: int) -> N
         ({}, "placement = 'dedicated'.*set it to 'colocated'"),
         ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
         ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
-        ({"placement": "colocated", "mirrored": True}, "mirrored = True.*set it to False"),
+        ({"placement": "colocated", "mirrored": True}, "mirrored = true.*set it to false"),
     ],
 )
 def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys: dict[str, object], said: str) -> None:
     config = ParameterServerConfig(**keys)
-    config.check_beside(pipeline=1, tensor=1)
+    alone = ParallelConfig(strategy="parameter_server")
+    Recipe(parallel=alone, parameter_server=config)
     for degrees in ({"pipeline": 2, "tensor": 1}, {"pipeline": 1, "tensor": 2}):
         with pytest.raises(ConfigurationError, match=said):
-            config.check_beside(**degrees)
+            Recipe(parallel=replace(alone, **degrees), parameter_server=config)
     assert not ParallelConfig(strategy="parameter_server", pipeline=2).has_roles
 
 

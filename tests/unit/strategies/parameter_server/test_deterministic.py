@@ -189,5 +189,5 @@ def test_what_sums_in_the_order_of_the_ranks_is_refused(keys: dict[str, Any], ma
 
 
 def test_fewer_shards_than_workers_are_refused(text: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 is fewer than the 3 data ranks"):
+    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 with 3 data ranks: each needs"):
         run_threads(4, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2} | served(1, "dedicated")))

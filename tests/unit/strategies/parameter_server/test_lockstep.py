@@ -508,8 +508,8 @@ def test_what_cannot_be_mirrored_or_recovered_is_refused() -> None:
     ("keys", "told"),
     [
         ({"transport": "pigeon"}, "messages, shared, rma"),
-        ({"transport": "shared", "consistency": "asp"}, "set transport = 'messages'"),
-        ({"mirrored": True, "consistency": "asp", "servers": 2}, "set mirrored = false"),
+        ({"transport": "shared", "consistency": "asp"}, "set parameter_server.transport = 'messages'"),
+        ({"mirrored": True, "consistency": "asp", "servers": 2}, "set parameter_server.mirrored = false"),
         ({"mirrored": True}, "at least 2 servers"),
         ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
     ],

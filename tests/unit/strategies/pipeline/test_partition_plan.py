@@ -116,8 +116,11 @@ def test_measured_seconds_decide() -> None:
         ({"partition": "luck"}, "choose one of parameters, flops, measured"),
         ({"pipeline": 1, "partition": "measured"}, "no effect with parallel.pipeline = 1"),
         ({"pipeline": 1, "stage_memory_bytes": (5,)}, r"stage_memory_bytes = \[5\] has no effect"),
-        ({"stage_units": (5, 5), "partition": "parameters"}, "no effect with parallel.stage_units"),
-        ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, "stage_speeds has no effect"),
+        (
+            {"stage_units": (5, 5), "partition": "parameters"},
+            "partition = 'parameters' has no effect with parallel.stage_units",
+        ),
+        ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, r"stage_speeds = \[1, 2\] has no effect"),
         ({"stage_units": (5, 4)}, "2 parts of 9 units in all; give one for each of 2 pipeline ranks, 10 units"),
         ({"stage_units": (10, 0)}, "each must be at least 1"),
         ({"stage_units": (3, 3, 4)}, "3 parts"),

@@ -16,18 +16,26 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
-from hpcdist.strategies.config import check_tensor_parallel
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.tensor.axis import counted, sum_gradients
 from hpcdist.strategies.tensor.model import cut_model
+from hpcdist.training.recipe.config import DataConfig
+from hpcdist.training.recipe.recipe import Recipe
 
 CONTEXT, BATCH = 7, 3  # 21 tokens: uneven rows on 2 and 4 ranks
 WHOLE = Range(0, 1 << 40)
 
 
+def check_tensor_parallel(config, ranks, by_rows):
+    """Raise what refuses a recipe of the model on so many tensor ranks."""
+    parallel = ParallelConfig(tensor=ranks, sequence_parallel=by_rows and ranks > 1)
+    Recipe(model=config, data=DataConfig(context=CONTEXT), parallel=parallel)
+
+
 def built(ranks, tied=False, dtype="float64"):
     heads = 6 if ranks == 3 else 4
     config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied)
-    check_tensor_parallel(config, ranks, CONTEXT, True)
+    check_tensor_parallel(config, ranks, True)
     return models.build(config, dtype, context=CONTEXT)
 
 
@@ -200,7 +208,7 @@ def test_what_is_not_cut_is_saved_once():
 )
 def test_what_cannot_be_cut_is_refused(config, ranks, said):
     with pytest.raises(ConfigurationError, match=said):
-        check_tensor_parallel(config, ranks, CONTEXT, True)
+        check_tensor_parallel(config, ranks, True)
 
 
 def test_stages_that_are_not_those_of_a_transformer_are_refused():
@@ -227,7 +235,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_are_those_of_the_whole(options, by_rows, split, rng):
     config = ModelConfig(layers=2, hidden=16, heads=4, vocabulary=37, **OPTIONS[options])
-    check_tensor_parallel(config, 2, CONTEXT, by_rows)
+    check_tensor_parallel(config, 2, by_rows)
     found, seed = batches(rng), int(rng.integers(1 << 30))
     whole = models.build(config, "float64", context=CONTEXT)
     if config.kind == "encoder":

@@ -23,7 +23,10 @@ def refused(*overrides: str) -> str:
         (("zero.persistent_below=5", "parallel.strategy=zero2"), "no parameters are cut; remove it, or choose"),
         (("zero.shared_parameters=true", "parallel.strategy=zero3"), "choose zero1 or zero2"),
         (("zero.shared_parameters=true", "parallel.strategy=zero1", "run.device=gpu"), "run.device = 'cpu'"),
-        (("zero.shared_parameters=true", "parallel.strategy=zero1", "zero.optimizer=2"), "set zero.parameters, zero"),
+        (
+            ("zero.shared_parameters=true", "parallel.strategy=zero1", "zero.optimizer=2"),
+            "set zero.shared_parameters = false, or zero.optimizer = 0",
+        ),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_is_refused(overrides: tuple[str, ...], said: str) -> None:

@@ -24,12 +24,15 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, StorageError
 from hpcdist.optim import norms, optimizer
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.data import microbatches
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -274,7 +277,12 @@ def test_a_file_is_gone_with_its_store(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
     "a place that is none": ({"offload_optimizer": "disk"}, "zero3", "cpu", "choose one of none, host, file"),
     "no directory": ({"offload_optimizer": "file"}, "zero1", "cpu", "zero.offload_directory = '' with"),
-    "a directory for nothing": ({"offload_directory": "/x"}, "zero1", "cpu", "has no effect where nothing"),
+    "a directory for nothing": (
+        {"offload_directory": "/x"},
+        "zero1",
+        "cpu",
+        "has no effect with zero.offload_optimizer = 'none'",
+    ),
     "parameters alone": ({"offload_parameters": "file", "offload_directory": "/x"}, "zero3", "cpu", "offload it first"),
     "the host of a cpu": ({"offload_optimizer": "host"}, "zero2", "cpu", "is where it was; choose 'file'"),
     "whole parameters": (
@@ -296,15 +304,20 @@ REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
 def test_what_would_do_nothing_is_refused(case: str) -> None:
     keys, strategy, device, says = REFUSED[case]
     with pytest.raises(ConfigurationError, match=re.escape(says)):
-        ZeroConfig(**keys).check_beside(strategy, 1, device)  # type: ignore[arg-type]
+        recipes.load(
+            None,
+            [f"zero.{key}={value}" for key, value in keys.items()]
+            + [f"parallel.strategy={strategy}", f"run.device={device}"],
+            {},
+        )
 
 
 def test_degrees_of_their_own_do_not_go_with_parameters_away() -> None:
     away = ZeroConfig(offload_optimizer="file", offload_parameters="file", offload_directory="/x")
-    with pytest.raises(ConfigurationError, match="sharding degrees of their own is not built"):
+    with pytest.raises(ConfigurationError, match="'file' with zero.gradients = 2 is not built"):
         replace(away, gradients=2)
     with pytest.raises(ConfigurationError, match="persistent_below = 9 is not built"):
-        replace(away, persistent_below=9).check_beside("zero3", 1, "cpu")
+        Recipe(zero=replace(away, persistent_below=9), parallel=ParallelConfig(strategy="zero3"))
 
 
 # ---- whole trainings

@@ -263,8 +263,8 @@ def test_a_direction_before_the_wait_is_refused() -> None:
     ("keys", "match"),
     [
         ({"overlap": "always"}, r"communication.overlap = 'always'; choose one of none, thread, poll"),
-        ({"overlap": "poll"}, r"'auto', which has no steps .* choose the algorithm ring"),
-        ({"overlap": "poll", "algorithm": "native"}, r"'native', which has no steps"),
+        ({"overlap": "poll"}, r"'auto': it has no steps .* choose the algorithm ring"),
+        ({"overlap": "poll", "algorithm": "native"}, r"'native': it has no steps"),
     ],
 )
 def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str) -> None:
@@ -275,7 +275,7 @@ def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str
 @pytest.mark.parametrize(
     ("setting", "match"),
     [
-        ("parallel.strategy=parameter_server", "choose the strategy 'allreduce'"),
+        ("parallel.strategy=parameter_server", "set parallel.strategy to one of allreduce, zero1"),
         ("run.device=gpu", "run.device = 'gpu' is not built"),
         ("run.logical_shards=4", "set communication.overlap = 'none'"),
     ],

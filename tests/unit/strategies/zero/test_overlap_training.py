@@ -338,9 +338,9 @@ def test_degrees_in_between_are_refused() -> None:
         (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of units"),
         (
             ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
-            r"zero.prefetch = 1 has no effect where no parameters are cut",
+            r"zero.prefetch = 1 with parallel.strategy = 'zero2': no parameters are cut",
         ),
-        (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto', which has no steps"),
+        (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto': it has no steps"),
         (
             [*POLLED_RING, "parallel.strategy=zero2", "precision.mode=bfloat16"],
             r"communication.overlap = 'poll' with precision.mode = 'bfloat16' is not built",

@@ -137,7 +137,7 @@ REFUSED = [
     ({"chaos.slow_ranks": "[0]", "chaos.slow_probability": 1.5}, "between 0 and 1"),
     ({"chaos.step_s": -1}, "chaos.step_s = -1.0"),
     ({"chaos.seed": -1}, "chaos.seed = -1"),
-    ({"chaos.slow_factor": 4}, "has no effect without chaos.slow_ranks"),
+    ({"chaos.slow_factor": 4}, "has no effect with chaos.slow_ranks"),
     ({"chaos.slow_ranks": "0"}, "expected a list of whole numbers, such as \\[0, 1\\]"),
     ({"chaos.slow_ranks": "[0.5]"}, "expected a list of whole numbers"),
 ]

@@ -22,7 +22,6 @@ from hpcdist.training.elastic import job as elastic_job
 from hpcdist.training.elastic.job import refit
 from hpcdist.training.elastic.membership import Membership, MembershipChange, mode_of
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.recipe import rules
 from hpcdist.training.run import job
 from hpcdist.training.run.stop_requests import GROW_FILE
 
@@ -210,14 +209,14 @@ def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
 def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
     with pytest.raises(ConfigurationError, match=said):
-        rules.refuse_beside_survival(recipe, "shrink", 0)
+        recipe.check_world(0, **{"--survive": "shrink", "--spares": 0})
 
 
 def test_nobody_knows_the_gpu_of_a_new_process() -> None:
     recipe = recipes.load(None, ["run.device=gpu"], {}).recipe
-    rules.refuse_beside_survival(recipe, "replace", 1)
+    recipe.check_world(0, **{"--survive": "replace", "--spares": 1})
     with pytest.raises(ConfigurationError, match="--spares"):
-        rules.refuse_beside_survival(recipe, "replace", 0)
+        recipe.check_world(0, **{"--survive": "replace", "--spares": 0})
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ REFUSED = [
         "the sum of a step's gradients is known one step later",
     ),
     ({**EACH, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}, "parallel.sequence_parallel = true"),
-    ({**EACH, "parallel.data": 1}, "with one data rank: its gradient is that of the whole batch"),
+    ({**EACH, "parallel.data": 1}, "with 1 data rank: its gradient is that of the whole batch"),
     (
         {
             **EACH,

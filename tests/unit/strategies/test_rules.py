@@ -1,0 +1,72 @@
+"""Rules between keys: each names keys that exist, and says what to change; terms mean what they say."""
+
+import pytest
+
+from hpcdist.checkpoint.config import RULES as CHECKPOINT
+from hpcdist.comm.config import RULES as COMMUNICATION
+from hpcdist.energy.config import RULES as ENERGY
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import RULES as MODEL
+from hpcdist.optim.config import RULES as OPTIMIZER
+from hpcdist.reporting.rules import Rule, check, refusals, rule
+from hpcdist.strategies import rules
+from hpcdist.strategies.compressed.config import RULES as COMPRESSION
+from hpcdist.strategies.config import RULES as PARALLEL
+from hpcdist.strategies.decentralised.config import RULES as DECENTRALISED
+from hpcdist.strategies.parameter_server.config import RULES as SERVERS
+from hpcdist.strategies.zero.config import RULES as ZERO
+from hpcdist.telemetry.config import RULES as TELEMETRY
+from hpcdist.training.chaos.config import RULES as CHAOS
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.recipe.config import DATA_RULES, PRECISION_RULES, RUN_RULES
+
+SECTIONS = (CHECKPOINT, COMMUNICATION, ENERGY, MODEL, OPTIMIZER, COMPRESSION, PARALLEL, DECENTRALISED, SERVERS, ZERO)
+ALL = [
+    each
+    for table in (rules.RULES, *SECTIONS, TELEMETRY, CHAOS, DATA_RULES, PRECISION_RULES, RUN_RULES)
+    for each in table
+]
+OPTIONS = {"data rank": 2, "feed-forward column": 512, "--survive": "shrink", "--spares": 0}
+VALUES = rules.derived({**recipes.defaults(), **OPTIONS})
+
+
+def test_every_rule_names_keys_that_there_are() -> None:
+    unknown = {key for each in ALL for key in (*each.conditions, *each.given) if key not in VALUES}
+    assert unknown == set(), "such a rule would be passed over"
+
+
+def test_defaults_go_together() -> None:
+    assert list(refusals(ALL, VALUES)) == []
+
+
+@pytest.mark.parametrize("each", ALL, ids=lambda each: " with ".join(each.conditions))
+def test_every_rule_says_what_to_change(each: Rule) -> None:
+    assert each.cure or any(condition.cure for key, condition in each.conditions.items() if "." in key)
+
+
+@pytest.mark.parametrize(
+    ("terms", "values", "message"),
+    [
+        ("a.x with a.y", {"a.x": 3, "a.y": True}, "a.x = 3 with a.y = true; set a.x = 0, or a.y = false"),
+        ("a.x with a.y", {"a.x": 3, "a.y": False}, None),
+        ("a.x with a.y", {"a.x": 3}, None),
+        ("a.x=p|q->r", {"a.x": "q"}, "a.x = 'q'; set a.x = 'r'"),
+        ("a.x=p|q->r", {"a.x": "r"}, None),
+        ("a.x!=p|q", {"a.x": "r"}, "a.x = 'r'; set a.x to one of p, q"),
+        ("a.x!=2", {"a.x": 2}, None),
+        ("a.x>1 with a.y?", {"a.x": 2, "a.y": "s"}, "a.x = 2 with a.y = 's'; set a.x = 1"),
+        ("a.x>1 with a.y<2", {"a.x": 1, "a.y": 1}, None),
+        ("a.x where a.y=", {"a.x": "p", "a.y": ""}, "a.x = 'p'; set a.x = 'none'"),
+        ("a.x where a.y=", {"a.x": "p", "a.y": "q"}, None),
+        ("a.x where names~p|q", {"a.x": (1,), "names": ("q", "r")}, "a.x = [1]; set a.x = []"),
+        ("a.x where names!~p|q", {"a.x": 1, "names": ("q", "r")}, None),
+        ("a.x with --go=on with rank?", {"a.x": 1, "--go": "on", "rank": 2}, "a.x = 1 with --go on and 2 ranks; set"),
+    ],
+)
+def test_terms(terms: str, values: dict[str, object], message: str | None) -> None:
+    if message is None:
+        check([rule(terms)], values)
+    else:
+        with pytest.raises(ConfigurationError) as refused:
+            check([rule(terms)], values)
+        assert message in str(refused.value)
