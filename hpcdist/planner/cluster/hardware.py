@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.layout import LIBRARIES
@@ -147,8 +147,23 @@ def _wrong(unit: str, dimension: str) -> str:
     return f"unknown unit {unit!r}" + (f", the nearest is {close[0]!r}" if close else "")
 
 
+class QuantityField(NamedTuple):
+    """Field of a cluster's file: its key, the dimension of its value (`UNITS`, "count", "number", "text"), and bounds.
+
+    The bounds include their ends, in base units; with ``zero`` 0 is allowed below them, too. They are wide: a number
+    outside of them belongs to no hardware that exists, so its unit is wrong.
+    """
+
+    key: str
+    kind: str = "text"
+    low: float = 0.0
+    high: float = math.inf
+    zero: bool = False
+
+
 ACCELERATOR_FLOPS: Final = 10e12
 ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
+OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +174,8 @@ class EfficiencyCurve:
     one decides most.
     """
 
-    sizes: tuple[float, ...]
-    shares: tuple[float, ...]
+    sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
+    shares: Annotated[tuple[float, ...], QuantityField("shares", "number", 1e-6, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +190,17 @@ class Device:
     """
 
     name: str
-    peak_flops: Mapping[str, float]
+    peak_flops: Annotated[Mapping[str, float], QuantityField("flops", "flops", 100e6, 1e18)]
     matmul: Mapping[str, EfficiencyCurve]
-    memory_bytes: float
-    memory_bytes_per_s: float
-    memory_share: float = 0.8
-    attention_share: float = 0.4
-    kernel_s: float = 0.0
-    reserved_bytes: float = 0.0
-    idle_w: float = 0.0
-    peak_w: float = 0.0
-    best_mfu: float = 0.0
+    memory_bytes: Annotated[float, QuantityField("memory", "bytes", 64e6, 64e12)]
+    memory_bytes_per_s: Annotated[float, QuantityField("memory_bandwidth", "bandwidth", 100e6, 1e15)]
+    memory_share: Annotated[float, QuantityField("memory_share", "number", 0.01, 1)] = 0.8
+    attention_share: Annotated[float, QuantityField("attention_share", "number", 0.001, 1)] = 0.4
+    kernel_s: Annotated[float, QuantityField("kernel", "time", 1e-9, 10e-3, zero=True)] = 0.0
+    reserved_bytes: Annotated[float, QuantityField("reserved", "bytes", 0, 1e12, zero=True)] = 0.0
+    idle_w: Annotated[float, QuantityField("idle", "power", 0, 5e3, zero=True)] = 0.0
+    peak_w: Annotated[float, QuantityField("peak", "power", 0.1, 20e3, zero=True)] = 0.0
+    best_mfu: Annotated[float, QuantityField("best_mfu", "number", 0.01, 1, zero=True)] = 0.0
 
     @property
     def is_accelerator(self) -> bool:
@@ -202,10 +217,10 @@ class LinkLevel:
     """
 
     name: str
-    devices: int
-    latency_s: float
-    bytes_per_s: float
-    alone_bytes_per_s: float = 0.0
+    devices: Annotated[int, QuantityField("devices", "count", 2, 1e7, zero=True)]
+    latency_s: Annotated[float, QuantityField("latency", "time", 10e-9, 100e-3)]
+    bytes_per_s: Annotated[float, QuantityField("bandwidth", "bandwidth", 1e6, 100e12)]
+    alone_bytes_per_s: Annotated[float, QuantityField("alone_bandwidth", "bandwidth", 1e6, 100e12, zero=True)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +232,15 @@ class MeasuredFit:
     outermost of them; ``library`` whose operation it was, as `Layout.library` does: "mpi", "nccl", or "" for any.
     """
 
-    operation: str  # "allreduce", "reduce_scatter", "all_gather", "message"
-    ranks: int
-    until_bytes: tuple[float, ...]
-    latency_s: tuple[float, ...]
-    s_per_byte: tuple[float, ...]
+    operation: str  # one of `OPERATIONS`
+    ranks: Annotated[int, QuantityField("ranks", "count", 1, 1e7)]
+    until_bytes: Annotated[tuple[float, ...], QuantityField("until", "bytes", 1, 1e15)]
+    latency_s: Annotated[tuple[float, ...], QuantityField("latency", "time", 1e-9, 10, zero=True)]
+    s_per_byte: Annotated[tuple[float, ...], QuantityField("slowness", "slowness", 1e-15, 1e-3, zero=True)]
     algorithm: str = "auto"
     level: str = ""
-    from_bytes: float = 0.0
-    error: float = 0.0
+    from_bytes: Annotated[float, QuantityField("from", "bytes", 0, 1e15, zero=True)] = 0.0
+    error: Annotated[float, QuantityField("error", "number", 0, 1e9, zero=True)] = 0.0
     library: str = ""
 
 
@@ -233,39 +248,39 @@ class MeasuredFit:
 class ClusterStorage:
     """Parallel file system: bytes a second that all nodes together, and one of them, write and read."""
 
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    node_write_bytes_per_s: float
-    node_read_bytes_per_s: float
+    write_bytes_per_s: Annotated[float, QuantityField("write", "bandwidth", 1e6, 1e15)]
+    read_bytes_per_s: Annotated[float, QuantityField("read", "bandwidth", 1e6, 1e15)]
+    node_write_bytes_per_s: Annotated[float, QuantityField("node_write", "bandwidth", 1e6, 1e13)]
+    node_read_bytes_per_s: Annotated[float, QuantityField("node_read", "bandwidth", 1e6, 1e13)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
     """Node of ``devices``; ``host_w`` is its power beside them, ``network_w`` that of its share of the switches."""
 
-    devices: int
-    host_w: float = 0.0
-    network_w: float = 0.0
-    host_memory_bytes: float = 0.0
+    devices: Annotated[int, QuantityField("devices", "count", 1, 1024)]
+    host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0
+    network_w: Annotated[float, QuantityField("network", "power", 1, 100e3, zero=True)] = 0.0
+    host_memory_bytes: Annotated[float, QuantityField("host_memory", "bytes", 64e6, 1e15, zero=True)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
     """Failure rates of a node, or of a device of it, and the length of a restart beside the work that is lost."""
 
-    node_mtbf_s: float
-    restart_s: float
+    node_mtbf_s: Annotated[float, QuantityField("node_mtbf", "time", 3600, 1000 * UNITS["time"]["years"])]
+    restart_s: Annotated[float, QuantityField("restart", "time", 1, 86400)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSite:
     """Weight and cost of a joule: PUE, carbon, prices. None: not known, and then nothing is said of it."""
 
-    pue: float | None = None
-    carbon_g_per_kwh: float | None = None
+    pue: Annotated[float | None, QuantityField("pue", "number", 1, 5)] = None
+    carbon_g_per_kwh: Annotated[float | None, QuantityField("carbon", "carbon", 0, 2000, zero=True)] = None
     carbon_source: str = ""
-    device_hour_price: float | None = None
-    kwh_price: float | None = None
+    device_hour_price: Annotated[float | None, QuantityField("device_hour_price", "number", 0, 1000, zero=True)] = None
+    kwh_price: Annotated[float | None, QuantityField("kwh_price", "number", 0, 1000, zero=True)] = None
     currency: str = ""
 
 
@@ -279,14 +294,14 @@ class Cluster:
 
     name: str
     about: str
-    devices: int
+    devices: Annotated[int, QuantityField("devices", "count", 1, 1e7)]
     device: Device
     node: ClusterNode
-    levels: tuple[LinkLevel, ...]
+    levels: Annotated[tuple[LinkLevel, ...], QuantityField("level")]
     storage: ClusterStorage
     failures: FailureRates
     site: ClusterSite = ClusterSite()
-    fits: tuple[MeasuredFit, ...] = ()
+    fits: Annotated[tuple[MeasuredFit, ...], QuantityField("fit")] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     calibrated: str = ""
 
@@ -408,6 +423,8 @@ def _check_site(site: ClusterSite) -> None:
 
 
 def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
+    if fit.operation not in OPERATIONS:
+        raise ConfigurationError(f"{place}: operation {fit.operation!r} is none of {', '.join(OPERATIONS)}")
     if fit.level and fit.level not in levels:
         raise ConfigurationError(f"{place}: there is no level {fit.level!r}; known are {', '.join(levels)}")
     if fit.library not in LIBRARIES:

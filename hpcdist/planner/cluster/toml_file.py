@@ -1,127 +1,27 @@
 """TOML files of clusters: read, check and write them; quantities are texts with units.
 
 `read` takes the name of a shipped cluster (`clusters/`) or any path. Nothing is guessed: a field that is missing,
-unknown, of the wrong dimension or out of bounds is refused with the names of the file and of the field. The table of
-fields says for each its key, its dimension and its bounds. The bounds are wide: a number outside of them belongs to
-no hardware that exists, so its unit is wrong.
+unknown, of the wrong dimension or out of bounds is refused with the names of the file and of the field. The classes of
+`hpcdist.planner.cluster.hardware` say of each field its key, its dimension and its bounds.
 """
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner.cluster import hardware
-from hpcdist.planner.cluster.hardware import (
-    ITEM_BYTES,
-    Cluster,
-    ClusterNode,
-    ClusterSite,
-    ClusterStorage,
-    Device,
-    EfficiencyCurve,
-    FailureRates,
-    LinkLevel,
-    MeasuredFit,
-)
+from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, QuantityField
 from hpcdist.reporting import regular
 
-
-class QuantityField(NamedTuple):
-    """``key`` in the file is ``attribute`` of the section's class.
-
-    ``kind``: a dimension of `hpcdist.planner.cluster.hardware`, or "count", "number", "text". Bounds include their
-    ends,
-    in base units; with ``zero`` 0 is allowed below them, too.
-    """
-
-    key: str
-    attribute: str
-    kind: str
-    low: float = 0.0
-    high: float = float("inf")
-    required: bool = True
-    zero: bool = False
-
-
-YEAR_S: Final = 365.25 * 86400.0
-
-TOP: Final = (
-    QuantityField("name", "name", "text"),
-    QuantityField("about", "about", "text"),
-    QuantityField("devices", "devices", "count", 1, 1e7),
-    QuantityField("calibrated", "calibrated", "text", required=False),
-)
-DEVICE: Final = (
-    QuantityField("name", "name", "text"),
-    QuantityField("memory", "memory_bytes", "bytes", 64e6, 64e12),
-    QuantityField("memory_bandwidth", "memory_bytes_per_s", "bandwidth", 100e6, 1e15),
-    QuantityField("memory_share", "memory_share", "number", 0.01, 1, required=False),
-    QuantityField("attention_share", "attention_share", "number", 0.001, 1, required=False),
-    QuantityField("kernel", "kernel_s", "time", 1e-9, 10e-3, required=False, zero=True),
-    QuantityField("reserved", "reserved_bytes", "bytes", 0, 1e12, required=False, zero=True),
-    QuantityField("idle", "idle_w", "power", 0, 5e3, required=False, zero=True),
-    QuantityField("peak", "peak_w", "power", 0.1, 20e3, required=False, zero=True),
-    QuantityField("best_mfu", "best_mfu", "number", 0.01, 1, required=False, zero=True),
-)
-FLOPS_BOUNDS: Final = (100e6, 1e18)
-LEVEL: Final = (
-    QuantityField("name", "name", "text"),
-    QuantityField("devices", "devices", "count", 2, 1e7, zero=True),
-    QuantityField("latency", "latency_s", "time", 10e-9, 100e-3),
-    QuantityField("bandwidth", "bytes_per_s", "bandwidth", 1e6, 100e12),
-    QuantityField("alone_bandwidth", "alone_bytes_per_s", "bandwidth", 1e6, 100e12, required=False, zero=True),
-)
-NODE: Final = (
-    QuantityField("devices", "devices", "count", 1, 1024),
-    QuantityField("host", "host_w", "power", 1, 100e3, required=False, zero=True),
-    QuantityField("network", "network_w", "power", 1, 100e3, required=False, zero=True),
-    QuantityField("host_memory", "host_memory_bytes", "bytes", 64e6, 1e15, required=False, zero=True),
-)
-STORAGE: Final = (
-    QuantityField("write", "write_bytes_per_s", "bandwidth", 1e6, 1e15),
-    QuantityField("read", "read_bytes_per_s", "bandwidth", 1e6, 1e15),
-    QuantityField("node_write", "node_write_bytes_per_s", "bandwidth", 1e6, 1e13),
-    QuantityField("node_read", "node_read_bytes_per_s", "bandwidth", 1e6, 1e13),
-)
-FAILURES: Final = (
-    QuantityField("node_mtbf", "node_mtbf_s", "time", 3600, 1000 * YEAR_S),
-    QuantityField("restart", "restart_s", "time", 1, 86400),
-)
-SITE: Final = (
-    QuantityField("pue", "pue", "number", 1, 5, required=False),
-    QuantityField("carbon", "carbon_g_per_kwh", "carbon", 0, 2000, required=False, zero=True),
-    QuantityField("carbon_source", "carbon_source", "text", required=False),
-    QuantityField("device_hour_price", "device_hour_price", "number", 0, 1000, required=False, zero=True),
-    QuantityField("kwh_price", "kwh_price", "number", 0, 1000, required=False, zero=True),
-    QuantityField("currency", "currency", "text", required=False),
-)
-CURVE: Final = (  # lists, one number for each point
-    QuantityField("sizes", "sizes", "number", 1, 1e6),
-    QuantityField("shares", "shares", "number", 1e-6, 1),
-)
-FIT: Final = (
-    QuantityField("operation", "operation", "text"),
-    QuantityField("ranks", "ranks", "count", 1, 1e7),
-    QuantityField("algorithm", "algorithm", "text", required=False),
-    QuantityField("level", "level", "text", required=False),
-    QuantityField("library", "library", "text", required=False),
-    QuantityField("from", "from_bytes", "bytes", 0, 1e15, required=False, zero=True),
-    QuantityField("error", "error", "number", 0, 1e9, required=False, zero=True),
-)
-PIECES: Final = (  # of a fit: lists, one number for each piece
-    QuantityField("until", "until_bytes", "bytes", 1, 1e15),
-    QuantityField("latency", "latency_s", "time", 1e-9, 10, zero=True),
-    QuantityField("slowness", "s_per_byte", "slowness", 1e-15, 1e-3, zero=True),
-)
-OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
-SECTIONS: Final = ("device", "node", "level", "storage", "failures", "site", "fit", "sources")
 SOURCES: Final = ("device", "matmul", "node", "level", "storage", "failures", "site", "fit")
-
-
+KEYS: Final = {"flops": ITEM_BYTES, "matmul": ITEM_BYTES, "sources": SOURCES}  # of tables whose values are alike
 FOLDER: Final = Path(__file__).parents[1] / "clusters"
 ASSUMPTION: Final = "assumption"  # a source that has this word is told as a flag of each plan
 
@@ -151,7 +51,9 @@ def read(name_or_path: str) -> Cluster:
 def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
     """Return the cluster of a parsed file; ``place`` is what errors call it. Raises ConfigurationError."""
     try:
-        return _cluster(tree)
+        cluster: Cluster = _read(Cluster, tree, "")
+        hardware.validate(cluster)
+        return cluster
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error}") from None
 
@@ -171,24 +73,7 @@ def assumptions(cluster: Cluster) -> tuple[str, ...]:
 
 def dump(cluster: Cluster) -> str:
     """Return the TOML of ``cluster``; `read` of it is equal to it."""
-    lines = [*_dumped(TOP, cluster), "", "[device]", *_dumped(DEVICE, cluster.device)]
-    lines += ["", "[device.flops]"]
-    lines += [f"{kind} = {_quoted(hardware.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
-    for kind, curve in cluster.device.matmul.items():
-        lines += ["", f"[device.matmul.{kind}]"]
-        lines += [f"{key} = {[float(number) for number in getattr(curve, key)]}" for key in ("sizes", "shares")]
-    lines += ["", "[node]", *_dumped(NODE, cluster.node)]
-    for level in cluster.levels:
-        lines += ["", "[[level]]", *_dumped(LEVEL, level)]
-    lines += ["", "[storage]", *_dumped(STORAGE, cluster.storage)]
-    lines += ["", "[failures]", *_dumped(FAILURES, cluster.failures)]
-    lines += ["", "[site]", *_dumped(SITE, cluster.site)]
-    for fit in cluster.fits:
-        lines += ["", "[[fit]]", *_dumped(FIT, fit)]
-        lines += [_dumped_list(piece.key, getattr(fit, piece.attribute), piece.kind) for piece in PIECES]
-    if cluster.sources:
-        lines += ["", "[sources]", *(f"{section} = {_quoted(source)}" for section, source in cluster.sources.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_dumped(cluster, "")) + "\n"
 
 
 def _path_of(name_or_path: str) -> Path:
@@ -203,137 +88,116 @@ def _path_of(name_or_path: str) -> Path:
     return FOLDER / f"{name_or_path}.toml"
 
 
-def _cluster(tree: Mapping[str, Any]) -> Cluster:
-    _known(tree, [*(field.key for field in TOP), *SECTIONS], "")
-    top = _section(tree, TOP, "", beside=SECTIONS)
-    levels = tuple(
-        LinkLevel(**_section(level, LEVEL, f"level {place + 1}: "))
-        for place, level in enumerate(_tables(tree, "level", required=True))
-    )
-    cluster = Cluster(
-        **top,
-        device=_device(_table(tree, "device")),
-        node=ClusterNode(**_section(_table(tree, "node"), NODE, "node.")),
-        levels=levels,
-        storage=ClusterStorage(**_section(_table(tree, "storage"), STORAGE, "storage.")),
-        failures=FailureRates(**_section(_table(tree, "failures"), FAILURES, "failures.")),
-        site=ClusterSite(**_section(_table(tree, "site", required=False), SITE, "site.")),
-        fits=tuple(_fit(fit, f"fit {place + 1}: ") for place, fit in enumerate(_tables(tree, "fit"))),
-        sources=_sources(_table(tree, "sources", required=False)),
-    )
-    hardware.validate(cluster)
-    return cluster
+class FileField(NamedTuple):
+    """Field of a class: its ``name``, its type without bounds, what it is in a file, and its default if it has one."""
+
+    name: str
+    type: Any
+    quantity: QuantityField
+    default: Any = dataclasses.MISSING
+
+    @property
+    def of(self) -> Any:
+        """The type of the values of a table or a list; the type itself for others."""
+        return get_args(self.type)[-1 if self.is_mapping else 0] if self.is_mapping or self.is_list else self.type
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it is a table whose values are alike."""
+        return get_origin(self.type) is Mapping
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is a list, of numbers or of tables."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it stands in a line of its own, and not in tables."""
+        return not self.is_mapping and not dataclasses.is_dataclass(self.of)
 
 
-def _device(tree: Mapping[str, Any]) -> Device:
-    values = _section(tree, DEVICE, "device.", beside=("flops", "matmul"))
-    flops, matmul = _table(tree, "flops", "device."), _table(tree, "matmul", "device.")
-    low, high = FLOPS_BOUNDS
-    for place, table in (("device.flops.", flops), ("device.matmul.", matmul)):
-        _known(table, ITEM_BYTES, place)
-    peak = {
-        kind: _value(QuantityField(kind, kind, "flops", low, high), raw, "device.flops.") for kind, raw in flops.items()
-    }
-    curves = {}
-    for kind in matmul:
-        place = f"device.matmul.{kind}."
-        curve = _table(matmul, kind, "device.matmul.")
-        _known(curve, [field.key for field in CURVE], place)
-        curves[kind] = EfficiencyCurve(**{field.attribute: _numbers(curve, field, place) for field in CURVE})
-    return Device(**values, peak_flops=peak, matmul=curves)
+@cache
+def fields_of(kind: Any) -> tuple[FileField, ...]:
+    """Return the fields of a class of `hpcdist.planner.cluster.hardware`."""
+    result = []
+    hints = get_type_hints(kind, include_extras=True)
+    for item in dataclasses.fields(kind):
+        hint, quantity = hints[item.name], QuantityField(item.name)
+        if get_origin(hint) is Annotated:
+            hint, quantity = get_args(hint)
+        default = {} if item.default_factory is dict else item.default
+        result.append(FileField(item.name, hint, quantity, default))
+    return tuple(result)
 
 
-def _fit(tree: Mapping[str, Any], place: str) -> MeasuredFit:
-    values = _section(tree, FIT, place, beside=[piece.key for piece in PIECES])
-    if values["operation"] not in OPERATIONS:
-        raise ConfigurationError(f"{place}operation {values['operation']!r} is none of {', '.join(OPERATIONS)}")
-    for piece in PIECES:
-        values[piece.attribute] = _numbers(tree, piece, place)
-    return MeasuredFit(**values)
-
-
-def _sources(tree: Mapping[str, Any]) -> dict[str, str]:
-    _known(tree, SOURCES, "sources.")
-    return {key: _value(QuantityField(key, key, "text"), source, "sources.") for key, source in tree.items()}
-
-
-def _section(
-    tree: Mapping[str, Any], known: Sequence[QuantityField], place: str, beside: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Return the attributes of a section's class; ``beside`` are keys of the table that are read elsewhere."""
-    _known(tree, [*(field.key for field in known), *beside], place)
-    attributes = {}
-    for field in known:
-        if field.required:
-            _present(tree, field.key, place, field)
-        if field.key in tree:
-            attributes[field.attribute] = _value(field, tree[field.key], place)
-    return attributes
-
-
-def _value(field: QuantityField, raw: Any, place: str) -> Any:
-    """Return a field's value in base units. Raises ConfigurationError."""
-    where = f"{place}{field.key}"
-    if field.kind == "text":
-        if not isinstance(raw, str):
-            raise ConfigurationError(f"{where} is {raw!r}; expected a text")
-        return raw
-    plain = field.kind in ("count", "number")
-    if plain:
-        kinds = (int,) if field.kind == "count" else (int, float)
-        if not isinstance(raw, kinds) or isinstance(raw, bool):
-            raise ConfigurationError(f"{where} is {raw!r}; expected a {field.kind} without quotes or unit")
-        value = raw if field.kind == "count" else float(raw)
-    else:
-        if not isinstance(raw, str):
-            raise ConfigurationError(
-                f"{where} is {raw!r}, without a unit; expected a text such as {hardware.EXAMPLES[field.kind]}"
-            )
-        try:
-            value = hardware.parse(raw, field.kind)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from None
-    if not (field.low <= value <= field.high or (field.zero and value == 0)):
-        low, high = (f"{end:g}" if plain else hardware.rough(end, field.kind) for end in (field.low, field.high))
-        or_zero = ", or 0" if field.zero and field.low > 0 else ""
-        raise ConfigurationError(
-            f"{where} of {raw} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
-        )
-    return value
-
-
-def _numbers(tree: Mapping[str, Any], field: QuantityField, place: str) -> tuple[float, ...]:
-    numbers = _present(tree, field.key, place)
-    if not isinstance(numbers, list) or not numbers:
-        raise ConfigurationError(f"{place}{field.key} is {numbers!r}; expected a list of one number or more")
-    return tuple(
-        _value(field._replace(key=f"{field.key}[{index}]"), number, place) for index, number in enumerate(numbers)
+def _read(kind: Any, tree: Mapping[str, Any], place: str) -> Any:
+    """Return the object of a table; ``place`` is what comes before the names of its fields."""
+    fields = fields_of(kind)
+    _known(tree, [field.quantity.key for field in fields], place)
+    return kind(
+        **{
+            field.name: _field_value(field, tree, place)
+            for field in fields
+            if field.default is dataclasses.MISSING or field.quantity.key in tree
+        }
     )
 
 
-def _table(tree: Mapping[str, Any], key: str, place: str = "", required: bool = True) -> Mapping[str, Any]:
-    if required and key not in tree:
-        raise ConfigurationError(f"the section [{place}{key}] is missing")
-    table = tree.get(key, {})
+def _field_value(field: FileField, tree: Mapping[str, Any], place: str) -> Any:
+    """Return what ``tree`` has for a field. Raises ConfigurationError."""
+    key = field.quantity.key
+    where = f"{place}{key}"
+    if field.is_leaf:
+        if key not in tree:
+            example = hardware.EXAMPLES.get(field.quantity.kind)
+            raise ConfigurationError(f"{where} is missing" + (f"; expected for example {example}" if example else ""))
+        raw = tree[key]
+        if not field.is_list:
+            return _leaf(raw, field.quantity, where)
+        if not isinstance(raw, list) or not raw:
+            raise ConfigurationError(f"{where} is {raw!r}; expected a list of one number or more")
+        return tuple(_leaf(number, field.quantity, f"{where}[{index}]") for index, number in enumerate(raw))
+    if tree.get(key, []) == [] and field.default is dataclasses.MISSING:
+        section = f"[[{where}]] is missing: at least one is needed" if field.is_list else f"[{where}] is missing"
+        raise ConfigurationError(f"the section {section}")
+    table = tree[key]
+    if field.is_list:
+        if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
+            raise ConfigurationError(f"{where} is {table!r}; expected sections [[{where}]]")
+        return tuple(_read(field.of, row, f"{key} {number}: ") for number, row in enumerate(table, 1))
     if not isinstance(table, dict):
-        raise ConfigurationError(f"{place}{key} is {table!r}; expected a section [{place}{key}]")
-    return table
+        raise ConfigurationError(f"{where} is {table!r}; expected a section [{where}]")
+    if not field.is_mapping:
+        return _read(field.type, table, f"{where}.")
+    _known(table, KEYS[key], f"{where}.")
+    values = [FileField(name, field.of, field.quantity._replace(key=name)) for name in table]
+    return {value.name: _field_value(value, table, f"{where}.") for value in values}
 
 
-def _tables(tree: Mapping[str, Any], key: str, required: bool = False) -> list[Mapping[str, Any]]:
-    tables = tree.get(key, [])
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigurationError(f"{key} is {tables!r}; expected sections [[{key}]]")
-    if required and not tables:
-        raise ConfigurationError(f"the section [[{key}]] is missing: at least one level of links")
-    return tables
-
-
-def _present(tree: Mapping[str, Any], key: str, place: str, field: QuantityField | None = None) -> Any:
-    if key not in tree:
-        example = hardware.EXAMPLES.get(field.kind, "") if field else ""
-        raise ConfigurationError(f"{place}{key} is missing" + (f"; expected for example {example}" if example else ""))
-    return tree[key]
+def _leaf(raw: Any, quantity: QuantityField, where: str) -> Any:
+    """Return a value in base units. Raises ConfigurationError."""
+    kind = quantity.kind
+    plain = {"text": str, "count": int, "number": float}.get(kind)
+    try:
+        value: Any = msgspec.convert(raw, plain or str)
+        value = value if plain else hardware.parse(value, kind)
+    except msgspec.ValidationError:
+        expected = "a text" if kind == "text" else f"a {kind} without quotes or unit"
+        if plain is None:
+            raise ConfigurationError(
+                f"{where} is {raw!r}, without a unit; expected a text such as {hardware.EXAMPLES[kind]}"
+            ) from None
+        raise ConfigurationError(f"{where} is {raw!r}; expected {expected}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
+    if kind == "text" or quantity.low <= value <= quantity.high or (quantity.zero and value == 0):
+        return value
+    low, high = (f"{end:g}" if plain else hardware.rough(end, kind) for end in (quantity.low, quantity.high))
+    or_zero = ", or 0" if quantity.zero and quantity.low > 0 else ""
+    raise ConfigurationError(
+        f"{where} of {raw} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
+    )
 
 
 def _known(tree: Mapping[str, Any], known: Iterable[str], place: str) -> None:
@@ -345,25 +209,38 @@ def _known(tree: Mapping[str, Any], known: Iterable[str], place: str) -> None:
             raise ConfigurationError(f"unknown field {place}{key}; {nearest}")
 
 
-def _dumped(known: Sequence[QuantityField], part: Any) -> list[str]:
-    defaults = {field.name: field.default for field in dataclasses.fields(part)}
-    lines = []
-    for field in known:
-        value = getattr(part, field.attribute)
-        if value is None or (not field.required and value == defaults[field.attribute]):
-            continue
-        if field.kind == "text":
-            literal = _quoted(value)
-        elif field.kind in ("count", "number"):  # a number of numpy would not be TOML
-            literal = repr(int(value) if field.kind == "count" else float(value))
-        else:
-            literal = _quoted(hardware.text(value, field.kind))
-        lines.append(f"{field.key} = {literal}")
-    return lines
+def _dumped(part: Any, header: str) -> Iterator[str]:
+    """Yield the lines of an object: its own, and then the tables in it, whose names begin with ``header``."""
+    tables = []
+    for field in fields_of(part.__class__):
+        value = getattr(part, field.name)
+        if not field.is_leaf:
+            tables.append((field, value))
+        elif value is not None and (field.default is dataclasses.MISSING or value != field.default):
+            yield f"{field.quantity.key} = {_literal(field, value)}"
+    for field, value in tables:
+        name = header + field.quantity.key
+        if field.is_list:
+            for row in value:
+                yield from ("", f"[[{name}]]", *_dumped(row, f"{name}."))
+        elif not field.is_mapping:
+            yield from ("", f"[{name}]", *_dumped(value, f"{name}."))
+        elif dataclasses.is_dataclass(field.of):
+            for key, row in value.items():
+                yield from ("", f"[{name}.{key}]", *_dumped(row, f"{name}.{key}."))
+        elif value:
+            of = FileField(field.name, field.of, field.quantity)
+            yield from ("", f"[{name}]", *(f"{key} = {_literal(of, row)}" for key, row in value.items()))
 
 
-def _dumped_list(key: str, values: Sequence[float], kind: str) -> str:
-    return f"{key} = [{', '.join(_quoted(hardware.text(value, kind)) for value in values)}]"
+def _literal(field: FileField, value: Any) -> str:
+    """Return a value as TOML; a number of numpy would not be TOML."""
+    if field.is_list:
+        return f"[{', '.join(_literal(field._replace(type=field.of), number) for number in value)}]"
+    kind = field.quantity.kind
+    if kind in ("count", "number"):
+        return repr(int(value) if kind == "count" else float(value))
+    return _quoted(value if kind == "text" else hardware.text(value, kind))
 
 
 def _quoted(text: str) -> str:

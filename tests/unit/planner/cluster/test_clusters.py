@@ -10,8 +10,17 @@ import pytest
 
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner.cluster import toml_file
-from hpcdist.planner.cluster import toml_file as fields
-from hpcdist.planner.cluster.hardware import EfficiencyCurve, MeasuredFit
+from hpcdist.planner.cluster.hardware import (
+    Cluster,
+    ClusterNode,
+    ClusterSite,
+    ClusterStorage,
+    Device,
+    EfficiencyCurve,
+    FailureRates,
+    LinkLevel,
+    MeasuredFit,
+)
 
 GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
 GOOD = toml_file.FOLDER / "v100-dgx2.toml"
@@ -301,8 +310,18 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
     full = read("\n".join(lines))
     assert full.fits and full.node.network_w == 400 and full.site.currency == "EUR"
     assert full.levels[0].alone_bytes_per_s == 6e9
-    tables = (fields.TOP, fields.DEVICE, fields.CURVE, fields.NODE, fields.LEVEL, fields.STORAGE, fields.FAILURES)
-    known = {field.key for table in (*tables, fields.SITE, fields.FIT, fields.PIECES) for field in table}
+    kinds = (
+        Cluster,
+        Device,
+        EfficiencyCurve,
+        ClusterNode,
+        LinkLevel,
+        ClusterStorage,
+        FailureRates,
+        ClusterSite,
+        MeasuredFit,
+    )
+    known = {field.quantity.key for kind in kinds for field in toml_file.fields_of(kind) if field.is_leaf}
     assert known <= {line.split(" = ")[0] for line in lines if " = " in line}
 
 
