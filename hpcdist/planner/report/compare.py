@@ -1,6 +1,6 @@
 """Compare layouts: what each takes, and the terms of time and memory that make the difference."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,42 +37,34 @@ class LayoutComparison:
     def table(self) -> list[str]:
         """Return the lines that a person reads: a column for each layout (local)."""
         estimates = [row.estimate for row in self.rows]
-        cells = [["", *(str(number + 1) for number in range(len(self.rows)))]]
-        cells += [
-            [name, *(str(getattr(row.layout, name)) for row in self.rows)]
-            for name in _changing([row.layout for row in self.rows])
-        ]
-        steps = (
-            "-" if estimate is None else seconds(estimate.step_s) + between(estimate.step_range_s)
-            for estimate in estimates
-        )
-        cells.append(["step", *steps])
-        cells += [
-            [
-                f"  {name}",
-                *("-" if estimate is None else seconds(estimate.timing.terms.get(name, 0.0)) for estimate in estimates),
+        known = [estimate for estimate in estimates if estimate is not None]
+
+        def row_of(name: str, cell: Callable[[PlanEstimate], str]) -> list[str]:
+            return [name, *("-" if estimate is None else cell(estimate) for estimate in estimates)]
+
+        def rows_of(
+            terms: Callable[[PlanEstimate], Mapping[str, float]], text: Callable[[float], str]
+        ) -> list[list[str]]:
+            names = _terms(map(terms, known))
+            columns = [None if estimate is None else terms(estimate) for estimate in estimates]
+            return [
+                [f"  {name}", *("-" if column is None else text(column.get(name, 0.0)) for column in columns)]
+                for name in names
             ]
-            for name in _terms(estimate.timing.terms for estimate in estimates if estimate)
+
+        changing = _changing([row.layout for row in self.rows])
+        cells = [
+            ["", *(str(number + 1) for number in range(len(self.rows)))],
+            *([name, *(str(getattr(row.layout, name)) for row in self.rows)] for name in changing),
+            row_of("step", lambda estimate: seconds(estimate.step_s) + between(estimate.step_range_s)),
+            *rows_of(lambda estimate: estimate.timing.terms, seconds),
+            row_of("memory", lambda estimate: nbytes(estimate.memory.bytes)),
+            *rows_of(lambda estimate: estimate.memory.terms, nbytes),
+            row_of("MFU", lambda estimate: share(estimate.mfu)),
+            row_of("HFU", lambda estimate: share(estimate.hfu)),
         ]
-        cells.append(
-            ["memory", *("-" if estimate is None else nbytes(estimate.memory.bytes) for estimate in estimates)]
-        )
-        cells += [
-            [
-                f"  {name}",
-                *("-" if estimate is None else nbytes(estimate.memory.terms.get(name, 0.0)) for estimate in estimates),
-            ]
-            for name in _terms(estimate.memory.terms for estimate in estimates if estimate)
-        ]
-        cells.append(["MFU", *("-" if estimate is None else share(estimate.mfu) for estimate in estimates)])
-        cells.append(["HFU", *("-" if estimate is None else share(estimate.hfu) for estimate in estimates)])
-        if any(estimate is not None and estimate.energy.terms for estimate in estimates):
-            cells.append(
-                [
-                    "energy of a step",
-                    *("-" if estimate is None else joules(estimate.energy.joules) for estimate in estimates),
-                ]
-            )
+        if any(estimate.energy.terms for estimate in known):
+            cells.append(row_of("energy of a step", lambda estimate: joules(estimate.energy.joules)))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
         return lines + self._verdict()

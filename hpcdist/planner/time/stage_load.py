@@ -19,7 +19,7 @@ forward sent.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import ParallelLayout
@@ -110,19 +110,9 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
     """Return the sum of two loads: that of a rank that has both (local)."""
-    return StageLoad(
-        load.forward_s + other.forward_s,
-        load.input_s + other.input_s,
-        load.weight_s + other.weight_s,
-        load.again_s + other.again_s,
-        load.add_s + other.add_s,
-        load.cover_s + other.cover_s,
-        load.calls + other.calls,
-        load.parameters + other.parameters,
-        load.expert_parameters + other.expert_parameters,
-        load.uncut + other.uncut,
-        load.units + other.units,
-        tuple(dict.fromkeys(load.flags + other.flags)),
+    pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
+    return StageLoad(*(own + more for own, more in pairs))._replace(
+        flags=tuple(dict.fromkeys(load.flags + other.flags))
     )
 
 
