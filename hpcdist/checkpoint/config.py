@@ -77,11 +77,7 @@ RULES: Final = (
         lambda mtbf_s: mtbf_s == OBSERVED or (not isinstance(mtbf_s, str) and 0 <= mtbf_s < math.inf),
         "give the seconds between two failures of the job, 'observed', or 0",
     ),
-    rule(
-        "checkpoint.mtbf_s with checkpoint.every_steps",
-        "one of them says when to save",
-        "set the other to 0",
-    ),
+    rule("checkpoint.mtbf_s with checkpoint.every_steps", "one of them says when to save", "set the other to 0"),
     must(
         "checkpoint.stripe",
         lambda text: text in ("auto", "none") or _options(text),

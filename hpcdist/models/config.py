@@ -130,10 +130,7 @@ RULES: Final = (
         "make that even, or use learned positions",
         relation=lambda _, hidden, heads: hidden // heads % 2,
     ),
-    rule(
-        "model.vocabulary<2 where model.kind=encoder",
-        cure="an encoder needs a token to say and one for the mask",
-    ),
+    rule("model.vocabulary<2 where model.kind=encoder", cure="an encoder needs a token to say and one for the mask"),
     rule(
         "model.mask_token? with model.vocabulary? where model.kind=encoder",
         "there is no such token",

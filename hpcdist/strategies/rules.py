@@ -365,11 +365,7 @@ RULES: Final = (
                 "ranks that share no step have no common state to go back to",
                 "choose bsp without backup workers",
             ),
-            (
-                COMPRESSED,
-                UNBUILT + ": what compression has lost on a dead rank is nowhere else",
-                "set it to 'none'",
-            ),
+            (COMPRESSED, UNBUILT + ": what compression has lost on a dead rank is nowhere else", "set it to 'none'"),
             ("compression.parameters", UNBUILT, "set it to 'none'"),
             ("parameter_server.transport=rma", UNBUILT, "set it to 'messages'"),
             *((f"{key}=file", UNBUILT, "set it to 'none'") for key in OFFLOADED),

@@ -4,15 +4,29 @@ The rules of a recipe are asked: what becomes possible there becomes possible he
 """
 
 from functools import lru_cache
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
 
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.layout import ParallelLayout
-from hpcdist.reporting.rules import refusals, section_values
+from hpcdist.reporting.rules import Rule, section_values
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import MOMENTUM_OPTIMIZERS
 from hpcdist.strategies.config import RULES as PARALLEL_RULES
 
+_KEYS: Final = {  # of a recipe, by the field of a layout that says the same
+    **{name: f"parallel.{name}" for name in ("context", "pipeline", "tensor", "strategy", "chunks")},
+    **{name: f"parallel.{name}" for name in ("schedule", "sequence_parallel", "recompute")},
+    "compression": "communication.compression",
+    "precision": "precision.mode",
+}
+_relevant: Final = attrgetter("expert", *_KEYS)
+_FOLLOWING: Final = (
+    "communication.overlap",
+    "parameter_server.placement",
+    "optimizer.name",
+    "compression.warmup_steps",
+)
 _DEFAULTS: Final = {**rules.DEFAULTS, **section_values("optimizer", OptimizerConfig())}
 _SELECTIVE: Final = (
     "recompute = 'selective' is not built in this version: attention is computed in tiles, and its scores again in any "
@@ -20,38 +34,41 @@ _SELECTIVE: Final = (
 )
 
 
+def _may_refuse(rule: Rule) -> bool:
+    """Whether the values of some layout may be refused: a search asks for thousands."""
+    constant = {key: value for key, value in _DEFAULTS.items() if key not in (*_KEYS.values(), *_FOLLOWING)}
+    known = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
+    conditions = {**rule.conditions, **rule.given}
+    return conditions.keys() <= known.keys() and all(
+        condition.matches(constant[key]) for key, condition in conditions.items() if key in constant
+    )
+
+
+_RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
+
+
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
     """Return what hpcdist itself cannot run of a layout that is possible; nothing where it runs (local)."""
     if layout.implementation == "megatron":
         return ()  # the estimate is of another program
-    overlaps = layout.overlap > 0 and layout.data > 1
-    return _refusals(
-        layout.but(data=1, microbatch=1, servers=min(layout.servers, 1), overlap=float(overlaps), algorithm="auto")
-    )
+    return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 
 @lru_cache(maxsize=1 << 14)
-def _refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    values = {
-        **_DEFAULTS,
-        "parallel.context": layout.context,
-        "parallel.pipeline": layout.pipeline,
-        "parallel.tensor": layout.tensor,
-        "parallel.strategy": layout.strategy,
-        "parallel.schedule": layout.schedule if layout.pipeline > 1 else "auto",
-        "parallel.chunks": layout.chunks,
-        "parallel.recompute": layout.recompute == "full",
-        "parallel.sequence_parallel": layout.sequence_parallel,
-        "communication.compression": layout.compression,
-        "communication.overlap": "thread" if layout.overlap else "none",
-        "precision.mode": layout.precision,
-    }
-    if layout.strategy == "parameter_server" and not layout.servers:
+def _refusals(expert: int, *fields: Any, overlaps: bool, dedicated: bool) -> tuple[str, ...]:
+    values = {**_DEFAULTS, **dict(zip(_KEYS.values(), fields, strict=True))}
+    recompute, compression = values["parallel.recompute"], values["communication.compression"]
+    values["parallel.recompute"] = recompute == "full"
+    if values["parallel.pipeline"] == 1:
+        values["parallel.schedule"] = "auto"
+    if overlaps:
+        values["communication.overlap"] = "thread"
+    if values["parallel.strategy"] == "parameter_server" and not dedicated:
         values["parameter_server.placement"] = "colocated"
-    if layout.compression in MOMENTUM_OPTIMIZERS:
-        values["optimizer.name"] = MOMENTUM_OPTIMIZERS[layout.compression]
-        values["compression.warmup_steps"] = 1
-    reasons = (*refusals(PARALLEL_RULES, values), *rules.refusals(values))
-    if layout.expert > 1:
-        reasons += (f"expert = {layout.expert} is not built in this version; set it to 1",)
-    return (*reasons, _SELECTIVE) if layout.recompute == "selective" else reasons
+    if compression in MOMENTUM_OPTIMIZERS:
+        values |= {"optimizer.name": MOMENTUM_OPTIMIZERS[compression], "compression.warmup_steps": 1}
+    values = rules.derived(values)
+    reasons = tuple(filter(None, (rule.refusal(values) for rule in _RULES)))
+    if expert > 1:
+        reasons += (f"expert = {expert} is not built in this version; set it to 1",)
+    return (*reasons, _SELECTIVE) if recompute == "selective" else reasons

@@ -71,8 +71,7 @@ RULES: Final = (
     ),
     # Compressors that take the place of an optimizer's momentum
     rule(
-        f"parallel.strategy!=allreduce with {MOMENTUM}",
-        "each rank steps all of the model by a momentum that all send",
+        f"parallel.strategy!=allreduce with {MOMENTUM}", "each rank steps all of the model by a momentum that all send"
     ),
     *(
         rule(f"optimizer.name!={optimizer} with {COMPRESSED}={name}->none", "it takes the place of another's momentum")
@@ -139,10 +138,7 @@ RULES: Final = (
         "run.suspicious_factor",
     ),
     rule(f"{COMPRESSED} with run.logical_shards", "bits would depend on which ranks lose what"),
-    rule(
-        f"{COMPRESSED} with run.noise_scale_every_steps",
-        "what compression loses would count as noise of the data",
-    ),
+    rule(f"{COMPRESSED} with run.noise_scale_every_steps", "what compression loses would count as noise of the data"),
     rule(
         f"{COMPRESSED} with parallel.sequence_parallel",
         "parts of gradients, which are summed over the tensor axis only later, would be compressed",

@@ -23,9 +23,7 @@ RULES: Final = (
     one_of("parameter_server.placement", PLACEMENTS),
     one_of("parameter_server.consistency", CONSISTENCIES),
     *at_least(
-        0,
-        "parameter_server.staleness",
-        expected="give the steps that a worker may be ahead of the slowest, at least 0",
+        0, "parameter_server.staleness", expected="give the steps that a worker may be ahead of the slowest, at least 0"
     ),
     rule("parameter_server.staleness with parameter_server.consistency!=ssp", NO_EFFECT),
     rule("parameter_server.staleness_aware with parameter_server.consistency!=asp|ssp", NO_EFFECT),

@@ -31,7 +31,12 @@ def test_what_decides_comes_first():
     assert len(set(flags)) == len(flags)
     wanted = (
         *("it does not fit into the memory", "products larger than"),
-        *("parallel.context = 2 is known", "no training of this toolkit", "messages that hide", "20,001 samples on"),
+        *(
+            "parallel.context = 2 is not built",
+            "no training of this toolkit",
+            "messages that hide",
+            "20,001 samples on",
+        ),
         *("neither --steps", "energy: assumption", "assumed in the file of a100-selene"),
     )
     places = [next(place for place, flag in enumerate(flags) if words in flag) for words in wanted]
