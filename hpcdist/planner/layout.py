@@ -88,6 +88,17 @@ class ParallelLayout:
         """Number of devices, servers included."""
         return self.data * self.pipeline * self.tensor * self.context + self.servers
 
+    @property
+    def options(self) -> list[str]:
+        """Words for all but the degrees, the strategy and the schedule."""
+        words = {
+            f"experts / {self.expert}": self.expert > 1,
+            f"{self.recompute} recomputation": self.recompute != "none",
+            "sequence parallel": self.sequence_parallel,
+            f"gradients as {self.compression}": self.compression != "none",
+        }
+        return [text for text, is_so in words.items() if is_so]
+
     def microbatches(self, global_batch: int) -> int:
         """Return how many micro-batches a replica computes in a step, the last one perhaps smaller."""
         return -(-global_batch // (self.data * self.microbatch))

@@ -167,15 +167,7 @@ def strategy_cell(layout: ParallelLayout) -> str:
         parts[0] = f"{layout.servers} servers"
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
-    if layout.recompute != "none":
-        parts.append(f"{layout.recompute} recomputation")
-    if layout.sequence_parallel:
-        parts.append("sequence parallel")
-    if layout.expert > 1:
-        parts.append(f"experts / {layout.expert}")
-    if layout.compression != "none":
-        parts.append(layout.compression)
-    return ", ".join(parts)
+    return ", ".join([*parts, *layout.options])
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -227,14 +227,7 @@ def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
     parts = [layout.strategy.replace("_", " "), f"{schedule}{counted(count, 'micro-batch')} of {samples}"]
     if layout.chunks > 1:
         parts.append(f"{layout.chunks} chunks each")
-    if layout.recompute != "none":
-        parts.append(f"{layout.recompute} recomputation")
-    if layout.sequence_parallel:
-        parts.append("sequence parallel")
-    if layout.compression != "none":
-        parts.append(f"gradients as {layout.compression}")
-    parts.append(layout.precision)
-    return f"{', '.join(parts)}; kernels and memory of {layout.implementation}"
+    return f"{', '.join([*parts, *layout.options, layout.precision])}; kernels and memory of {layout.implementation}"
 
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:

@@ -260,13 +260,7 @@ def layout_line(layout: ParallelLayout) -> str:
     ]
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" in {layout.chunks} chunks" if layout.chunks > 1 else ""))
-    if layout.recompute != "none":
-        parts.append(f"recomputation {layout.recompute}")
-    if layout.sequence_parallel:
-        parts.append("sequence parallel")
-    if layout.compression != "none":
-        parts.append(f"gradients as {layout.compression}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *layout.options])
 
 
 def _no_grid(walk: BranchAndBound) -> Iterator[str]:

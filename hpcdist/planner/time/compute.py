@@ -17,6 +17,7 @@ inputs and of weights are separate, since zero-bubble schedules run them separat
 """
 
 from math import log
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
@@ -67,25 +68,19 @@ def cached(cluster: Cluster, what: str) -> dict[Any, Any]:
     return own.setdefault(what, {})
 
 
+# The fields of a layout that the seconds of a unit depend on.
+timed_fields: Final = attrgetter(
+    *("microbatch", "tensor", "context", "expert", "sequence_parallel", "precision", "activations", "main_gradients"),
+    *("recompute", "implementation", "gradient_fusion"),
+)
+
+
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
     """Return the times of one of the units ``unit`` on one device (local).
 
     Raises ConfigurationError where nothing is known of the device with numbers of this precision.
     """
-    key = (
-        unit,
-        layout.microbatch,
-        layout.tensor,
-        layout.context,
-        layout.expert,
-        layout.sequence_parallel,
-        layout.precision,
-        layout.activations,
-        layout.main_gradients,
-        layout.recompute,
-        layout.implementation,
-        layout.gradient_fusion,
-    )
+    key = (unit, *timed_fields(layout))
     known = cached(cluster, "unit_seconds")
     times: UnitSeconds | None = known.get(key)
     if times is None:

@@ -25,7 +25,7 @@ from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 from hpcdist.planner.model.stage_split import UnitGroup, chunks, recomputed, stages
-from hpcdist.planner.time.compute import cached, local_experts, local_parameters, unit_seconds
+from hpcdist.planner.time.compute import cached, local_experts, local_parameters, timed_fields, unit_seconds
 from hpcdist.planner.time.network import MessageCost, collective, span
 
 FORWARD: Final = 0
@@ -151,23 +151,7 @@ def collective_wait(
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
     """Return the key of the cache of `loads`: all that they depend on (local)."""
-    return (
-        description,
-        layout.pipeline,
-        layout.chunks,
-        layout.schedule,
-        layout.implementation,
-        layout.recompute,
-        layout.microbatch,
-        layout.tensor,
-        layout.context,
-        layout.expert,
-        layout.sequence_parallel,
-        layout.precision,
-        layout.activations,
-        layout.main_gradients,
-        layout.gradient_fusion,
-    )
+    return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 
 def _load(
