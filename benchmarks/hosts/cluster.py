@@ -105,19 +105,8 @@ class Hosts:
         ranks = self.count * ranks_per_host
         line = mpirun.command(launcher, ranks, program, self._added(launcher), [*options, *extra])
         first = f"{self.prefix}1"
-        return [
-            "ip",
-            "netns",
-            "exec",
-            first,
-            "unshare",
-            "--uts",
-            "bash",
-            "-c",
-            'hostname "$0"; exec "$@"',
-            first,
-            *line,
-        ]
+        start = ["ip", "netns", "exec", first, "unshare", "--uts", "bash", "-c", 'hostname "$0"; exec "$@"', first]
+        return [*start, *line]
 
     def environment(self, launcher: mpirun.Launcher) -> dict[str, str]:
         """Return the environment to start `command` in."""

@@ -1,7 +1,7 @@
 """Allreduce over hosts with slow links against a raw TCP stream of the same bytes, in one run. Root only.
 
-    python benchmarks/hosts/hierarchical.py
-    python benchmarks/hosts/hierarchical.py --hosts 4 --ranks 1 --bytes 16M --output hosts.h5 --anonymous
+    python -m benchmarks hosts
+    python -m benchmarks hosts --hosts 4 --ranks 1 --bytes 16M --output hosts.h5 --anonymous
 
 Hosts are network namespaces of this machine, joined by links of `--rate` in either direction, and MPI is that of this
 Python. "raw" is what TCP does on the same links: each host sends the bytes that the allreduce must put on the wire, 2
@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -37,43 +36,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.hosts.cluster import Hosts
 from hpcdist import collectives
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.launch import mpirun
-from hpcdist.errors import HpcdistError
-from hpcdist.hdf5 import files
+from hpcdist.comm.start import Session
 from hpcdist.reporting.units import parse_bytes
 
+SCHEMA, COMMITTED = "hpcdist-benchmark-hosts", "hosts/2026-11-21-hosts-2x2-openmpi.h5"
+SMALL = {"repetitions": 4, "ranks": 2}
+
 RAW, MESSAGES = "raw", "messages"
-ALGORITHMS = ("native", "hierarchical", "ring")
-DRAIN_BYTES = 2 << 20
-SEGMENT_BYTES = 256 << 10
-WINDOW = 16  # messages under way; see above
-LIMIT_S = 600.0
-RESULT = "HPCDIST_HOSTS_RESULT"  # the file for rank 0 to write
+ALGORITHMS: Final = ("native", "hierarchical", "ring")
+DRAIN_BYTES: Final = 2 << 20
+SEGMENT_BYTES: Final = 256 << 10
+WINDOW: Final = 16  # messages under way; see above
+LIMIT_S: Final = 600.0
+OPTIONS: Final = {"hosts": 2, "ranks": 2, "rate": "1gbit", "repetitions": 9}  # ranks: of each host
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="of each host (default 2)")
-    parser.add_argument("--rate", default="1gbit", help="of a link, as tc writes it (default 1gbit)")
-    parser.add_argument(
-        "--bytes", type=parse_bytes, default=parse_bytes("16M"), metavar="SIZE", help="of float32 (default 16M)"
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bytes", type=parse_bytes, default=16 << 20, metavar="SIZE", help="of float32 (default 16M)")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=sorted(collectives.ALLREDUCE))
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="HDF5 file to write; must not exist")
-    parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
-    options = parser.parse_args()
-    if options.hosts < 2 or options.ranks < 1 or options.repetitions < 1:
-        parser.error("needs at least 2 hosts, 1 rank each and 1 repetition")
-    return options
 
 
 class Wire:
@@ -112,10 +103,11 @@ class Wire:
 
 
 def own_address() -> str:
+    """Return the address of this host on its link."""
     shown = subprocess.run(["ip", "-4", "addr", "show", "eth0"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"inet ([\d.]+)", shown)
-    assert found is not None
-    return found.group(1)
+    address = re.search(r"inet ([\d.]+)", shown)
+    assert address is not None
+    return address.group(1)
 
 
 def sent_on_wire() -> int:
@@ -145,63 +137,37 @@ def messages(comm: Communicator, nbytes: int) -> Callable[[], None]:
     return exchange
 
 
-def measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+def timed(comm: Communicator, asked: dict[str, Any]) -> dict[str, Any]:
     """Return times in s of the slowest rank and bytes sent by the busiest host, of each contender. Collective."""
-    nodes = comm.nodes()
-    if (nodes.count, nodes.intra.size) != (options.hosts, options.ranks):
+    nodes, hosts, nbytes = comm.nodes(), asked["hosts"], asked["bytes"]
+    if (nodes.count, nodes.intra.size) != (hosts, asked["ranks"]):
         raise SystemExit(f"MPI sees {nodes.count} nodes of {nodes.intra.size} ranks, not the hosts that were made")
-    wire = Wire(comm)
-    payload = 2 * (options.hosts - 1) * options.bytes // options.hosts
-    buffer = np.empty(options.bytes // 4, np.float32)
-    expected = comm.size * (comm.size + 1) // 2
+    wire, payload = Wire(comm), 2 * (hosts - 1) * nbytes // hosts
+    buffer, expected = np.empty(nbytes // 4, np.float32), comm.size * (comm.size + 1) // 2
 
     def reduce(name: str) -> Callable[[], None]:
         return lambda: collectives.allreduce(comm, buffer, name)
 
     runs: dict[str, Callable[[], None]] = {RAW: lambda: wire.stream(payload)}
-    runs[MESSAGES] = messages(comm, payload // options.ranks)
-    runs |= {name: reduce(name) for name in options.algorithms}
-    names = list(runs)
-    times, sent = np.zeros((len(runs), options.repetitions)), np.zeros(len(runs))
-    for turn in range(-1, options.repetitions):  # the first is a warm-up
-        for step in range(len(runs)):
-            place = (turn + step) % len(runs)
-            buffer[...] = comm.rank + 1
-            wire.stream(DRAIN_BYTES)
-            comm.barrier()
-            before, begin = sent_on_wire(), time.perf_counter()
-            runs[names[place]]()
-            took = np.array([time.perf_counter() - begin, sent_on_wire() - before])
-            if names[place] in options.algorithms and not (buffer == expected).all():
-                raise SystemExit(f"{names[place]} gave rank {comm.rank} a wrong result")
-            collectives.allreduce(comm, took, "recursive_doubling", "max")
-            if turn >= 0:
-                times[place, turn], sent[place] = took[0], max(sent[place], took[1])
-    return {"names": names, "times": times.tolist(), "sent": sent.tolist(), "payload": payload}
+    runs[MESSAGES] = messages(comm, payload // asked["ranks"])
+    runs |= {name: reduce(name) for name in asked["algorithms"]}
 
+    def turn(name: str) -> list[float]:
+        buffer[...] = comm.rank + 1
+        wire.stream(DRAIN_BYTES)
+        comm.barrier()
+        before, begin = sent_on_wire(), time.perf_counter()
+        runs[name]()
+        took = np.array([time.perf_counter() - begin, sent_on_wire() - before])
+        if name in asked["algorithms"] and not (buffer == expected).all():
+            raise SystemExit(f"{name} gave rank {comm.rank} a wrong result")
+        collectives.allreduce(comm, took, "recursive_doubling", "max")
+        return took.tolist()
 
-def work(options: argparse.Namespace) -> None:
-    """Be one of the ranks."""
-    session = start.start()
-    found = measure(session.comm, options)
-    if session.comm.rank == 0:
-        Path(os.environ[RESULT]).write_text(json.dumps(found | {"library": session.library}))
-    session.leave(0)
-
-
-def report(title: str, found: dict[str, Any]) -> None:
-    print(f"{title}: {found['library']}")
-    raw, payload = np.array(found["times"][0]), found["payload"]
-    for name, row, sent in zip(found["names"], found["times"], found["sent"], strict=True):
-        low, median, high = np.percentile(row, [25, 50, 75])
-        print(
-            f"  {name:<20} {median * 1e3:8.1f} ms ({low * 1e3:.1f} - {high * 1e3:.1f}), "
-            f"{np.median(raw) / median:.3f} of raw, best {raw.min() / min(row):.3f}; "
-            f"{sent / payload:.3f} of {payload} bytes a host",
-            flush=True,
-        )
-        if sent < 0.99 * payload:
-            raise SystemExit(f"{name} put fewer bytes on the wire than must cross it: this MPI found another way")
+    calls = {name: lambda name=name: turn(name) for name in runs}
+    values = np.array(list(harness.alternate(calls, asked["repetitions"], warm_up=1).values()))
+    times, sent = values[..., 0].tolist(), values[..., 1].max(axis=1).tolist()
+    return {"names": list(runs), "times": times, "sent": sent, "payload": payload}
 
 
 def settings_of(launcher: mpirun.Launcher) -> dict[str, list[str]]:
@@ -211,56 +177,67 @@ def settings_of(launcher: mpirun.Launcher) -> dict[str, list[str]]:
     return {"default collectives": []}
 
 
-def main() -> None:
-    options = arguments()
-    if RESULT in os.environ:
-        work(options)
-        return
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from cluster import Hosts
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the hosts are taken down
-    try:
-        if options.output is not None:
-            files.check_place(options.output)
-        launcher = mpirun.find()
-        with Hosts(options.hosts, options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
-            found = {}
-            for title, extra in settings_of(launcher).items():
-                result = Path(folder) / "result.json"
-                result.unlink(missing_ok=True)
-                line = hosts.command(launcher, options.ranks, [sys.executable, *sys.argv], extra)
-                done = hosts.run(line, hosts.environment(launcher) | {RESULT: str(result)}, LIMIT_S)
-                if done.returncode != 0 or not result.exists():
-                    raise SystemExit(f"{title}: the ranks ended with {done.returncode}\n{done.stdout}")
-                found[title] = json.loads(result.read_text())
-                report(title, found[title])
-    except HpcdistError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-    if options.output is not None:
-        write(options.output, found, options)
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Make the hosts, and return what their ranks measured."""
+    harness.at_least(chosen, hosts=2, ranks=1, repetitions=1)
+    launcher, runs = mpirun.find(), {}
+    os.environ["PYTHONPATH"] = harness.search_path()  # the hosts take it from there
+    asked = {name: getattr(chosen, name) for name in ("hosts", "ranks", "rate", "bytes")}
+    words = json.dumps(asked | {name: getattr(chosen, name) for name in ("algorithms", "repetitions")})
+    with Hosts(chosen.hosts, chosen.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        for title, extra in settings_of(launcher).items():
+            result = Path(folder) / f"{title}.json"
+            line = hosts.command(
+                launcher, chosen.ranks, [sys.executable, "-m", __spec__.name, words, str(result)], extra
+            )
+            done = hosts.run(line, hosts.environment(launcher), LIMIT_S)
+            if done.returncode != 0 or not result.exists():
+                raise SystemExit(f"{title}: the ranks ended with {done.returncode}\n{done.stdout}")
+            runs[title] = json.loads(result.read_text())
+    first = next(iter(runs.values()))
+    about = {**asked, "runs": ",".join(runs), "contenders": ",".join(first["names"]), "dtype": "float32"}
+    about |= {"payload_bytes": first["payload"], "mpi_library": first["library"]}
+    arrays = {
+        "time_s": np.array([run["times"] for run in runs.values()]),
+        "sent_bytes": np.array([run["sent"] for run in runs.values()]),
+    }
+    return Results(arrays, {"time_s": "runs, contenders, repetitions", "sent_bytes": "runs, contenders"}, about)
 
 
-def write(path: Path, found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write `time_s` (runs, contenders, repetitions) and `sent_bytes` (runs, contenders), with the provenance."""
-    from hpcdist.telemetry.provenance import provenance
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times over raw's of the same turn, in each run."""
+    return {
+        f"{title}, {name}": samples
+        for title, times in zip(results.names("runs"), results.arrays["time_s"], strict=True)
+        for name, samples in harness.over_base(times, results.names()).items()
+    }
 
-    runs: Sequence[dict[str, Any]] = list(found.values())
-    card = provenance(mpi_library=runs[0]["library"], anonymous=options.anonymous)
-    asked = {name: getattr(options, name) for name in ("hosts", "ranks", "rate", "bytes")}
-    names = {"runs": ",".join(found), "contenders": ",".join(runs[0]["names"]), "dtype": "float32"}
-    files.write_contiguous(
-        path,
-        {"time_s": np.array([run["times"] for run in runs]), "sent_bytes": np.array([run["sent"] for run in runs])},
-        {**card, **asked, **names, "payload_bytes": runs[0]["payload"]},
-        {"time_s": {"dims": "runs, contenders, repetitions"}, "sent_bytes": {"dims": "runs, contenders"}},
-        schema="hpcdist-benchmark-hosts",
-        version=1,
-    )
-    print(f"raw times are in {path}")
+
+def lines(results: Results) -> Sequence[str]:
+    shown, payload = [str(results.attributes["mpi_library"])], int(results.attributes["payload_bytes"])
+    for title, times, sent in zip(results.names("runs"), *results.arrays.values(), strict=True):
+        more = {f"of {payload} bytes": [f"{own / payload:.3f}" for own in sent]}
+        shown += [title, *harness.time_table(times, results.names(), more=more)]
+    return shown
+
+
+def failures(results: Results) -> list[str]:
+    """Return the contenders whose data took another way than the wire."""
+    least = 0.99 * int(results.attributes["payload_bytes"])
+    names = [
+        name for place, name in enumerate(results.names()) if (results.arrays["sent_bytes"][:, place] < least).any()
+    ]
+    return [f"{name} put fewer bytes on the wire than must cross it: this MPI found another way" for name in names]
+
+
+def work(words: str, result: str) -> None:
+    """Be one of the ranks."""
+    session = start.start()
+    figures = timed(session.comm, json.loads(words))
+    if session.comm.rank == 0:
+        Path(result).write_text(json.dumps(figures | {"library": session.library}))
+    session.leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    work(*sys.argv[1:])

@@ -38,7 +38,9 @@ from hpcdist.planner.time.step import MicrobatchFlow, timing
 from hpcdist.strategies import daly_interval
 
 ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
-CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
+CHECKED_MFU: Final = (
+    0.57  # the most of the published trainings that the planner is held against (benchmarks/planner/published)
+)
 FULL: Final = 0.95  # of the memory
 HIDDEN: Final = 0.05  # of a step
 

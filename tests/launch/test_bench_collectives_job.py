@@ -1,7 +1,6 @@
 """`hpcdist bench collectives` on real ranks, and what it refuses before it measures."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +65,12 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments,
 
 
 def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path, mpi):
-    driver = Path(__file__).parents[2] / "benchmarks" / "collectives.py"
+    clone = Path(__file__).parents[2]
     output = tmp_path / "all.h5"
     only = ["--only", "^hpcdist|default", "--ranks", "2", "--bytes", "4K", "--seconds", "0.05", "--rounds", "1"]
-    line = [sys.executable, str(driver), "--mpi", f"Here={sys.executable}@{mpi.path}", *only, "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    line = [sys.executable, "-m", "benchmarks", "libraries", "--mpi", f"Here={sys.executable}@{mpi.path}", *only]
+    line += ["--output", str(output)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=clone)
     assert done.returncode == 0, done.stdout + done.stderr
     found = results.read(output).configurations
     assert {one.key.implementation for one in found} == {"hpcdist", "Here"}

@@ -3,22 +3,20 @@
 Needs root and the right to make network namespaces.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import hpcdist
+from benchmarks.hosts import cluster
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import MissingCapabilityError
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "hosts"
 LIMIT_S = 90.0  # generous: a loaded machine must not fail a test
 
 pytestmark = pytest.mark.timeout(240)
@@ -56,22 +54,13 @@ session.leave(0)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("cluster", FOLDER / "cluster.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def namespaces(prefix: str) -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(prefix)]
 
 
 @pytest.fixture
-def hosts(cluster: ModuleType) -> Iterator[object]:
+def hosts() -> Iterator[object]:
     """Two hosts with a link each; afterwards they are gone, whatever happened."""
     made = cluster.Hosts(2)
     try:
@@ -101,7 +90,7 @@ def test_two_hosts_reduce_over_the_wire(hosts, mpi: mpirun.Launcher, tmp_path: P
             assert nbytes <= counted <= 1.1 * nbytes
 
 
-def test_hosts_are_taken_down_after_an_error(cluster: ModuleType) -> None:
+def test_hosts_are_taken_down_after_an_error() -> None:
     made = cluster.Hosts(1)
     try:
         with pytest.raises(ZeroDivisionError), made:
@@ -111,7 +100,7 @@ def test_hosts_are_taken_down_after_an_error(cluster: ModuleType) -> None:
     assert namespaces(made.prefix) == []
 
 
-def test_who_may_not_make_hosts_is_told_why(cluster: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_make_hosts_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(MissingCapabilityError, match="needs root|not found"), cluster.Hosts(1):
         pytest.fail("hosts were made without root")

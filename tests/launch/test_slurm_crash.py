@@ -1,7 +1,7 @@
 """Nodes that crash under jobs of a real Slurm: everything on them dies at once, and Slurm has to find out.
 
 Needs Debian's slurm-wlm and munge, for Open MPI also libpmix-dev, root, and namespaces (`unshare`). Many more crashes
-are made by benchmarks/node_crashes.py.
+are made by benchmarks/operations/node_crashes.py.
 """
 
 import re

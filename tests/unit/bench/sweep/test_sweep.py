@@ -14,7 +14,7 @@ from hpcdist.cli import main
 from hpcdist.cli.bench import group
 from hpcdist.errors import CONFIGURATION, FAILURE, OK, REQUEUE, STORAGE, ConfigurationError, StorageError
 
-ARCHITECTURES = Path(__file__).parents[4] / "benchmarks" / "architectures.toml"
+ARCHITECTURES = Path(__file__).parents[4] / "benchmarks" / "architectures" / "sweep.toml"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,73 @@
+"""Start of a study: ``python -m benchmarks STUDY [options]``, ``python -m benchmarks STUDY --check``."""
+
+import ast
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: one thread of each rank is compared
+
+STUDIES: Final = {
+    "architectures": "architectures.study",
+    "attention": "training.attention",
+    "compression": "compression.study",
+    "compressors": "compression.compressors",
+    "energy_sensor": "operations.energy_sensor",
+    "exchanges": "training.exchanges",
+    "gpu.collectives": "gpu.collectives",
+    "gpu.eager": "gpu.eager",
+    "gpu.kernels": "gpu.kernels",
+    "gpu.pipeline": "gpu.pipeline",
+    "gpu.step": "gpu.step",
+    "hosts": "hosts.hierarchical",
+    "large_batch": "large_batch.study",
+    "libraries": "collectives.libraries",
+    "memory": "training.memory",
+    "node_crashes": "operations.node_crashes",
+    "node_shared": "collectives.node_shared",
+    "offload": "training.offload",
+    "optimizers": "training.optimizers",
+    "overhead": "collectives.overhead",
+    "overlap": "training.overlap",
+    "own_runs": "own_runs.study",
+    "planner": "planner.validation",
+    "planner.search": "planner.search",
+    "planner.simulator": "planner.simulator",
+    "preemptions": "operations.preemptions",
+    "report_page": "operations.report_page",
+    "startup": "operations.startup",
+    "survival": "operations.survival",
+    "telemetry": "operations.telemetry",
+    "tensor": "training.tensor",
+    "wrapped.torch": "wrapped.torch",
+}
+
+
+def summary(module: str) -> str:
+    """Return the first line of the docstring of a study, without importing it."""
+    source = (Path(__file__).parent / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the study that ``words`` begin with, or list all, and return the exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        for name, module in STUDIES.items():
+            print(f"{name:18} {summary(module)}")
+        return 0
+    if words[0] not in STUDIES:
+        sys.exit(f"{words[0]!r}: choose a study from {', '.join(STUDIES)}")
+    from benchmarks import harness
+
+    module = importlib.import_module(f"benchmarks.{STUDIES[words[0]]}")
+    return harness.run(module, words[0], list(words[1:]))
+
+
+if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda *_: sys.exit(1))  # so that ranks are ended and hosts taken down
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""Elementwise and row kernels of a GPU against the time that their bytes take on its memory.
+
+    python -m benchmarks gpu.kernels --dtype bfloat16 --tokens 8192 --hidden 1024 -o gpu_kernels.h5
+
+The floor is the bandwidth of copying device memory that is larger than the caches, measured in the same run between the
+kernels, times the bytes that a kernel has to read and write once. Times are of events on the stream. "x floor" is 1.0
+at the floor; the target is at most 1.3. Without a GPU it leaves with 69.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.gpu.card import card, event_seconds
+from benchmarks.harness import Results
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import FLOATS, accumulation_dtype, dtype_of
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.start import Session
+from hpcdist.models.layers import cuda_kernels as models
+from hpcdist.optim.update import kernels as optim
+from hpcdist.reporting.table import aligned
+
+SCHEMA, ON = "hpcdist.benchmark.gpu_kernels", "gpu"
+
+VOCABULARY: Final = 256
+Case = tuple[Callable[[], Any], int]  # a launch, and the bytes that it moves at least
+OPTIONS: Final = {
+    "dtype": dict.fromkeys(("bfloat16", *sorted(FLOATS))),
+    "tokens": 8192,
+    "hidden": 1024,
+    "rounds": 50,
+    "copied": 1 << 30,
+}  # copied: bytes
+
+
+def cases(dtype: np.dtype, tokens: int, hidden: int) -> dict[str, Case]:
+    """Return the kernels at the sizes of a block of a GPT, 4 hidden wide in the middle."""
+    exact, drawn = accumulation_dtype(dtype), np.random.default_rng(0)
+
+    def made(*shape: int, kind: Any = dtype) -> Any:
+        return backend.place(drawn.standard_normal(shape, np.float32).astype(kind), "gpu")
+
+    x, y, dx = (made(tokens, hidden) for _ in range(3))
+    wide, out = made(tokens, 4 * hidden), made(tokens, 4 * hidden)
+    scale, bias, dscale, dbias = (made(hidden) for _ in range(4))
+    statistics, turns = made(tokens, 2, kind=exact), made(tokens, 64, kind=exact)
+    logits, sums = made(tokens, VOCABULARY), made(tokens, 2, kind=exact)
+    targets = backend.place(drawn.integers(0, VOCABULARY, tokens), "gpu")
+    count, e, r = tokens * hidden, dtype.itemsize, exact.itemsize
+    weights, m, v = (made(8 * count, kind=exact) for _ in range(3))
+    v *= v
+    gradient = made(8 * count)
+    adam = (1.0, 0.9, 0.1, 0.99, 0.01, 1.0, 1.0, 1e-8, 0.1, 1e-4)
+    whole, half = x.reshape(1, tokens, hidden), out.reshape(-1)[: 2 * count].reshape(tokens, -1)
+    sums_of_columns = made(4 * hidden)
+    copy = gradient if e != r else None
+    return {
+        "gelu": (lambda: models.gelu(wide, out), 8 * count * e),
+        "gelu backward": (lambda: models.gelu_backward(out, wide), 12 * count * e),
+        "swiglu": (lambda: models.swiglu(wide, half), 6 * count * e),
+        "residual": (lambda: models.add(y, x), 3 * count * e),
+        "norm": (lambda: models.norm(x, scale, bias, 1e-5, y, statistics), 2 * count * e + 2 * tokens * r),
+        "norm backward": (
+            lambda: models.norm_backward(y, x, scale, statistics, dx, dscale, dbias),
+            4 * count * e + 2 * tokens * r,
+        ),
+        "rotary": (lambda: models.rotate(whole, hidden // 64 * 64, turns, 1), 2 * count * e + tokens * 64 * r),
+        "bias gradient": (lambda: models.column_sums(wide, sums_of_columns, False), 4 * count * e),
+        "cross entropy": (lambda: models.cross_entropy(logits, targets, sums), logits.nbytes),
+        "adamw": (
+            lambda: optim.launch_adam(weights, gradient, m, v, copy, *adam),
+            8 * count * (6 * r + e + (e if e != r else 0)),
+        ),
+        "sum of squares": (lambda: optim.launch_sum_of_squares(gradient), gradient.nbytes),
+    }
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return the seconds of all kernels, and of the copy."""
+    device.choose(0)
+    kernels = cases(dtype_of(chosen.dtype), chosen.tokens, chosen.hidden)
+    source, target = (backend.zeros(chosen.copied, np.dtype(np.uint8), "gpu") for _ in range(2))
+
+    def copy() -> None:
+        target[...] = source
+
+    launches = {"copy": copy} | {name: launch for name, (launch, _) in kernels.items()}
+    calls = {name: lambda launch=launch: event_seconds(launch) for name, launch in launches.items()}
+    values = harness.alternate(calls, chosen.rounds)
+    arrays = {f"{name.replace(' ', '_')}_s": np.array(own) for name, own in values.items()}
+    about = {name: getattr(chosen, name) for name in ("dtype", "tokens", "hidden")} | card()
+    moved = [2 * chosen.copied, *(nbytes for _, nbytes in kernels.values())]
+    return Results(arrays, dict.fromkeys(arrays, "rounds"), about | {"kernels": ";".join(values), "bytes": moved})
+
+
+def ratios(results: Results) -> harness.Ratios:
+    """Return the times of all kernels over their floors, by the copy of the same round."""
+    copy_s, copied = results.arrays["copy_s"], int(results.attributes["bytes"][0])
+    return {
+        name: results.arrays[f"{name.replace(' ', '_')}_s"] / (copy_s * int(nbytes) / copied)
+        for name, nbytes in zip(results.names("kernels")[1:], results.attributes["bytes"][1:], strict=True)
+    }
+
+
+def lines(results: Results) -> Sequence[str]:
+    bandwidth = int(results.attributes["bytes"][0]) / np.median(results.arrays["copy_s"])
+    rows = [["", "bytes", "us", "floor us", "x floor", "interval"]]
+    for (name, samples), nbytes in zip(ratios(results).items(), results.attributes["bytes"][1:], strict=True):
+        ratio, low, high = harness.interval(samples)
+        us = 1e6 * np.median(results.arrays[f"{name.replace(' ', '_')}_s"])
+        floor = f"{1e6 * int(nbytes) / bandwidth:.2f}"
+        rows.append([name, f"{int(nbytes)}", f"{us:.2f}", floor, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"])
+    return [f"{results.attributes['gpu']}: {bandwidth / 1e9:.1f} GB/s copied", *aligned(rows)]

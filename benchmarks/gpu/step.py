@@ -1,0 +1,92 @@
+"""A training step on a GPU against one on the CPU: forward, backward, norm, clipping and update of the whole model.
+
+    python -m benchmarks gpu.step --set model.hidden=512 run.global_batch=32 -o gpu_step.h5
+
+Both sides train the same recipe on one rank, alternating in one run, and their losses are compared step by step. A step
+on the GPU is timed by events on its stream, from before the batch is copied there to after the update; one on the CPU,
+and the GPU's step as the host sees it, by the clock. Told are the times, also by phase, and the ratio of each to the
+CPU's step in the same turn: below 1 the GPU is faster. Without a GPU it leaves with 69.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.gpu.card import card, event_seconds
+from benchmarks.harness import Results
+from benchmarks.training.turns import Training
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.start import Session
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.training.recipe import recipe as recipes
+
+SCHEMA, ON = "hpcdist.benchmark.gpu_step", "gpu"
+
+WARM_UP: Final = 3  # kernels are compiled, memory is taken
+AGREEMENT: Final = {"float32": 1e-3, "float64": 1e-9}  # of the losses; rounding grows over the steps
+OPTIONS: Final = {"steps": 30}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the recipe")
+
+
+def step_on(side: Training, on: str) -> tuple[dict[str, float], StepResult]:
+    """Make a step; return its times by name, and what came of it."""
+    step, done = side.next_step(), list[StepResult]()
+    times: dict[str, float] = {}
+
+    def call() -> None:
+        done.append(step())
+
+    def timed() -> None:
+        times[f"{on}_s"] = event_seconds(call) if on == "gpu" else harness.seconds(call)
+
+    host_s = harness.seconds(timed)
+    times |= {"gpu_host_s": host_s} if on == "gpu" else {}
+    return times | {f"{on}_{name}": value for name, value in done[0].seconds.items()}, done[0]
+
+
+def turn(sides: dict[str, Training]) -> dict[str, float]:
+    """Make the next step on both sides, which must agree; return its times in s."""
+    times, losses = dict[str, float](), dict[str, float]()
+    for on, side in sides.items():
+        own, done = step_on(side, on)
+        times |= own
+        losses[on] = done.loss
+    training = sides["gpu"]
+    if not abs(losses["gpu"] - losses["cpu"]) <= AGREEMENT[training.recipe.precision.mode] * abs(losses["cpu"]):
+        raise SystemExit(f"step {training.number}: loss {losses['gpu']} on the GPU, {losses['cpu']} on the CPU")
+    return times
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return the times of each step that was not for warming up."""
+    device.choose(0)
+    steps = WARM_UP + chosen.steps
+    sides = {on: Training(session, [*chosen.set, f"run.device={on}"], steps) for on in ("cpu", "gpu")}
+    rows = [turn(sides) for _ in range(steps)][WARM_UP:]
+    trainer = sides["gpu"].trainer
+    for side in sides.values():
+        side.close()
+    arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    tokens = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
+    about = card() | {"recipe": recipes.dump(trainer.recipe), "tokens": tokens}
+    return Results(arrays, dict.fromkeys(arrays, "steps; s"), about)
+
+
+def lines(results: Results) -> Sequence[str]:
+    names, tokens = list(results.arrays), int(results.attributes["tokens"])
+    speeds = [f"{on.upper()} {tokens / np.median(results.arrays[f'{on}_s']):,.0f} tokens/s" for on in ("cpu", "gpu")]
+    times = np.array([results.arrays[name] for name in names])
+    return [
+        f"{results.attributes['gpu']}: {', '.join(speeds)}",
+        *harness.time_table(times, names, names.index("cpu_s")),
+    ]
+
+
+def ratios(results):
+    return {"gpu_s": results.arrays["gpu_s"] / results.arrays["cpu_s"]}

@@ -1,0 +1,135 @@
+"""Images as tables of pixels and classes: scikit-learn's digits, and files of MNIST and CIFAR.
+
+MNIST (LeCun, Cortes & Burges; Fashion-MNIST and others have the same form): idx files, big-endian, magic 0x803 (bytes,
+three dims) for images and 0x801 (bytes, one dim) for labels, as they are or compressed by gzip. CIFAR (Krizhevsky
+2009): .bin files of records, one byte of label (CIFAR-10) or two, coarse and fine (CIFAR-100), before 3,072 of pixels.
+"""
+
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.errors import DataError, MissingCapabilityError
+from hpcdist.hdf5 import files
+
+PIXELS: Final = 3072  # 32 x 32, three colours
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+EXPECTED: Final = (
+    f"expected a directory with train-{IMAGES} and train-{LABELS}, and t10k-{IMAGES} and t10k-{LABELS} to validate "
+    "with (MNIST; each may end in .gz), or data_batch_1.bin to data_batch_5.bin and test_batch.bin (CIFAR-10), or "
+    "train.bin and test.bin (CIFAR-100)"
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Pixels ``x`` (rows, ...) and classes ``y`` (rows,); the last ``validation`` rows are not trained on."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    validation: int
+
+    def write(self, path: Path) -> None:
+        """Write it as a training reads it."""
+        files.write_contiguous(path, {"x": self.x, "y": self.y}, {}, schema="hpcdist.benchmark.table", version=1)
+
+
+def digits() -> Table:
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels, in a random order: as they come, the last are of few writers.
+
+    Raises MissingCapabilityError.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"the digits are scikit-learn's: pip install 'hpcdist[study]' ({error}), or leave them out with --tasks"
+        ) from error
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    return Table("digits", (x[order] / 16).astype(np.float32), y[order].astype(np.int64), len(x) // 5)
+
+
+def images(path: Path) -> Table:
+    """Return the images in the directory ``path``, told apart by the names of its files. Raises DataError."""
+    try:
+        names = {file.name for file in path.iterdir()}
+    except OSError as error:
+        raise DataError(f"--data {path}: {error.strerror}; {EXPECTED}") from error
+    for image in (f"train-{IMAGES}", f"train-{IMAGES}.gz"):
+        if image in names:
+            return _mnist(path, names)
+    if "data_batch_1.bin" in names:
+        batches = [path / f"data_batch_{number}.bin" for number in range(1, 6)]
+        return _cifar("cifar10", batches, path / "test_batch.bin", 1, 10)
+    if "train.bin" in names:
+        return _cifar("cifar100", [path / "train.bin"], path / "test.bin", 2, 100)
+    raise DataError(f"--data {path}: it holds {', '.join(sorted(names)[:8]) or 'nothing'}; {EXPECTED}")
+
+
+def idx(path: Path, dims: int) -> np.ndarray:
+    """Return the bytes of an idx file with so many dims. Raises DataError."""
+    content = _content(path)
+    magic, wanted = content[:4], bytes([0, 0, 8, dims])
+    if magic != wanted:
+        raise DataError(f"{path}: starts with {magic.hex() or 'nothing'}, not {wanted.hex()} for {dims} dims of bytes")
+    header = 4 + 4 * dims
+    if len(content) < header:
+        raise DataError(f"{path}: ends within its header; expected {header} bytes of it")
+    shape = tuple(int(length) for length in np.frombuffer(content, ">u4", dims, 4))
+    if len(content) - header != math.prod(shape) or 0 in shape:
+        raise DataError(f"{path}: {len(content) - header} bytes behind its header of {shape}; get the file again")
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def records(path: Path, labels: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels and classes of records with so many bytes of labels, the last of which counts. Raises DataError."""
+    content, each = _content(path), labels + PIXELS
+    if not content or len(content) % each:
+        raise DataError(f"{path}: {len(content)} bytes; expected a multiple of {each}; get the file again")
+    rows = np.frombuffer(content, np.uint8).reshape(-1, each)
+    y = rows[:, labels - 1].astype(np.int64)
+    if y.max() >= classes:
+        raise DataError(f"{path}: a label of {y.max()}; expected classes from 0 to {classes - 1}")
+    return rows[:, labels:], y
+
+
+def _mnist(path: Path, names: set[str]) -> Table:
+    parts = []
+    for part in ("train", "t10k"):
+        pair = [f"{part}-{kind}" for kind in (IMAGES, LABELS)]
+        found = [path / (name if name in names else f"{name}.gz") for name in pair]
+        x, y = idx(found[0], 3), idx(found[1], 1)
+        if len(x) != len(y):
+            raise DataError(f"{path}: {len(x)} {part} images and {len(y)} labels; they must be as many")
+        parts.append((x, y.astype(np.int64)))
+    return _joined("mnist", parts)
+
+
+def _cifar(name: str, batches: list[Path], test: Path, labels: int, classes: int) -> Table:
+    return _joined(name, [records(path, labels, classes) for path in (*batches, test)])
+
+
+def _joined(name: str, parts: list[tuple[np.ndarray, np.ndarray]]) -> Table:
+    """Return all parts as one table, the last to validate with."""
+    shapes = {x.shape[1:] for x, _ in parts}
+    if len(shapes) > 1:
+        raise DataError(f"{name}: images of the shapes {sorted(shapes)}; expected one")
+    x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+    if 2 * len(parts[-1][0]) > len(x):
+        raise DataError(f"{name}: {len(parts[-1][0])} images to validate with of {len(x)}; expected at most half")
+    return Table(name, x, y, len(parts[-1][0]))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {EXPECTED}") from error

@@ -1,0 +1,203 @@
+"""Report of the study of large batches: tables in Markdown, an answer for each task, and curves."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.large_batch.search import Cell
+from hpcdist.reporting.plotting import check_plot, save
+from hpcdist.reporting.table import markdown
+from hpcdist.reporting.units import counted
+
+LAYERWISE: Final = ("lars", "lamb")
+TWICE: Final = 2.0  # the fewest samples: what a batch beyond the critical one needs
+
+
+@dataclass(frozen=True)
+class Point:
+    """Samples to the target over the seeds, infinite where it was missed; of the search itself without any seeds."""
+
+    cell: Cell
+
+    @property
+    def found(self) -> list[float]:
+        """Samples of each seed in rising order."""
+        ended = self.cell.checks or (self.cell.searched,)
+        return sorted(math.inf if math.isnan(one.samples) else one.samples for one in ended)
+
+    @property
+    def median(self) -> float:
+        """The median over the seeds."""
+        return statistics.median_low(self.found)
+
+    def text(self) -> str:
+        """Return the median, the range, and the rate; a star where better rates may lie beyond those tried."""
+        at = f"at {self.cell.learning_rate:.3g}{'*' if self.cell.at_border else ''}"
+        if math.isinf(self.found[0]):
+            return f"missed {at}"
+        return f"{_samples(self.median)} ({_samples(self.found[0])} to {_samples(self.found[-1])}) {at}"
+
+
+def curves(cells: Sequence[Cell], task: str) -> dict[str, list[Point]]:
+    """Return the points of each optimizer by batch."""
+    found: dict[str, list[Point]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.batch):
+        if cell.task == task:
+            found.setdefault(cell.optimizer, []).append(Point(cell))
+    return found
+
+
+def bend(line: Sequence[Point]) -> float:
+    """Return the batch at which a run takes twice the fewest samples, and twice the fewest steps; NaN if not known.
+
+    Of samples = E + S batch, E the fewest samples and S the fewest steps (McCandlish et al. 2018, arXiv:1812.06162),
+    fitted to the medians by least squares of relative errors: E / S. Infinite where samples do not grow.
+    """
+    known = [(point.cell.batch, point.median) for point in line if math.isfinite(point.median)]
+    if len(known) < 3:
+        return math.nan
+    batch, samples = np.array(known, float).T
+    (fewest, steps), *_ = np.linalg.lstsq(np.stack([1 / samples, batch / samples], axis=1), np.ones(len(known)))
+    return math.inf if steps <= 0 else max(0.0, float(fewest / steps))
+
+
+def reach(line: Sequence[Point]) -> int:
+    """Return the largest batch that needs at most twice the samples of the best one of the same optimizer; 0: none."""
+    least = min(point.median for point in line)
+    return max((p.cell.batch for p in line if math.isfinite(p.median) and p.median <= TWICE * least), default=0)
+
+
+def noise(line: Sequence[Point]) -> tuple[int, float, float]:
+    """Return the batch at which the noise scale was measured, what it was after half of the samples, and at last."""
+    for point in line:
+        if point.cell.noise is not None:
+            samples, _, scales = point.cell.noise.curve.T
+            half = int(np.searchsorted(samples, samples[-1] / 2))
+            return point.cell.batch, float(scales[half]), float(scales[-1])
+    return 0, math.nan, math.nan
+
+
+def text(cells: Sequence[Cell]) -> str:
+    """Return all tables and answers."""
+    blocks = []
+    for task in dict.fromkeys(cell.task for cell in cells):
+        lines = curves(cells, task)
+        batches = sorted({cell.batch for cell in cells if cell.task == task})
+        rows = [["samples a step", *lines, "layer-wise over others"]]
+        for batch in batches:
+            at = {name: point.text() for name, line in lines.items() for point in line if point.cell.batch == batch}
+            rows.append([f"{batch}", *(at.get(name, "-") for name in lines), _ratio(*best(lines, batch))])
+        rows.append(["at most twice its fewest samples up to", *(_batch(reach(line)) for line in lines.values()), ""])
+        rows.append(["the curve bends at", *(_batch(bend(line)) for line in lines.values()), ""])
+        scales = [noise(line) for line in lines.values()]
+        rows.append(["noise scale half way", *(_batch(half) for _, half, _ in scales), ""])
+        rows.append(["noise scale at the target", *(_batch(last) for _, _, last in scales), ""])
+        missing = sum(point.cell.at_border for line in lines.values() for point in line)
+        about = f"### {task}: samples to the target, median (range) over seeds, at the best rate"
+        notes = [f"\\* the best of the rates tried is at their border: {counted(missing, 'cell')}"] if missing else []
+        blocks.append("\n".join([about, "", *markdown(rows), "", *notes, *answer(task, lines)]))
+    return "\n\n".join(blocks)
+
+
+def answer(task: str, lines: dict[str, list[Point]]) -> list[str]:
+    """Return whether the layer-wise optimizers reach larger batches than the others, in words."""
+    reached = {point.cell.batch for line in lines.values() for point in line if math.isfinite(point.median)}
+    if not reached:
+        return [f"{task}: no optimizer reaches the target."]
+    layerwise, plain = best(lines, max(reached))
+    if layerwise is None or plain is None:
+        return []
+    said = (
+        f"{task}, {max(reached)} samples a step, the largest with which any reaches the target: of the layer-wise "
+        f"{layerwise.cell.optimizer} is the better, {_needs(layerwise)}; of the others {plain.cell.optimizer}, "
+        f"{_needs(plain)}."
+    )
+    return [f"{said} **{_verdict(layerwise, plain)}**"]
+
+
+def best(lines: dict[str, list[Point]], batch: int) -> tuple[Point | None, Point | None]:
+    """Return the points of fewest samples at ``batch``, of the layer-wise optimizers and of the others."""
+    groups: dict[bool, list[Point]] = {True: [], False: []}
+    for name, line in lines.items():
+        groups[name in LAYERWISE] += [point for point in line if point.cell.batch == batch]
+    layerwise, plain = (min(groups[kind], key=lambda p: p.median, default=None) for kind in (True, False))
+    return layerwise, plain
+
+
+def _ratio(layerwise: Point | None, plain: Point | None) -> str:
+    if layerwise is None or plain is None or math.isinf(layerwise.median + plain.median):
+        return "-"
+    return f"{layerwise.median / plain.median:.2f}"
+
+
+def _verdict(layerwise: Point, plain: Point) -> str:
+    ratio = layerwise.median / plain.median
+    if layerwise.found[-1] < plain.found[0]:
+        return f"Layer-wise rates reach further: {ratio:.2f} times the samples."
+    if plain.found[-1] < layerwise.found[0]:
+        return f"Layer-wise rates do not reach further: {ratio:.2f} times the samples."
+    return f"No difference beyond the spread of the seeds: {ratio:.2f} times the samples."
+
+
+def _needs(point: Point) -> str:
+    if math.isinf(point.median):
+        return "missed"
+    return f"{_samples(point.median)} samples, {point.median / point.cell.batch:.1f} updates"
+
+
+def _samples(value: float) -> str:
+    return "missed" if math.isinf(value) else f"{value:,.0f}"
+
+
+def _batch(value: float) -> str:
+    if math.isnan(value) or value <= 0:
+        return "not known"
+    return "beyond all" if math.isinf(value) else f"{value:,.{0 if value >= 10 else 1}f}"
+
+
+def plot(cells: Sequence[Cell], file: Path) -> None:
+    """Draw samples and updates to the target against the batch, a row of panels for each task.
+
+    Dotted lines are the noise scales at the target. Raises MissingCapabilityError without matplotlib, StorageError when
+    the file cannot be written.
+    """
+    figures = check_plot(file)
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    figure = figures.Figure(figsize=(12, 4.5 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), 2, squeeze=False)
+    for (left, right), task in zip(axes, tasks, strict=True):
+        for number, (name, line) in enumerate(curves(cells, task).items()):
+            _draw(left, line, number, name, updates=False)
+            _draw(right, line, number, name, updates=True)
+            scale = noise(line)[2]
+            if scale > 0:
+                left.axvline(scale, color=f"C{number}", linestyle=":", linewidth=1)
+        left.set_title(task, fontsize=10)
+        left.set_ylabel("samples to the target")
+        right.set_ylabel("updates to the target")
+        batches = sorted({cell.batch for cell in cells if cell.task == task})
+        for axis in (left, right):
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(batches, [f"{batch}" for batch in batches])
+            axis.set_xlabel("samples a step")
+            axis.grid(True, which="major", alpha=0.3)
+        right.legend(fontsize=8)
+    save(figure, file)
+
+
+def _draw(axis: Any, line: Sequence[Point], number: int, name: str, *, updates: bool) -> None:
+    """Draw the medians of one optimizer, and the range of those seeds that reached the target, beside each other."""
+    good = [point for point in line if math.isfinite(point.median)]
+    batches = np.array([point.cell.batch for point in good], float)
+    by = batches if updates else np.ones(len(good))
+    medians = np.array([point.median for point in good])
+    most = np.array([max(filter(math.isfinite, point.found)) for point in good])
+    ranges = np.array([medians - [point.found[0] for point in good], most - medians]) / by
+    style = {"color": f"C{number}", "label": name, "marker": "o", "markersize": 4, "capsize": 3}
+    axis.errorbar(batches * 1.03**number, medians / by, ranges, **style)

@@ -1,0 +1,158 @@
+"""Seconds that a job that outlives its ranks stands still when one dies, and the cost when none does.
+
+    python -m benchmarks survival -o survival.h5 --anonymous
+
+Each case is one job of four ranks (`hpcdist run --survive`), of which --kills die one after another: SIGKILL to
+themselves in the middle of a step (its exchange and its update by turns). Told is the time from the first error on any
+rank until all go on with the next step; how many steps were made again; whether the losses are those of the same run
+without a death (to the bit where places are taken again, by the greatest relative difference where ranks are fewer);
+and the memory of the largest rank after each death. Then, without deaths and in turns, the median step of the same
+training with --survive and without.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.training.turns import texts
+from hpcdist.comm.start import Session
+from hpcdist.hdf5 import datasets, files
+from hpcdist.reporting.table import aligned
+from hpcdist.telemetry.metrics import step_metrics
+from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
+
+SCHEMA, COMMITTED = "hpcdist-benchmark-survival", "operations/2026-11-21-survival.h5"
+SMALL = {"modes": [], "architectures": ["allreduce"], "repeats": 2}
+
+WORLD: Final = 4
+EVERY: Final = 6  # steps between two deaths
+SIZES: Final = {"layers": 4, "hidden": 256, "context": 128}
+ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "allreduce": {},
+    "zero1": {"parallel.strategy": "zero1"},
+    "zero3": {"parallel.strategy": "zero3"},
+    "colocated servers": {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"},
+    "pipeline 2 x data 2": {"parallel.pipeline": 2, "parallel.microbatches": 2},
+}
+MODES: Final[Mapping[str, tuple[str, ...]]] = {
+    "shrink": ("--survive", "shrink"),
+    "spare": ("--survive", "replace", "--spares"),
+    "new process": ("--survive", "replace"),
+}
+FIGURES: Final = ("seconds", "repeated", "pss_bytes", "world")
+OPTIONS: Final = {
+    "kills": 3,
+    **SIZES,
+    "steps": 30,
+    "repeats": 2,
+    "limit_s": 600.0,
+    "architectures": tuple(ARCHITECTURES),
+}
+OPTIONS |= {"modes": tuple(MODES)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Figures of a job that has ended; ``deaths`` are the columns of its table of deaths."""
+
+    losses: np.ndarray
+    step_s: float  # median over the steps but the first, of the slowest rank
+    deaths: dict[str, np.ndarray]
+
+
+def run_job(chosen: argparse.Namespace, folder: Path, launched: Sequence[str], keys: Mapping[str, Any]) -> Job:
+    """Run a training to its end and return its figures."""
+    out = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    common = {
+        "model.layers": chosen.layers,
+        "model.hidden": chosen.hidden,
+        "model.heads": 4,
+        "data.context": chosen.context,
+        "run.global_batch": 8,
+        "run.validation_samples": 8,
+        "energy.sources": "none",
+        "communication.algorithm": "native",
+    }
+    settings = [f"--set={text}" for text in texts({**common, **keys})]
+    line = [sys.executable, "-m", "hpcdist", "run", "-n", str(WORLD), *launched, "train", "--out", str(out), *settings]
+    environment = {**os.environ, "PYTHONPATH": harness.search_path()}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=chosen.limit_s, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(line)}\nended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    steps = step_metrics.read(out / METRICS_FILE).steps
+    with files.open_read(out / METRICS_FILE, step_metrics.SCHEMA, step_metrics.VERSION) as file:
+        deaths = datasets.read(file, "lives") if "lives" in file else {}
+    slowest = np.nanmax(steps["step_s"][1:], axis=1)
+    return Job(steps["loss"], float(np.median(slowest)), deaths)
+
+
+def survived(chosen: argparse.Namespace, folder: Path, name: str, mode: str) -> np.ndarray:
+    """Return the `FIGURES` of each death, (deaths, figures), of a job of architecture ``name``; print a line."""
+    kills = 1 if mode == "shrink" else chosen.kills
+    keys = {**ARCHITECTURES[name], "run.steps": EVERY * (kills + 1)}
+    calm = run_job(chosen, folder, [], keys)
+    moments = [(EVERY * (death + 1), ("exchange", "update")[death % 2]) for death in range(kills)]
+    killed = [f"{(3 * death + 1) % WORLD}@{step}:{moment}" for death, (step, moment) in enumerate(moments)]
+    launched = [*MODES[mode], *([str(kills)] if mode == "spare" else [])]
+    job = run_job(chosen, folder, launched, keys | {"chaos.kill": killed})
+    deaths = job.deaths
+    repeated = np.maximum(np.array([step - 1 for step, _ in moments]) - deaths["step"], 0)
+    difference = float(np.max(np.abs(job.losses / calm.losses - 1)))
+    losses = "the same losses" if difference == 0 else f"losses within {difference:.1e}"
+    first, last = deaths["pss_bytes"][[0, -1]] / 2**20
+    print(
+        f"{name:<20} {mode:<12} {kills} deaths: {statistics.median(deaths['seconds']):.2f} s (longest "
+        f"{max(deaths['seconds']):.2f} s), at most {max(repeated)} step made again, {losses}, "
+        f"{first:.0f} -> {last:.0f} MiB",
+        flush=True,
+    )
+    return np.array([deaths["seconds"], repeated, deaths["pss_bytes"], deaths["world"]]).T
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return all deaths, and the medians of steps without one, ready to survive and not."""
+    deaths, steps = {}, {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for architecture in chosen.architectures:
+            for mode in chosen.modes:
+                deaths[architecture, mode] = survived(chosen, folder, architecture, mode)
+            keys = {**ARCHITECTURES[architecture], "run.steps": chosen.steps}
+            calls = {
+                kind: lambda words=words, keys=keys: run_job(chosen, folder, words, keys).step_s
+                for kind, words in (("ready", MODES["shrink"]), ("plain", ()))
+            }
+            values = harness.alternate(calls, chosen.repeats, warm_up=0)
+            steps[architecture] = [statistics.median(values[kind]) for kind in ("ready", "plain")]
+    most = max((len(rows) for rows in deaths.values()), default=0)
+    figures = np.full((len(deaths), most, len(FIGURES)), np.nan)
+    for case, rows in enumerate(deaths.values()):
+        figures[case, : len(rows)] = rows
+    about = {"ranks": WORLD} | {name: getattr(chosen, name) for name in SIZES}
+    about |= {"cases": "; ".join(" by ".join(case) for case in deaths), "architectures": "; ".join(steps)}
+    dims = {"deaths": f"cases, deaths, ({', '.join(FIGURES)})", "step_s": "architectures, (ready, plain)"}
+    return Results({"deaths": figures, "step_s": np.array(list(steps.values()))}, dims, about)
+
+
+def ratios(results: Results) -> harness.Ratios:
+    """Return the step of a training that would survive over that of one that would not."""
+    names = str(results.attributes["architectures"]).split("; ")
+    return {name: own[:1] / own[1] for name, own in zip(names, results.arrays["step_s"], strict=True)}
+
+
+def lines(results: Results) -> Sequence[str]:
+    rows = [["a step, ms", "ready to survive", "plain", "x plain"]]
+    for (name, ratio), own in zip(ratios(results).items(), 1e3 * results.arrays["step_s"], strict=True):
+        rows.append([name, f"{own[0]:.1f}", f"{own[1]:.1f}", f"{ratio[0]:.3f}"])
+    return aligned(rows)

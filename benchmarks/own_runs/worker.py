@@ -1,0 +1,133 @@
+"""Ranks of the study of own runs: trainings take turns, and tell their times, bytes, memory and bubble.
+
+python -m benchmarks.own_runs.worker FILE.json TURNS one|hosts [NAME ...]"""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.own_runs.trainings import Row, chosen_rows
+from benchmarks.training.turns import texts
+from hpcdist import collectives
+from hpcdist.arrays.memory import CATEGORIES
+from hpcdist.comm import start
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.record.timing import count_traffic
+from hpcdist.comm.start import Session
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.training.build.assemble import assemble
+from hpcdist.training.build.trainer import Trainer
+from hpcdist.training.recipe import recipe as recipes
+
+RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+WARM: Final = 1  # step of a turn that is not kept: what the others left in the caches is gone
+KEPT: Final = 2
+BATCHES: Final = 3
+
+
+class Run:
+    """A training, with its clock. Building one is collective over the world."""
+
+    def __init__(self, session: Session, row: Row) -> None:
+        self.row, self._comm, self._number = row, session.comm, 0
+        collectives.release(session.comm)  # so that what this one takes is in its own ledger
+        self.trainer: Trainer = assemble(session, recipes.load(None, texts(row.keys), {}).recipe)
+        with self.trainer.batches(BATCHES) as batches:
+            self._batches = [self.trainer.cut(self.trainer.place(batch)) for batch in batches]
+        self._timed: list[tuple[float, float]] = []
+        self._clocked(self.trainer.executor._handlers)
+        self.step()
+        with count_traffic(session.comm) as traffic:
+            self.step()
+        self.sent, self.unknown = traffic.sent_bytes, sum(traffic.unknown.values())
+        ledger = self.trainer.ledger
+        self.peak, self.by_kind = ledger.peak_total, [ledger.peak[kind] for kind in CATEGORIES]
+
+    def _clocked(self, handlers: dict[Kind, Callable[[Operation], None]]) -> None:
+        for kind, handler in list(handlers.items()):
+            handlers[kind] = self._around(handler)
+
+    def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
+        def timed(operation: Operation) -> None:
+            begin_s = time.perf_counter()
+            handler(operation)
+            self._timed.append((begin_s, time.perf_counter()))
+
+        return timed
+
+    def step(self) -> tuple[float, float]:
+        """Make a step from a barrier on; return its seconds and its bubble, on this rank (collective)."""
+        self._number += 1
+        self._timed.clear()
+        batches = self._batches[self._number % BATCHES]
+        self._comm.barrier()
+        begin_s = time.perf_counter()
+        self.trainer.step(self._number, batches, np.zeros(2))
+        return time.perf_counter() - begin_s, self._bubble()
+
+    def _bubble(self) -> float:
+        """Return what this rank waits in receives of its span from the first pass to the last."""
+        steps = self.trainer.operations
+        begin_s, end_s = np.array(self._timed).T
+        computes = np.array([op.kind in COMPUTE for op in steps])
+        first_s, last_s = begin_s[computes].min(), end_s[computes].max()
+        waits = np.array([op.kind in RECEIVES for op in steps]) & (begin_s >= first_s) & (end_s <= last_s)
+        return float((end_s - begin_s)[waits].sum() / (last_s - first_s))
+
+
+def work(session: Session, rows: Sequence[Row], turns: int, path: Path) -> None:
+    """Let the trainings take turns; rank 0 writes what was found to ``path``. Collective over the world."""
+    comm = session.comm
+    runs = []
+    for row in rows:
+        if comm.rank == 0:
+            print(f"  {row.name}", flush=True)
+        runs.append(Run(session, row))
+    order = np.random.default_rng(0)
+    taken: list[list[tuple[float, float]]] = [[] for _ in runs]
+    gc.collect()
+    gc.disable()
+    for _ in range(turns):
+        for place in order.permutation(len(runs)).tolist():
+            made = [runs[place].step() for _ in range(WARM + KEPT)]
+            taken[place] += made[WARM:]
+    gc.enable()
+    found = [_of_all(comm, run, times) for run, times in zip(runs, taken, strict=True)]
+    if comm.rank == 0:
+        path.write_text(json.dumps({"library": session.library, "rows": found}), encoding="utf-8")
+    comm.barrier()
+    for run in runs:
+        run.trainer.close()
+
+
+def _of_all(comm: Communicator, run: Run, taken: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return what the ranks tell of one training. Collective."""
+    step_s, bubble = np.array(comm.allgather_object(taken)).transpose(2, 1, 0)  # (steps, ranks) each
+    of_ranks = comm.allgather_object((run.sent, run.unknown, run.peak, run.by_kind))
+    return {
+        "name": run.row.name,
+        "step_s": step_s.max(axis=1).tolist(),
+        "bubble": bubble.max(axis=1).tolist(),
+        "sent_bytes": max(one[0] for one in of_ranks),
+        "unknown_calls": max(one[1] for one in of_ranks),
+        "peak_bytes": [one[2] for one in of_ranks],
+        "peak_by_kind": [one[3] for one in of_ranks],
+        "algorithm": run.trainer.selection.algorithm,
+    }
+
+
+def main(path: str, turns: str, place: str, *names: str) -> None:
+    """Be one of the ranks."""
+    session = start.start()
+    work(session, chosen_rows(session.comm.size, names, hosts=place == "hosts"), int(turns), Path(path))
+    session.leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

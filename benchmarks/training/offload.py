@@ -1,0 +1,214 @@
+"""Training states that are larger than a cap on memory, with and without files, in one run.
+
+    python -m benchmarks offload
+    python -m benchmarks offload --ranks 2 --directory /local/scratch --output offload.h5 --anonymous
+
+First the memory: model states of 16 bytes a parameter (divided by the ranks) are at least three times the cap. Under a
+cap that the kernel enforces (RLIMIT_DATA: what the process may have of private, writable memory beyond what it had
+before), zero3 with optimizer state, parameters and gradients in files takes some steps, evaluates, saves a checkpoint
+and restores it. Its PSS (/proc/self/smaps_rollup) is sampled all the while. Then the same recipe without files tries
+under the same cap. Pages of the page cache, where the kernel keeps what files hold while memory is free, are in neither
+figure: they belong to no process, and a job whose memory is capped by its cgroup loses them first.
+
+Then the time: without a cap the two take turns, a step each. "cached" reads what the page cache still has; "from disk"
+begins each step without any of it in memory and ends it when all is on the disk. A step is that of the slowest rank.
+"""
+
+import argparse
+import gc
+import resource
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.training.turns import Training, texts
+from hpcdist import models
+from hpcdist.arrays.filestore import FileStore
+from hpcdist.comm.start import Session
+from hpcdist.reporting.units import parse_bytes
+from hpcdist.telemetry.provenance import pss_bytes
+from hpcdist.training.build.state import restore_state
+from hpcdist.training.build.state_source import CheckpointSource
+from hpcdist.training.recipe import recipe as recipes
+from hpcdist.training.run.loop import mean_validation_loss
+from hpcdist.training.run.saving import CheckpointSaver
+
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-offload", 1, "training/2026-11-21-offload.h5"
+SMALL, WORSE = {"steps": 3}, 1.6
+
+STATE_BYTES: Final = 16  # of each parameter: itself, its gradient, two moments
+WAYS: Final = ("in memory", "cached", "from disk")
+MIB: Final = 1 << 20
+OPTIONS: Final = {"layers": 10, "hidden": 768, "steps": 5}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, help="samples of a step, of 128 tokens each (default: one for each rank)")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "lamb"))
+    parser.add_argument("--cap", type=parse_bytes, help="bytes of memory of a rank (default: a third of its states)")
+    parser.add_argument("--directory", type=Path, help="where files go (default: the temporary directory)")
+
+
+@contextmanager
+def peak_pss() -> Iterator[list[float]]:
+    """Sample the PSS of this process in a thread; the list has its peak behind the block."""
+    peak, done = [0.0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], pss_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def cap(nbytes: int) -> Iterator[None]:
+    """Let this process take ``nbytes`` more of private memory than it has now."""
+    status = Path("/proc/self/status").read_text()
+    held = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def keys_of(chosen: argparse.Namespace, folder: Path | None) -> dict[str, object]:
+    """Return the keys of the training; its states are in files in ``folder``, if one is given."""
+    keys: dict[str, object] = {
+        "model.layers": chosen.layers,
+        "model.hidden": chosen.hidden,
+        "model.heads": chosen.hidden // 64,
+        "data.context": 128,
+        "run.global_batch": chosen.batch,
+        "run.validation_samples": chosen.batch,
+        "optimizer.name": chosen.optimizer,
+        "parallel.strategy": "zero3",
+        "communication.algorithm": "ring",
+    }
+    if folder is not None:
+        keys |= {"zero.offload_optimizer": "file", "zero.offload_parameters": "file", "zero.offload_directory": folder}
+    return keys
+
+
+@contextmanager
+def training_of(session: Session, chosen: argparse.Namespace, folder: Path | None) -> Iterator[Training]:
+    """Give a training for some steps. Collective."""
+    training = Training(session, keys_of(chosen, folder), chosen.steps + 3)
+    try:
+        yield training
+    finally:
+        training.close()
+
+
+def step(session: Session, training: Training, *, to_disk: bool = False) -> float:
+    """Make a step and return its seconds, of the slowest rank. Collective."""
+    exchange, call = training.trainer.exchange, training.next_step()
+    held = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]  # type: ignore[attr-defined]
+    stores = [store for store in held if to_disk and isinstance(store, FileStore)]
+
+    def forget() -> None:
+        for store in stores:
+            store.forget()
+
+    def whole() -> None:
+        call()
+        forget()
+
+    forget()
+    longest = np.array([harness.seconds(whole, session.comm)])
+    session.comm.allreduce(longest, "max")
+    return float(longest[0])
+
+
+def fits(session: Session, chosen: argparse.Namespace, limit: int) -> bool:
+    """Return whether the run without files takes a step under the cap. Collective."""
+    here = True
+    try:
+        with cap(limit), training_of(session, chosen, None) as training:
+            step(session, training)
+    except MemoryError:
+        here = False
+    return any(session.comm.allgather_object(here))
+
+
+def under_cap(session: Session, chosen: argparse.Namespace, folder: Path, limit: int) -> dict[str, float]:
+    """Return the peaks of memory in bytes, of the rank that has most. Collective."""
+    comm = session.comm
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        checkpoints = Path(comm.broadcast_object(own))
+        baseline = pss_bytes()
+        with cap(limit), peak_pss() as peak, training_of(session, chosen, folder) as training:
+            trainer = training.trainer
+            for _ in range(2):
+                step(session, training)
+            loss = mean_validation_loss(trainer)
+            restore_state(trainer, CheckpointSource(CheckpointSaver(trainer, checkpoints).save(2)))
+            assert mean_validation_loss(trainer) == loss
+            step(session, training)
+        comm.barrier()
+    worst = np.array([peak[0] - baseline, trainer.ledger.peak_total], np.float64)
+    comm.allreduce(worst, "max")
+    return {"peak_pss_bytes": float(worst[0]), "peak_ledger_bytes": float(worst[1])}
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return the seconds of steps and the figures of the memory. Collective."""
+    comm = session.comm
+    chosen.batch = chosen.batch or comm.size
+    folder = Path(comm.broadcast_object(str(chosen.directory or tempfile.gettempdir())))
+    small = argparse.Namespace(**{**vars(chosen), "layers": 1, "hidden": 64})
+    for place in (None, folder):  # kernels are compiled and communicators split
+        with training_of(session, small, place) as training:
+            step(session, training)
+    gc.collect()
+    recipe = recipes.load(None, texts(keys_of(chosen, None)), {}).recipe
+    parameters = models.build(recipe.model, "float32", context=recipe.data.context).layout.parameters
+    states = STATE_BYTES * parameters // comm.size
+    limit = chosen.cap or states // 3
+    memory = under_cap(session, chosen, folder, limit)
+    gc.collect()
+    without = fits(session, chosen, limit)
+    gc.collect()
+    with ExitStack() as open_:
+        calls = {}
+        for name, place in zip(WAYS, (None, folder, folder), strict=True):
+            training = open_.enter_context(training_of(session, chosen, place))
+            calls[name] = partial(step, session, training, to_disk=name == "from disk")
+        times = harness.alternate(calls, chosen.steps, warm_up=1)
+    about = {"ranks": comm.size, "parameters": parameters, "optimizer": chosen.optimizer, "state_bytes": states}
+    about |= {"cap_bytes": limit, "fits_in_memory": float(without), **memory, "ways": ",".join(WAYS)}
+    return Results({"step_s": np.array(list(times.values()))}, {"step_s": "ways, steps"}, about)
+
+
+def lines(results: Results) -> Sequence[str]:
+    about = results.attributes
+    states, limit, pss, ledger = (
+        about[name] / MIB for name in ("state_bytes", "cap_bytes", "peak_pss_bytes", "peak_ledger_bytes")
+    )
+    return [
+        f"{about['parameters'] / 1e6:.1f} M parameters, {about['optimizer']}, float32, zero3",
+        f"states of a rank: {states:.0f} MiB; cap: {limit:.0f} MiB ({states / limit:.2f}x smaller)",
+        f"in files, under the cap: peak PSS {pss:.0f} MiB above the start, peak of the ledger {ledger:.0f} MiB",
+        f"in memory, under the cap: {'it fits' if about['fits_in_memory'] else 'MemoryError'}",
+        *harness.time_table(results.arrays["step_s"], WAYS),
+    ]
+
+
+def ratios(results):
+    return harness.over_base(results.arrays["step_s"], WAYS)

@@ -1,0 +1,99 @@
+r"""Training steps with and without exchanges behind the computation, alternating in one run, on the real model.
+
+    python -m benchmarks overlap
+    python -m benchmarks overlap --hidden 256 --samples 8 --output overlap.h5 --anonymous
+    python -m benchmarks overlap --strategies allreduce zero1 zero2 zero3 --algorithm node_shared \
+        --hidden 256 --context 256 --samples 4 --bucket-bytes 4194304 --steps 10
+
+"none" reduces a bucket of gradients and goes on when that is done; "thread" and "poll" are the two kinds of
+communication.overlap; "poll native" polls MPI_Iallreduce; "delayed" sums behind the whole next step. Of ZeRO, "+k"
+gathers k units ahead. The weights of contenders of one strategy with one algorithm are compared bit by bit.
+
+"x none" is the time of a step over that of "none" in the same turn: below 1 is faster. "exposed" is the time of a step
+in which a rank did nothing but communicate: in the mean over the ranks, for it includes waiting for the other. "hidden"
+is how much of what "none" needs is gone: 1 - exposed / exposed of none. "of the thread" is hidden / total as the rank
+itself sees it, which is what the summary of a run shows: 1 - (time spent starting and waiting) / (time in which the
+thread was at work).
+"""
+
+import argparse
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.training import turns
+from benchmarks.training.turns import ratios  # noqa: F401 - of the study
+from hpcdist import collectives
+from hpcdist.comm.start import Session
+from hpcdist.strategies.zero.config import STAGES
+
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-overlap", 2, "training/2026-11-21-overlap.h5"
+SMALL = {"steps": 8}
+
+SIZES: Final = {"layers": 4, "hidden": 384, "context": 64, "samples": 2, "bucket_bytes": 1 << 20}
+OPTIONS: Final = {**SIZES, "steps": 30, "ahead": [1, 2]}  # ahead: units that zero3 gathers ahead
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithm", default="ring", choices=sorted(collectives.ALLREDUCE))
+    parser.add_argument("--strategies", nargs="+", default=["allreduce"], choices=["allreduce", *STAGES])
+
+
+def contenders(chosen: argparse.Namespace, threads: bool) -> dict[str, dict[str, Any]]:
+    """Return the keys of what runs here by name, "none" first; ``threads``: whether MPI may be called by several."""
+
+    def keys(strategy: str, overlap: str = "none", algorithm: str = "", **more: Any) -> dict[str, Any]:
+        own = {"communication.overlap": overlap, "communication.algorithm": algorithm or chosen.algorithm}
+        return {"parallel.strategy": strategy, **own, **{key.replace("__", "."): value for key, value in more.items()}}
+
+    made: dict[str, dict[str, Any]] = {}
+    engines = [*(["thread"] if threads else []), *(["poll"] if chosen.algorithm == "ring" else [])]
+    for strategy in chosen.strategies:
+        prefix = "" if strategy == "allreduce" else f"{strategy} "
+        made[f"{prefix}none"] = keys(strategy)
+        if strategy == "allreduce":
+            made |= {"thread": keys(strategy, "thread")} if threads else {}
+            made |= {"poll": keys(strategy, "poll", "ring"), "poll native": keys(strategy, "poll", "native")}
+            made |= {"delayed": keys(strategy, "thread", communication__delayed=True)} if threads else {}
+            continue
+        made |= {f"{prefix}{engine}": keys(strategy, engine) for engine in engines}
+        for ahead in chosen.ahead if strategy == "zero3" else ():
+            made |= {f"{prefix}{engine} +{ahead}": keys(strategy, engine, zero__prefetch=ahead) for engine in engines}
+    return made
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return the figures of all contenders. Collective."""
+    comm = session.comm
+    if comm.size == 1:
+        raise SystemExit("one rank has nobody to exchange gradients with; choose --ranks 2")
+    keys = contenders(chosen, comm.supports("thread_multiple"))
+    common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size})
+    common["communication.bucket_bytes"] = chosen.bucket_bytes
+    made, times = turns.measure(session, keys, common, chosen.steps)
+    groups: dict[str, Hashable] = {
+        name: (own["parallel.strategy"], own["communication.algorithm"], "communication.delayed" in own)
+        for name, own in keys.items()
+    }
+    turns.check_bits(comm.rank, made, groups)
+    for training in made.values():
+        training.close()
+    about = {name: getattr(chosen, name) for name in SIZES}
+    about |= {"ranks": comm.size, "algorithm": chosen.algorithm, "contenders": ",".join(made)}
+    return Results({"time_s": times}, {"time_s": f"contenders, ({', '.join(turns.FIGURES)}), ranks, steps"}, about)
+
+
+def lines(results: Results) -> Sequence[str]:
+    times = results.arrays["time_s"]
+    exposed_s = np.median(times[:, 1].mean(axis=1), axis=1)
+    with np.errstate(invalid="ignore"):
+        of_thread = 1 - times[:, 2].sum(axis=(1, 2)) / times[:, 3].sum(axis=(1, 2))
+    more = {
+        "exposed ms": [f"{1e3 * value:.1f}" for value in exposed_s],
+        "hidden": [f"{1 - value / exposed_s[0]:.1%}" for value in exposed_s],
+        "of the thread": [f"{value:.1%}" if np.isfinite(value) else "-" for value in of_thread],
+    }
+    return harness.time_table(turns.slowest(results), results.names(), more=more)

@@ -1,0 +1,64 @@
+"""Steps of one model over the tensor axis and the data axis, alternating in one process: what a cut costs, and saves.
+
+    python -m benchmarks tensor
+    python -m benchmarks tensor --hidden 512 --layers 3 --steps 12 --output tensor.h5 --anonymous
+
+All contenders train on the same batch. "x data" is the time of a step over that of the data axis in the same turn:
+below 1 is faster. "sent" is what a rank sends by messages in a step (none in shared memory), "states" what the ledger
+has of parameters, gradients and optimizer state on a rank, "activations" what it has of those.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Results
+from benchmarks.training import turns
+from benchmarks.training.turns import ratios  # noqa: F401 - of the study
+from hpcdist.comm.start import Session
+
+SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-tensor", 2, "training/2026-11-21-tensor.h5"
+SMALL = {"steps": 6}
+
+SIZES: Final = {"layers": 4, "hidden": 256, "heads": 8, "context": 256, "samples": 4}
+# name -> (algorithm, whether over the tensor axis, whether activations are cut by tokens); the first is the measure
+CONTENDERS: Final[Mapping[str, tuple[str, bool, bool]]] = {
+    "data": ("node_shared", False, False),
+    "tensor": ("node_shared", True, False),
+    "tensor, by rows": ("node_shared", True, True),
+    "tensor, ring": ("ring", True, False),
+    "tensor, by rows, ring": ("ring", True, True),
+}
+OPTIONS: Final = {**SIZES, "steps": 20}
+
+
+def keys_of(name: str, ranks: int) -> dict[str, Any]:
+    """Return the keys of a contender."""
+    algorithm, over_tensor, by_rows = CONTENDERS[name]
+    degree = {"parallel.tensor": ranks} if over_tensor else {}
+    return {**degree, "parallel.sequence_parallel": by_rows, "communication.algorithm": algorithm}
+
+
+def measure(chosen: argparse.Namespace, session: Session) -> Results:
+    """Return times and bytes of all contenders. Collective."""
+    comm = session.comm
+    common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples})
+    contenders = {name: keys_of(name, comm.size) for name in CONTENDERS}
+    made, times = turns.measure(session, contenders, common, chosen.steps)
+    turns.check_weights(comm, made)
+    figures = np.array(comm.allgather_object([training.bytes(comm) for training in made.values()]))
+    for training in made.values():
+        training.close()
+    about = {name: getattr(chosen, name) for name in SIZES} | {"ranks": comm.size, "contenders": "; ".join(made)}
+    dims = {"time_s": "contenders, ranks, steps", "bytes": "ranks, contenders, (sent, states, activations)"}
+    return Results({"time_s": times[:, 0], "bytes": figures}, dims, about)
+
+
+def lines(results: Results) -> Sequence[str]:
+    most = results.arrays["bytes"].max(axis=0) / 1e6
+    columns = ("sent MB", "states MB", "activations MB")
+    more = {title: [f"{value:.1f}" for value in most[:, place]] for place, title in enumerate(columns)}
+    return harness.time_table(turns.slowest(results), results.names(), more=more)

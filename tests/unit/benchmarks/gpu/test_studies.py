@@ -1,0 +1,169 @@
+"""Studies of GPUs: they compare, measure and write on the double, and leave with 69 without a GPU."""
+
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as studies
+from benchmarks import harness
+from benchmarks.gpu import collectives, eager, kernels, pipeline, step
+from benchmarks.harness import Results
+from hpcdist.arrays.gpu import device
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError, UsageError
+from hpcdist.training.recipe import recipe as recipes
+
+SMALL = ["model.layers=1", "model.hidden=16", "model.heads=2", "data.context=8"]
+
+
+def small(folder: Path, *keys: str) -> list[str]:
+    (folder / "text.txt").write_text("the quick brown fox " * 40)
+    return [*SMALL, f"data.path={folder / 'text.txt'}", *keys]
+
+
+def on_threads(module: ModuleType, options: Namespace, ranks: int) -> Results:
+    def body(comm: Communicator) -> Results:
+        return module.measure(options, Session(comm, locate(comm, None), "threads", lambda code: None))
+
+    return run_threads(ranks, body)[0]
+
+
+def test_it_writes_every_step_with_its_provenance(gpu: ModuleType, tmp_path: Path) -> None:
+    words = ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "4", "-o", str(tmp_path / "step.h5")]
+    assert harness.run(step, "gpu.step", [*words, "--anonymous"]) == 0
+    with h5py.File(tmp_path / "step.h5") as file:
+        assert file.attrs["gpu"] == "double" and "hosts" not in file.attrs and file.attrs["numpy_version"]
+        stored = tmp_path / "recipe.toml"
+        stored.write_text(file.attrs["recipe"])
+        assert recipes.load_stored(stored).model.hidden == 16
+        times = {name: dataset[...] for name, dataset in file.items()}
+    assert {"cpu_s", "gpu_s", "gpu_host_s", "gpu_compute_s", "cpu_update_s"} <= times.keys()
+    assert all(values.shape == (4,) for values in times.values())
+
+
+def test_a_side_that_computes_something_else_is_refused(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = step.step_on
+
+    def wrong(side: Any, on: str) -> Any:
+        times, done = right(side, on)
+        done.loss *= 1.01 if on == "gpu" else 1.0
+        return times, done
+
+    monkeypatch.setattr(step, "step_on", wrong)
+    with pytest.raises(SystemExit, match=r"step 1: loss .* on the GPU, .* on the CPU"):
+        harness.run(step, "gpu.step", ["--set", *small(tmp_path, "run.global_batch=3"), "--steps", "1"])
+
+
+def test_collectives_are_measured_beside_pageable_memory(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    results = on_threads(collectives, Namespace(bytes=[4096, 40000], repetitions=3), 3)
+    ways = {"pageable", "pinned, native", "pinned, ring", "pinned, node_shared", "device memory of the others"}
+    assert set(results.names()) == ways and results.arrays["bytes_4096"].shape == (5, 3)
+    assert list(results.arrays) == ["bytes_4096", "bytes_40000"]
+    assert (results.attributes["gpu"], results.attributes["gpus"], results.attributes["ranks"]) == ("double", 1, 3)
+    assert "share GPU" in results.attributes["refused: nccl"]
+    assert any(line.startswith("pinned, ring") for line in collectives.lines(results))
+    told = capsys.readouterr().err
+    assert "nccl: not run, 3 ranks share GPU" in told and "device pointers, ring: not run" in told
+
+
+def test_a_wrong_result_of_a_collective_is_refused(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = collectives.peer_memory.device_shared_allreduce
+
+    def wrong(comm: Communicator, buffer: Any) -> None:
+        right(comm, buffer)
+        buffer[0] += 1
+
+    monkeypatch.setattr(collectives.peer_memory, "device_shared_allreduce", wrong)
+    with pytest.raises(SystemExit, match="device memory of the others gave rank . a wrong result"):
+        on_threads(collectives, Namespace(bytes=[4096], repetitions=1), 2)
+
+
+def piped(tmp_path: Path, ranks: int = 2) -> Results:
+    """Return what the study of pipelines measures on ``ranks`` threads."""
+    keys = small(tmp_path, "run.global_batch=2", "parallel.microbatches=2")
+    return on_threads(pipeline, Namespace(set=keys, steps=2), ranks)
+
+
+def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "WARM_UP", 1)
+    results = piped(tmp_path)
+    assert list(results.arrays) == list(pipeline.CONTENDERS)
+    assert (results.attributes["gpu"], results.attributes["gpus"]) == ("double", 1)
+    for name, times in results.arrays.items():  # (ranks, steps, step and phases)
+        assert times.shape == (2, 2, 1 + len(pipeline.PHASES))
+        assert (times[0, :, 0] > 0).all()
+        assert times[1, :, 1:].any() == (not name.startswith("one rank"))
+        assert (times[..., 1:].sum(axis=2) <= times[..., 0]).all()
+    assert pipeline.lines(results)[1].split()[:2] == ["one", "rank"]
+    stored = tmp_path / "recipe.toml"
+    stored.write_text(results.attributes["recipe of zb-h1"])
+    assert recipes.load_stored(stored).parallel.schedule == "zb-h1"
+    stored.write_text(results.attributes["recipe of tensor, dropout"])
+    dropping = recipes.load_stored(stored)
+    assert (dropping.parallel.tensor, dropping.model.dropout) == (2, 0.1)
+
+
+def test_a_contender_with_another_loss_is_refused(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "CONTENDERS", {name: pipeline.CONTENDERS[name] for name in ("one rank", "1f1b")})
+    right = pipeline.Contender.step
+
+    def wrong(self: Any, comm: Communicator) -> tuple[list[float], float]:
+        times, loss = right(self, comm)
+        return times, loss * (1.01 if self.recipe.parallel.pipeline > 1 else 1)
+
+    monkeypatch.setattr(pipeline.Contender, "step", wrong)
+    with pytest.raises(SystemExit, match="step 1: 1f1b has loss .*, one rank has"):
+        piped(tmp_path)
+
+
+def test_a_pipeline_of_one_rank_is_no_comparison(gpu: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="choose --ranks 2"):
+        piped(tmp_path, ranks=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kernel_is_set_against_its_bytes(gpu: ModuleType, dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.h5"
+    words = ["--dtype", dtype, "--tokens", "3", "--hidden", "64", "--rounds", "2", "--copied", "4096", "-o", str(file)]
+    assert harness.run(kernels, "gpu.kernels", [*words, "--anonymous"]) == 0
+    itemsize = 2 if dtype == "bfloat16" else 4
+    with h5py.File(file) as written:
+        names = written.attrs["kernels"].split(";")
+        assert written["norm_backward_s"].shape == (2,) and written.attrs["dtype"] == dtype
+        assert written.attrs["bytes"][names.index("gelu")] == 8 * 3 * 64 * itemsize
+        assert len(written) == len(names)
+
+
+def test_a_16_bit_step_has_the_losses_of_pytorch(gpu: ModuleType) -> None:
+    pytest.importorskip("torch")
+    shape = eager.StepShape(layers=1, hidden=32, heads=2, context=16, samples=2, vocabulary=17)
+    results = eager.timed(shape, "bfloat16", steps=4, where="cpu")
+    assert results.arrays["ours_s"].shape == (4,)
+    np.testing.assert_allclose(results.arrays["ours_loss"], results.arrays["torch_loss"], rtol=2e-2)
+    assert len(eager.lines(results)) == 3
+
+
+@pytest.mark.parametrize("name", [name for name in studies.STUDIES if name.startswith("gpu.")])
+def test_without_a_gpu_no_rank_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> ModuleType:
+        raise MissingCapabilityError("cupy cannot be imported")
+
+    monkeypatch.setattr(device, "cupy", missing)
+    assert studies.main([name]) == MISSING_CAPABILITY
+    assert f"{name}: cupy cannot be imported" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""The harness of the studies: it alternates, tells ratios with intervals, writes, and sees a regression."""
+
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as studies
+from benchmarks import harness
+from benchmarks.harness import Results
+from hpcdist.comm.start import Session
+from hpcdist.errors import STORAGE
+
+
+def study(slow: float = 1.0, **more: Any) -> ModuleType:
+    """Return a study of two contenders, the second of which takes twice as long, ``slow`` times."""
+    module = ModuleType("study", "A study of a test.\n\nMore of it.")
+
+    def measure(options: Namespace, session: Session) -> Results:
+        times = np.array([[1.0, 2.0, 1.5], [2.0, 4.0, 3.0]])[:, : options.rounds]
+        times[1] *= slow
+        return Results({"time_s": times}, {"time_s": "contenders, rounds"}, {"contenders": "base;other"})
+
+    vars(module).update({"SCHEMA": "hpcdist-benchmark-test", "OPTIONS": {"rounds": 3}, "measure": measure} | more)
+    return module
+
+
+def test_contenders_alternate_in_new_orders_and_the_first_rounds_do_not_count() -> None:
+    calls: list[str] = []
+    begun: list[int] = []
+
+    def call(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    contenders = {name: lambda name=name: call(name) for name in "abc"}
+    values = harness.alternate(contenders, 20, warm_up=2, begin=lambda: begun.append(len(calls)))
+    assert begun == list(range(0, 66, 3)) and all(len(own) == 20 for own in values.values())
+    rounds = [tuple(calls[at : at + 3]) for at in range(0, 66, 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds) and len(set(rounds)) > 1
+    assert min(min(own) for own in values.values()) == 7
+
+
+def test_an_interval_holds_the_median_and_narrows_with_more_samples() -> None:
+    rng = np.random.default_rng(0)
+    widths = []
+    for count in (10, 1000):
+        median, low, high = harness.interval(rng.normal(5.0, 1.0, count))
+        assert low <= median <= high
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 3
+
+
+def test_results_are_printed_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "study.h5"
+    assert harness.run(study(), "study", ["-o", str(file), "--anonymous"]) == 0
+    assert "x base" in (said := capsys.readouterr().out) and "2.000 to 2.000" in said
+    with h5py.File(file) as written:
+        assert written.attrs["contenders"] == "base;other" and "git_commit" in written.attrs
+        assert "hosts" not in written.attrs and written["time_s"].attrs["dims"] == "contenders, rounds"
+    assert harness.run(study(), "study", ["-o", str(file)]) == STORAGE
+    assert "exists" in capsys.readouterr().err
+
+
+def test_a_check_sees_a_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    assert harness.run(study(), "study", ["-o", str(tmp_path / "study.h5")]) == 0
+    more = {"COMMITTED": "study.h5", "SMALL": {"rounds": 2}, "WORSE": 1.2}
+    for slow, code in ((1.0, 0), (0.5, 0), (1.19, 0), (1.21, 1), (float("nan"), 1)):
+        assert harness.run(study(slow, **more), "study", ["--check"]) == code
+        assert ("WORSE than 1.2" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_check_without_a_committed_result_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        harness.run(study(NO_CHECK="it takes a night"), "study", ["--check"])
+    assert "--check: it takes a night" in capsys.readouterr().err
+
+
+def test_a_missed_goal_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert harness.run(study(failures=lambda results: ["it is slow"]), "study", []) == 1
+    assert "missed: it is slow" in capsys.readouterr().err
+
+
+def test_every_study_is_listed_and_has_what_the_harness_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert studies.main([]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == list(studies.STUDIES)
+    with pytest.raises(SystemExit, match="'none': choose a study from architectures"):
+        studies.main(["none"])
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_the_ratios_of_every_committed_result_can_be_told(name: str) -> None:
+    module = pytest.importorskip(f"benchmarks.{studies.STUDIES[name]}")
+    found = harness.Study.of(module)
+    if found.committed:
+        ratios = found.ratios(harness.committed(found))
+        assert ratios and all(np.isfinite(np.median(samples)) for samples in ratios.values())
