@@ -38,7 +38,6 @@ STUDIES: Final = {
     "planner.search": "planner.search",
     "planner.simulator": "planner.simulator",
     "preemptions": "operations.preemptions",
-    "report_page": "operations.report_page",
     "startup": "operations.startup",
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",

@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from benchmarks.architectures.catalogue import (
-    ARCHITECTURES,
-    COUNTS,
-    MICROBATCHES,
-    RECOMPUTE,
-    Architecture,
-    Scenario,
-)
+from benchmarks.architectures.catalogue import ARCHITECTURES, COUNTS, MICROBATCHES, RECOMPUTE, Architecture, Scenario
 from hpcdist.errors import HpcdistError
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.estimate import PlanEstimate

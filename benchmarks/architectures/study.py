@@ -45,11 +45,7 @@ SCHEMA, COMMITTED = results.SCHEMA, "architectures/2026-11-22-architectures-stud
 SMALL, WORSE = {"scenarios": ["small-weak"], "counts": [64, 1024]}, 1.02
 
 NAMES: Final = [scenario.name for scenario in SCENARIOS]
-OPTIONS: Final = {
-    "cluster": "h100-hgx",
-    "counts": list(COUNTS),
-    "scenarios": tuple(NAMES),
-}  # counts: numbers of devices
+OPTIONS: Final = {"cluster": "h100-hgx", "counts": list(COUNTS), "scenarios": tuple(NAMES)}  # counts: of devices
 
 
 @dataclass(frozen=True)

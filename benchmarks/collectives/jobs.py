@@ -47,9 +47,7 @@ FORCED: Mapping[str, Mapping[str, tuple[Sequence[str], Mapping[str, str]]]] = {
     mpirun.MPICH: {
         **{name: _cvar(DEVICE_COLLECTIVES="none", ALLREDUCE_INTRA_ALGORITHM=name) for name in _INTRA},
         "release_gather": _cvar(
-            ALLREDUCE_COMPOSITION="3",
-            ALLREDUCE_POSIX_INTRA_ALGORITHM="release_gather",
-            POSIX_NUM_COLLS_THRESHOLD="0",
+            ALLREDUCE_COMPOSITION="3", ALLREDUCE_POSIX_INTRA_ALGORITHM="release_gather", POSIX_NUM_COLLS_THRESHOLD="0"
         ),
     },
 }

@@ -30,16 +30,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.collectives.jobs import (
-    AS_IT_COMES,
-    OURS,
-    WORKER,
-    Contender,
-    contenders,
-    launch,
-    library_of,
-    with_abi_name,
-)
+from benchmarks.collectives import jobs
+from benchmarks.collectives.jobs import AS_IT_COMES, OURS, Contender
 from benchmarks.harness import Results
 from hpcdist.bench.collectives import report, results
 from hpcdist.bench.collectives.results import CollectivesConfiguration
@@ -58,24 +50,19 @@ SHORT_SIZES: Final = "16K 1M 16M"
 SCREENING_BYTES: Final = 16 << 20  # the largest size of the first round
 KEPT: Final = 2  # forced algorithms of a library and size that go on to the later rounds
 OUR_ALGORITHMS: Final = ("node_shared", "auto")
-OPTIONS: Final = {  # rounds: starts of each contender; seconds: of a job and size; least, keep: iterations of it
-    "torch": "",
-    "ranks": [2, 4],
-    "bytes": "",
-    "rounds": 3,
-    "seconds": 0.4,
-    "least": 3,
-    "keep": 100,
-    "budget_s": 700.0,
-    "only": "",
-    "short": False,
-    "seed": 0,
-}
+# rounds: starts of each contender; seconds: of a job and size; least, keep: iterations of it; only: a pattern of names
+OPTIONS: Final = {"torch": "", "ranks": [2, 4], "bytes": "", "rounds": 3, "seconds": 0.4, "least": 3, "keep": 100}
+OPTIONS |= {"budget_s": 700.0, "only": "", "short": False, "seed": 0}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--mpi", action="append", type=library_of, required=True, metavar="NAME=PYTHON[@MPIEXEC[@LIBMPI]]", dest="mpis"
+        "--mpi",
+        action="append",
+        type=jobs.library_of,
+        required=True,
+        metavar="NAME=PYTHON[@MPIEXEC[@LIBMPI]]",
+        dest="mpis",
     )
 
 
@@ -101,7 +88,7 @@ class Driver:
         rng = np.random.default_rng([self.options.seed, ranks])
         everyone = [
             one
-            for one in contenders(self.options.mpis, bool(self.options.torch))
+            for one in jobs.contenders(self.options.mpis, bool(self.options.torch))
             if re.search(self.options.only, one.name)
         ]
         for turn in range(self.options.rounds):
@@ -136,7 +123,7 @@ class Driver:
         output = self.folder / f"{self.number}.h5"
         begin = time.monotonic()
         try:
-            reason = launch(one, ranks, self.program(one, sizes, seed, output), self.options.torch)
+            reason = jobs.launch(one, ranks, self.program(one, sizes, seed, output), self.options.torch)
             if output.exists():
                 measured = results.read(output).configurations
                 results.append(self.options.output, [thinned(one, self.options.keep) for one in measured], self.card)
@@ -155,7 +142,7 @@ class Driver:
             chosen = [part for name in OUR_ALGORITHMS for part in ("--algorithm", name)]
             return ["-m", "hpcdist", "bench", "collectives", *chosen, "--warmup", "2", "--anonymous", *common]
         what, name = ("gloo", "gloo") if one.library is None else ("mpi", one.library.name)
-        return [*WORKER, what, "--implementation", name, "--algorithm", one.algorithm, *common]
+        return [*jobs.WORKER, what, "--implementation", name, "--algorithm", one.algorithm, *common]
 
     def results(self, ranks: int) -> list[CollectivesConfiguration]:
         """Return what has been measured on ``ranks`` ranks."""
@@ -206,7 +193,7 @@ def measure(chosen: argparse.Namespace, session: Session) -> Configurations:
     chosen.bytes = results.sizes([chosen.bytes or (SHORT_SIZES if chosen.short else SIZES)])
     files.check_place(chosen.output)
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
-        chosen.mpis = [with_abi_name(library, Path(folder)) for library in chosen.mpis]
+        chosen.mpis = [jobs.with_abi_name(library, Path(folder)) for library in chosen.mpis]
         driver = Driver(chosen, Path(folder))
         end = time.monotonic() + chosen.budget_s
         for number, ranks in enumerate(chosen.ranks):

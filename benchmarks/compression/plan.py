@@ -125,13 +125,7 @@ class Study:
 
     def next(self, losses: Mapping[Training, float], refused: Sequence[Training]) -> list[Training]:
         """Return the trainings that are to be made now, given the ``losses`` of those made; none at the end."""
-        stages = (
-            self._of_references,
-            self._everybody,
-            self._other_rates,
-            self._further_seeds,
-            self._without_feedback,
-        )
+        stages = (self._of_references, self._everybody, self._other_rates, self._further_seeds, self._without_feedback)
         for stage in stages:
             missing = [one for one in stage(losses) if one not in losses and one not in refused]
             if missing:

@@ -57,19 +57,9 @@ WRITES_ITSELF = True
 EVALUATIONS: Final = 10
 BURST: Final = "8kb"  # that a link lets pass at any speed after a pause
 RAW_BYTES: Final = 4 << 20
-OPTIONS: Final = {  # ranks: of the trainings for losses; turn: steps of each in a round of times
-    "ranks": 2,
-    "threads": False,
-    "steps": 500,
-    "rates": [1e-3, 2e-3, 4e-3],
-    "seeds": 3,
-    "text": "",
-    "link": "100mbit",
-    "rounds": 5,
-    "turn": 6,
-    "parts": ("losses", "times"),
-    "only": tuple(CONTENDERS),
-}
+# ranks, steps, seeds: of the trainings for losses; rounds, turn: of times, and the steps of each in a round
+OPTIONS: Final = {"ranks": 2, "threads": False, "steps": 500, "rates": [1e-3, 2e-3, 4e-3], "seeds": 3, "text": ""}
+OPTIONS |= {"link": "100mbit", "rounds": 5, "turn": 6, "parts": ("losses", "times"), "only": tuple(CONTENDERS)}
 
 
 def followed(line: Sequence[str], environment: Mapping[str, str], take: Callable[[dict[str, Any]], None]) -> str:

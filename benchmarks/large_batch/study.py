@@ -50,16 +50,8 @@ from hpcdist.training.data import open_source
 SCHEMA, COMMITTED = records_file.SCHEMA, "large_batch/2026-11-22-large-batch.h5"
 SMALL, WORSE = {"tasks": ["digits"]}, 1.1
 WRITES_ITSELF = True
-OPTIONS: Final = {
-    "tasks": ["gpt", "digits"],
-    "text": "",
-    "trials": 5,
-    "seeds": 3,
-    "largest": 10**9,
-    "jobs": 1,
-    "report": False,
-}
-OPTIONS |= {"optimizers": tuple(RULES)}
+OPTIONS: Final = {"tasks": ["gpt", "digits"], "text": "", "trials": 5, "seeds": 3, "largest": 10**9, "jobs": 1}
+OPTIONS |= {"report": False, "optimizers": tuple(RULES)}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -51,15 +51,8 @@ MODES: Final[Mapping[str, tuple[str, ...]]] = {
     "new process": ("--survive", "replace"),
 }
 FIGURES: Final = ("seconds", "repeated", "pss_bytes", "world")
-OPTIONS: Final = {
-    "kills": 3,
-    **SIZES,
-    "steps": 30,
-    "repeats": 2,
-    "limit_s": 600.0,
-    "architectures": tuple(ARCHITECTURES),
-}
-OPTIONS |= {"modes": tuple(MODES)}
+OPTIONS: Final = {"kills": 3, **SIZES, "steps": 30, "repeats": 2, "limit_s": 600.0}
+OPTIONS |= {"architectures": tuple(ARCHITECTURES), "modes": tuple(MODES)}
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,7 @@ class Compared:
     @property
     def errors(self) -> dict[str, float]:
         """Relative, of step time and memory."""
-        return {
-            "step": self.predicted_s / self.measured_s - 1,
-            "memory": self.predicted_memory / self.peak_bytes - 1,
-        }
+        return {"step": self.predicted_s / self.measured_s - 1, "memory": self.predicted_memory / self.peak_bytes - 1}
 
     @property
     def beside(self) -> float:

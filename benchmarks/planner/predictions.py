@@ -234,16 +234,10 @@ def _states(table: Table) -> Iterator[Compared]:
         for name, parameters in zip(told["models"], told["parameters"], strict=True):
             for stage in told["stages"]:
                 cell = next(cells)
-                yield Compared(
-                    table=table.key,
-                    row=f"{name}, {stage}, data {degree}",
-                    quantity="states_gb",
-                    role="test",
-                    kind="closed",
-                    published=float(cell),
-                    predicted=states_gb(parameters, stage, int(degree)),
-                    unit=unit_of(cell),
-                )
+                what = {"table": table.key, "row": f"{name}, {stage}, data {degree}", "quantity": "states_gb"}
+                gb = states_gb(parameters, stage, int(degree))
+                numbers = {"published": float(cell), "predicted": gb, "unit": unit_of(cell)}
+                yield Compared(role="test", kind="closed", **what, **numbers)
 
 
 def states_gb(parameters: float, stage: str, degree: int) -> float:
@@ -256,17 +250,10 @@ def _bubbles(table: Table) -> Iterator[Compared]:
     told = table.tree["table"]
     for row in table.tree["row"]:
         for schedule, printed in zip(told["schedules"], row["bubbles"], strict=True):
-            exact = schedule in told["exact"]
-            yield Compared(
-                table=table.key,
-                row=f"{row['name']}, {schedule}",
-                quantity="bubble",
-                role="test" if exact else "extra",
-                kind="bubble",
-                published=float(printed),
-                predicted=bubble(schedule, row),
-                unit=unit_of(printed),
-            )
+            role = "test" if schedule in told["exact"] else "extra"
+            what = {"table": table.key, "row": f"{row['name']}, {schedule}", "quantity": "bubble"}
+            numbers = {"published": float(printed), "predicted": bubble(schedule, row), "unit": unit_of(printed)}
+            yield Compared(role=role, kind="bubble", **what, **numbers)
 
 
 def bubble(schedule: str, row: Mapping[str, Any]) -> float:

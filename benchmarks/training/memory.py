@@ -49,12 +49,7 @@ EXPECTED: Final[Mapping[str, Callable[[int], float]]] = {
     "zero2": lambda ranks: 4 + 12 / ranks,
     "zero3": lambda ranks: 16 / ranks,
 }
-COMMON: Final = {
-    "data.context": 8,
-    "run.global_batch": 4,
-    "communication.algorithm": "ring",
-    "optimizer.name": "adamw",
-}
+COMMON: Final = {"data.context": 8, "run.global_batch": 4, "communication.algorithm": "ring", "optimizer.name": "adamw"}
 LIMIT_S: Final = 600.0
 OPTIONS: Final = {"ranks": [1, 2, 3, 4], "layers": 64, "hidden": 256, "strategy": tuple(CASES)}
 
