@@ -6,8 +6,8 @@ r"""Training steps with and without exchanges behind the computation, alternatin
         --hidden 256 --context 256 --samples 4 --bucket-bytes 4194304 --steps 10
 
 "none" reduces a bucket of gradients and goes on when that is done; "thread" and "poll" are the two kinds of
-communication.overlap; "poll native" polls MPI_Iallreduce; "delayed" sums behind the whole next step. Of ZeRO, "+k"
-gathers k units ahead. The weights of contenders of one strategy with one algorithm are compared bit by bit.
+communication.overlap; "delayed" sums behind the whole next step. Of ZeRO, "+k" gathers k units ahead. The weights of
+contenders of one strategy with one algorithm are compared bit by bit.
 
 "x none" is the time of a step over that of "none" in the same turn: below 1 is faster. "exposed" is the time of a step
 in which a rank did nothing but communicate: in the mean over the ranks, for it includes waiting for the other. "hidden"
@@ -47,6 +47,7 @@ def contenders(chosen: argparse.Namespace, threads: bool) -> dict[str, dict[str,
 
     def keys(strategy: str, overlap: str = "none", algorithm: str = "", **more: Any) -> dict[str, Any]:
         own = {"communication.overlap": overlap, "communication.algorithm": algorithm or chosen.algorithm}
+        own |= {"communication.bucket_bytes": chosen.bucket_bytes} if strategy == "allreduce" else {}
         return {"parallel.strategy": strategy, **own, **{key.replace("__", "."): value for key, value in more.items()}}
 
     made: dict[str, dict[str, Any]] = {}
@@ -56,7 +57,7 @@ def contenders(chosen: argparse.Namespace, threads: bool) -> dict[str, dict[str,
         made[f"{prefix}none"] = keys(strategy)
         if strategy == "allreduce":
             made |= {"thread": keys(strategy, "thread")} if threads else {}
-            made |= {"poll": keys(strategy, "poll", "ring"), "poll native": keys(strategy, "poll", "native")}
+            made["poll"] = keys(strategy, "poll", "ring")
             made |= {"delayed": keys(strategy, "thread", communication__delayed=True)} if threads else {}
             continue
         made |= {f"{prefix}{engine}": keys(strategy, engine) for engine in engines}
@@ -72,7 +73,6 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         raise SystemExit("one rank has nobody to exchange gradients with; choose --ranks 2")
     keys = contenders(chosen, comm.supports("thread_multiple"))
     common = turns.gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size})
-    common["communication.bucket_bytes"] = chosen.bucket_bytes
     made, times = turns.measure(session, keys, common, chosen.steps)
     groups: dict[str, Hashable] = {
         name: (own["parallel.strategy"], own["communication.algorithm"], "communication.delayed" in own)
