@@ -137,8 +137,9 @@ def main() -> None:
     card = provenance(mpi_library=library, anonymous=True)
     for index in np.random.default_rng(options.seed).permutation(len(sizes)):
         cell = CollectivesCell("allreduce", "float32", sizes[index])
-        slots, made = contenders_of.slots(cell.bytes, cache, limit, hot=False), []
-        for name, own in zip(runs, measure(comm, runs, cell, options, slots), strict=True):
+        slots = contenders_of.slots(cell.bytes, cache, limit, hot=False)
+        samples, made = measure(comm, runs, cell, options, slots), []
+        for name, own in zip(runs, samples, strict=True) if comm.rank == 0 else ():
             what = (cell.op, cell.dtype, cell.bytes, comm.size, nodes, options.algorithm + PLACES[name])
             key = results.ConfigurationKey(*what, ORDINARY, COLD, options.implementation, library)
             times = own.time_s, own.start_s, np.zeros(len(own.time_s), np.int32)
